@@ -1,0 +1,132 @@
+"""What a run leaves on disk: checkpoints, a log, and what somebody needs to repeat it."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cli import UserError, first_line, print0
+from model import GPT, GPTConfig
+
+# How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
+LAYOUT = {"batch_size", "device", "compile", "log_dir", "resume"}
+
+
+def save_checkpoint(run_dir, model, optimizer, scaler, step, position, config, tokenizer):
+    """Writes a run's whole state, to a temporary name that is then renamed: a reader never meets half a file."""
+    path, temporary = run_dir / f"model_{step:06d}.pt", run_dir / "model.tmp"
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), step=step,
+                 position=position, model_config=asdict(model.config), tokenizer=tokenizer,
+                 train_config={k: v for k, v in asdict(config).items() if k not in LAYOUT})
+    with open(temporary, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    if config.keep:
+        for old in checkpoints(run_dir)[:-config.keep]:
+            old.unlink()
+
+
+def load_checkpoint(path):
+    """A checkpoint as the dict that save_checkpoint wrote, its tensors on the CPU. Raises UserError if it is not one."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, and with it a CRC-32 of everything inside
+            if damaged := archive.testzip():
+                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"model", "optimizer", "scaler", "step", "position", "model_config", "tokenizer"} - set(checkpoint)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file may fail anywhere in zipfile, pickle or torch
+        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)})") from error
+    if missing:
+        raise UserError(f"{path}: not a checkpoint of this program, it lacks {', '.join(sorted(missing))}")
+    return checkpoint
+
+
+def checkpoints(directory):
+    """The checkpoints of a run directory, oldest first."""
+    return sorted(Path(directory).glob("model_*.pt"))
+
+
+def load_model(name):
+    """Weights to start from: a checkpoint's path, or a Hugging Face GPT-2's name or directory -> (GPT, tokenizer's name)."""
+    if Path(name).is_file():
+        checkpoint = load_checkpoint(name)
+        model = GPT(GPTConfig(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"])
+        return model, checkpoint["tokenizer"]
+    try:
+        model = GPT.from_pretrained(name)
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"{name}: neither a checkpoint nor a GPT-2 that transformers can load ({first_line(error)})") from error
+    return model, "bytes" if model.config.vocab_size == 256 else "gpt2"
+
+
+def find_checkpoint(directory):
+    """The newest checkpoint of a run directory that reads, with its path -> (dict, Path), or (None, None)."""
+    for path in reversed(checkpoints(directory)):
+        try:
+            return load_checkpoint(path), path
+        except UserError as error:
+            print0(f"passed over {error}")
+    print0(f"nothing to resume in {directory}: starting afresh")
+    return None, None
+
+
+def move_aside(directory):
+    """Makes way for a fresh run: the files of a run that lies in `directory` go to directory.1, or .2, …"""
+    old = [p for p in (*checkpoints(directory), directory / "run.json", directory / "log.txt") if p.exists()]
+    if old:
+        aside = next(p for i in range(1, 10**6) if not (p := directory.with_name(f"{directory.name}.{i}")).exists())
+        aside.mkdir()
+        for p in old:
+            p.rename(aside / p.name)
+        print0(f"the run in {directory} was moved to {aside}")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+class RunLog:
+    """log.txt, one number a line: "{step} {stream} {value}", as build-nanogpt writes it.
+
+    Lines of `step` and later are of a run that went on after its last checkpoint: they are cut off, to be written again.
+    """
+
+    def __init__(self, directory, step):
+        path, temporary = Path(directory, "log.txt"), Path(directory, "log.tmp")
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if len(line.split()) == 3 and int(line.split()[0]) < step]
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, path)
+        self.file = open(path, "a")
+
+    def write(self, step, **values):
+        self.file.write("".join(f"{step} {stream} {value:.6g}\n" for stream, value in values.items()))
+        self.file.flush()
+
+
+def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size, loader):
+    """run.json, what somebody needs to repeat the run: configuration, commit, versions, device."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None  # no git, or no clone
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    facts = dict(
+        model_config=asdict(model.config), train_config=asdict(config), tokenizer=tokenizer,
+        parameters=sum(p.numel() for p in model.parameters()), train_tokens=loader.starts[-1],
+        device=f"{device.type}: {name}", dtype=str(dtype).removeprefix("torch."), processes=world_size, git_commit=commit,
+        versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
+        started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    Path(run_dir, "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+    print(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, {facts['dtype']} on {facts['device']}"
+          + f" x {world_size}" * (world_size > 1) + f"; log and checkpoints in {run_dir}", flush=True)

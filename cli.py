@@ -1,0 +1,68 @@
+"""The command line of every program here: a dataclass field is a flag, its default the default, its comment the help."""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import sys
+
+
+class UserError(Exception):
+    """Something the user can mend. Its message is the one line that the program prints before it exits with status 2."""
+
+
+def parse_flags(doc, *configs, argv=None):
+    """Reads `argv` (default: the process's) into a dict of the flags that were given, and only those.
+
+    doc: the program's docstring, shown by --help. configs: dataclasses; the field `max_lr: float = 6e-4  # peak` becomes
+    --max_lr, a bool becomes --flag/--no-flag. Raises UserError for an unknown flag or a value of the wrong type.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = fail  # argparse would print the whole usage first
+    for config in configs:
+        group = parser.add_argument_group(config.__name__)
+        comments = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(config), re.M))
+        for field in dataclasses.fields(config):
+            default = "" if field.default is None else f" [{field.default}]"
+            help = (comments.get(field.name, "") + default).replace("%", "%%")
+            kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else \
+                dict(type=field.type, metavar=field.type.__name__.upper())
+            group.add_argument(f"--{field.name}", help=help, **kind)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+        fail(f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them all"))
+    return vars(given)
+
+
+def fail(message):
+    raise UserError(message)
+
+
+def run(main):
+    """Calls main() and turns a UserError into one line on standard error and exit status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def print0(*args):
+    """Rank 0 alone talks."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*args, flush=True)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def duration(seconds):
+    """Seconds for a person: 45s, 3m20s, 2h05m."""
+    m, s = divmod(round(seconds), 60)
+    return f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s" if m else f"{s}s"

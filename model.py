@@ -1,0 +1,266 @@
+"""GPT-2, the model: a batch of token ids in, logits and a loss out.
+
+Read it from the bottom of a block upwards: attention mixes positions, the MLP works on each position alone, a block adds
+both to the residual stream, and `GPT` stacks the blocks between an embedding and a head that share one matrix.
+Parameter names are those of OpenAI's and Hugging Face's GPT-2. This file knows nothing of data, files or processes;
+read tokenizer.py next, then train_gpt2.py.
+
+  GPT-1: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training"
+  GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
+  GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads in a block; divides n_embd
+    n_embd: int = 768  # width of the residual stream
+    block_size: int = 1024  # T, the longest context, in tokens
+    vocab_size: int = 50257  # tokens of the encoding, unpadded: 256 bytes, 50,000 merges, <|endoftext|>
+
+
+# GPT-2 paper, table 2, and GPT-3 paper, table 2.1. GPT-3 XL is printed there with 24 heads of 128, which is not 2048.
+PRESETS = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+    "gpt3-1.3b": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048),
+    "gpt3-2.7b": dict(n_layer=32, n_head=32, n_embd=2560, block_size=2048),
+    "baby": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256),  # bytes, for a laptop
+}
+
+
+class CausalSelfAttention(nn.Module):
+    """Every position gathers from itself and the positions before it (Vaswani et al. 2017, section 3.2)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads at once
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, cache=None):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
+        if cache is not None:
+            k, v = (torch.cat([old, new], dim=2) for old, new in zip(cache, (k, v))) if cache else (k, v)
+            cache[:] = k, v  # (B, nh, T so far, hs)
+        # A single new token may look at all that is cached; otherwise the mask is the lower triangle.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        return self.c_proj(y)  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, in the tanh form that GPT-2 was trained with."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(self.gelu(self.c_fc(x)))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+
+
+class Block(nn.Module):
+    """Pre-norm: the residual stream itself is never normalised, so gradients reach every layer (GPT-2, section 2.3)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cache=None):
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+
+
+class GPT(nn.Module):
+    """The language model. Raises ValueError if the heads do not divide the width."""
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            ln_f=nn.LayerNorm(config.n_embd),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied (Press and Wolf 2017): a third of the 124M
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                nn.init.constant_(p, 1.0 if name.endswith("weight") else 0.0)  # gains of the norms; every bias
+            else:
+                # Each block adds to the residual stream twice, so 2 n_layer terms of equal variance pile up in it;
+                # scaling what writes into it keeps the sum near one term's size (GPT-2, section 2.3).
+                residual = name.endswith("c_proj.weight")
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
+
+    def hidden(self, idx, cache=None):
+        """The residual stream after the last norm.
+
+        idx: (B, T) ids. cache: None, or one list per block that holds the keys and values of the tokens before `idx`,
+        empty at first; it is extended in place. Returns (B, T, C).
+        """
+        T = idx.size(1)
+        start = cache[0][0].size(2) if cache and cache[0] else 0
+        if start + T > self.config.block_size:
+            raise ValueError(f"{start + T} tokens do not fit a block_size of {self.config.block_size}")
+        pos = torch.arange(start, start + T, device=idx.device)  # (T)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, None if cache is None else cache[i])
+        return self.transformer.ln_f(x)
+
+    def logits(self, x):
+        """The head: (..., C) -> (..., vocab_size).
+
+        The matrix is padded to a multiple of 128 rows for this one product, because kernels work in tiles; the padded
+        columns are cut off again at once, so no parameter, loss, sample or file ever contains them.
+        """
+        weight = F.pad(self.lm_head.weight, (0, 0, 0, -self.config.vocab_size % 128))  # (padded, C)
+        return F.linear(x, weight)[..., : self.config.vocab_size]
+
+    def forward(self, idx, targets=None):
+        """idx, targets: (B, T) ids. Returns the logits (B, T, vocab_size) and the mean cross-entropy in nats, or None."""
+        logits = self.logits(self.hidden(idx))
+        if targets is None:
+            return logits, None
+        # In float32 whatever the autocast: with 8 bits of mantissa a sum over 50,000 terms would be lost.
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits, loss
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
+        """Appends `max_new_tokens` sampled ids to each row of idx: (B, T) -> (B, T + max_new_tokens).
+
+        temperature 0 is greedy; top_k keeps the k likeliest tokens, top_p the smallest set of likeliest tokens whose
+        probabilities reach p (Holtzman et al. 2020, arXiv:1904.09751). Only `seed` decides the draw: the global random
+        state is neither read nor moved. Raises ValueError for an empty prompt or values out of range.
+        """
+        if idx.size(1) == 0:
+            raise ValueError("the prompt is empty: give at least one token")
+        if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+            raise ValueError("temperature and top_k must not be negative, and top_p must lie in (0, 1]")
+        generator = torch.Generator(device=idx.device).manual_seed(seed)
+        cache, T = None, self.config.block_size
+        for _ in range(max_new_tokens):
+            if cache is None or idx.size(1) > T:
+                # Positions are absolute: once the window slides, every cached key is at the wrong one.
+                cache, new = [[] for _ in self.transformer.h], idx[:, -T:]
+            else:
+                new = idx[:, -1:]
+            logits = self.logits(self.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)
+            idx = torch.cat([idx, sample(logits, temperature, top_k, top_p, generator)], dim=1)
+        return idx
+
+    def crop_block_size(self, block_size):
+        """Shortens the context for good, by dropping the last positions: less memory when fine-tuning."""
+        self.config.block_size = block_size
+        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].clone())  # (T, C)
+
+    def configure_optimizers(self, weight_decay, learning_rate):
+        """AdamW (GPT-3, appendix B). Matrices and embeddings decay; biases and gains, which multiply no input, do not.
+
+        The groups carry the parameters' names, so that a saved state says what it belongs to.
+        """
+        named = list(self.named_parameters())
+        groups = [
+            dict(params=[(n, p) for n, p in named if p.dim() >= 2], weight_decay=weight_decay),
+            dict(params=[(n, p) for n, p in named if p.dim() < 2], weight_decay=0.0),
+        ]
+        fused = named[0][1].device.type in ("cuda", "cpu", "mps")
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+    def flops_per_token(self, causal=False):
+        """Floating-point operations of one token's forward and backward at full context (PaLM, appendix B).
+
+        6 for each weight of a matrix product (2 forward, 4 backward), the padded head included, embeddings and vectors
+        not; and 12 n_layer n_embd T for attention. That counts all T x T scores, the usual convention; causal=True
+        counts the half below the diagonal that a causal kernel computes.
+        """
+        c = self.config
+        matrices = 12 * c.n_layer * c.n_embd**2 + (c.vocab_size + -c.vocab_size % 128) * c.n_embd
+        attention = 12 * c.n_layer * c.n_embd * c.block_size
+        return 6 * matrices + (attention // 2 if causal else attention)
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir):
+        """GPT-2 from Hugging Face: "gpt2", "gpt2-medium", … or a local directory.
+
+        Raises ImportError without transformers, OSError if nothing is found, ValueError if it is no plain GPT-2.
+        """
+        transformers = import_transformers()
+        hf_config = transformers.AutoConfig.from_pretrained(name_or_dir)
+        plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True,
+                     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+        for key, value in plain.items():
+            if getattr(hf_config, key, None) != value:
+                raise ValueError(f"{name_or_dir}: {key} is {getattr(hf_config, key, None)!r}, GPT-2 has {value!r}")
+        if hf_config.n_inner not in (None, 4 * hf_config.n_embd):
+            raise ValueError(f"{name_or_dir}: n_inner is {hf_config.n_inner}, GPT-2 has 4 x n_embd = {4 * hf_config.n_embd}")
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name_or_dir, output_loading_info=True)
+        if info["missing_keys"]:  # transformers only warns, and leaves them random
+            raise ValueError(f"{name_or_dir}: no weights for {', '.join(sorted(info['missing_keys']))}")
+        model = cls(GPTConfig(n_layer=hf_config.n_layer, n_head=hf_config.n_head, n_embd=hf_config.n_embd,
+                              block_size=hf_config.n_positions, vocab_size=hf_config.vocab_size))
+        model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
+        return model
+
+    def to_hf(self, directory):
+        """Writes the model as a Hugging Face GPT-2 that `from_pretrained` reads. Raises ImportError without transformers."""
+        transformers = import_transformers()
+        c = self.config
+        end = c.vocab_size - 1 if c.vocab_size == 50257 else None  # <|endoftext|>; other encodings have none
+        hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_positions=c.block_size, vocab_size=c.vocab_size,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end))
+        hf.load_state_dict(transpose_conv1d(self.state_dict()))
+        hf.save_pretrained(directory)
+
+
+def sample(logits, temperature, top_k, top_p, generator):
+    """Draws one id for each row: (B, vocab_size) -> (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:
+        probs, order = F.softmax(logits, dim=-1).sort(descending=True)  # (B, vocab_size)
+        beyond = probs.cumsum(dim=-1) - probs >= top_p  # what comes before a token already reaches p: never the first
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
+    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)
+
+
+def transpose_conv1d(state_dict):
+    """OpenAI's Conv1D keeps a linear layer's weight as (in, out), nn.Linear as (out, in): turns either into the other."""
+    conv1d = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    return {name: t.t().contiguous() if name.endswith(conv1d) else t for name, t in state_dict.items()}
+
+
+def import_transformers():
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("GPT-2's weights come and go through transformers: pip install transformers") from error
+    return transformers

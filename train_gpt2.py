@@ -1,0 +1,445 @@
+"""Trains a GPT-2: text or token shards in, a log and checkpoints out.
+
+  python train_gpt2.py                                   a byte-level baby on input.txt, two minutes on a laptop
+  python train_gpt2.py --data my.txt                     the same on your own text
+  torchrun --nproc_per_node=8 train_gpt2.py              GPT-2 124M on the FineWeb-Edu shards that fineweb.py makes
+  python train_gpt2.py --resume                          go on where the last run of this preset stopped
+
+Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides the defaults shown, a flag the preset.
+"""
+
+# Read from the top: the knobs, the stream of batches, the schedules, one step, and main, which is the whole of training.
+# cli.py, device.py and checkpoint.py hold what surrounds it.
+
+import bisect
+import math
+import re
+import signal
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from checkpoint import RunLog, find_checkpoint, load_checkpoint, load_model, move_aside, save_checkpoint, write_run_json
+from cli import UserError, duration, first_line, parse_flags, print0, run
+from device import choose_dtype, peak_flops, setup
+from model import GPT, PRESETS, GPTConfig
+from tokenizer import START, decode, get_encoding
+
+
+@dataclass
+class TrainConfig:
+    preset: str = "auto"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-1.3b, gpt3-2.7b, baby; auto goes by the data
+    data: str = None  # a directory of shards, or a text file [edu_fineweb10B; input.txt for the baby]
+    batch_size: int = 64  # micro-batch: the sequences that one process takes through the model at a time
+    total_batch_size: int = 524288  # tokens in a step, over all processes and micro-steps
+    max_steps: int = 19073  # of 2^19 tokens: one epoch of 10B
+    warmup_steps: int = 715  # the learning rate rises linearly for so long: 375M tokens
+    max_lr: float = 6e-4  # the peak of the learning rate
+    min_lr: float = None  # its value at the last step [a tenth of max_lr]
+    weight_decay: float = 0.1  # AdamW's, of matrices only
+    grad_clip: float = 1.0  # the gradient's norm is cut down to this; 0: never
+    rampup_steps: int = 0  # the batch grows linearly for so many steps
+    rampup_batch_size: int = 32768  # tokens in a step at the start of the ramp, and the unit in which it grows
+    seed: int = 1337  # of the initial weights and of the order of the data
+    shuffle: bool = True  # a new random order of the sequences every epoch, rather than the order of the source
+    val_every: int = 250  # steps between validations; 0: only at the end
+    val_tokens: int = 10485760  # validation tokens, from the start of the validation split
+    sample_every: int = 250  # steps between samples; 0: only at the end
+    save_every: int = 500  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # the newest checkpoints to keep; 0: all
+    log_dir: str = None  # the run directory [log/PRESET]
+    resume: bool = False  # go on with the run in log_dir; start afresh if there is none
+    init_from: str = None  # weights to start from: a checkpoint, or the name or directory of a Hugging Face GPT-2
+    device: str = "auto"  # cuda, cuda:1, mps or cpu
+    dtype: str = "auto"  # bfloat16, float16 (with a gradient scaler) or float32
+    compile: bool = None  # torch.compile the model [on for cuda]
+
+
+# What a preset changes beside the shape of the model: rates and batches as GPT-3's table 2.1 has them for the size.
+RECIPES = {
+    "gpt2": dict(),
+    "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
+    "gpt2-large": dict(max_lr=2.5e-4, batch_size=16),
+    "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
+    "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, total_batch_size=2**20, max_steps=9537, warmup_steps=358),
+    "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, total_batch_size=2**20, max_steps=9537, warmup_steps=358),
+    "baby": dict(batch_size=8, total_batch_size=1024, max_steps=3000, warmup_steps=100, max_lr=3e-3, dtype="float32",
+                 val_every=500, val_tokens=65536, sample_every=1000, save_every=500),
+}
+SHARDS, TEXT = "edu_fineweb10B", Path(__file__).with_name("input.txt")
+MAX_BAD_STEPS = 10  # steps in a row whose gradient is not finite, after which a run is given up
+
+
+def parse_args(argv=None):
+    """argv -> (GPTConfig, TrainConfig, the set of flags given). Raises UserError for what cannot be."""
+    given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv)
+    preset, data = given.get("preset", "auto"), given.get("data")
+    if preset not in ("auto", *PRESETS):
+        raise UserError(f"--preset {preset} is none of auto, {', '.join(PRESETS)}")
+    if preset == "auto":
+        preset = "gpt2" if Path(data or SHARDS).is_dir() else "baby"
+        if not data:
+            print0(f"preset gpt2 on {SHARDS}; --preset baby learns input.txt instead" if preset == "gpt2" else
+                   f"preset baby on input.txt; with shards in {SHARDS}/, which python fineweb.py makes, it is gpt2")
+    values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **PRESETS[preset], **RECIPES[preset], **given, "preset": preset}
+    text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
+    values["data"] = data or (text if preset == "baby" else SHARDS)
+    values["log_dir"] = values["log_dir"] or f"log/{preset}"
+    if values["min_lr"] is None:
+        values["min_lr"] = values["max_lr"] / 10
+    if "vocab_size" not in given:  # the data decide: a text is read as bytes, shards hold GPT-2's ids
+        values["vocab_size"] = 256 if Path(values["data"]).is_file() else 50257
+    gpt_config, config = (cls(**{f.name: values[f.name] for f in fields(cls)}) for cls in (GPTConfig, TrainConfig))
+    check_config(gpt_config, config)
+    return gpt_config, config, set(given)
+
+
+def check_config(gpt_config, config):
+    """Raises UserError for the first value that cannot be, and names one that could."""
+    positive = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size", "total_batch_size", "max_steps",
+                "rampup_batch_size", "val_tokens", "max_lr"}
+    c = TrainConfig(**asdict(config))
+    for name, value in {**asdict(gpt_config), **asdict(c)}.items():
+        if type(value) in (int, float) and not (0 <= value < math.inf and (value or name not in positive)):
+            raise UserError(f"--{name} {value} cannot be: it is a number {'above 0' if name in positive else 'from 0 up'}")
+    if gpt_config.n_embd % gpt_config.n_head:
+        fits = max(n for n in range(1, gpt_config.n_head) if gpt_config.n_embd % n == 0)
+        raise UserError(f"--n_head {gpt_config.n_head} does not divide --n_embd {gpt_config.n_embd}; --n_head {fits} would")
+    if gpt_config.vocab_size > 50257:
+        raise UserError(f"--vocab_size {gpt_config.vocab_size} is more than the 50257 ids of GPT-2; leave the flag out, "
+                        "the padding for speed is done inside the model")
+    if c.seed >= 2**32:
+        raise UserError(f"--seed {c.seed} cannot be: it is below 2^32, say 1337")
+    if c.min_lr > c.max_lr:
+        raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out for a tenth of that")
+    if c.dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise UserError(f"--dtype {c.dtype} is none of auto, bfloat16, float16, float32")
+
+
+def check_batches(config, T, world_size, n_sequences):
+    """Raises UserError unless the data fill a step, and each step is a whole number of micro-steps on every process."""
+    total, name = config.total_batch_size, "total_batch_size"
+    if n_sequences * T < total:
+        raise UserError(f"--total_batch_size {total} is more than the {n_sequences * T} tokens of the training split; "
+                        f"{max(1, n_sequences // world_size) * T * world_size} would do")
+    if config.rampup_steps:
+        if total % config.rampup_batch_size:
+            raise UserError(f"--rampup_batch_size {config.rampup_batch_size} does not divide --total_batch_size {total}; "
+                            f"{math.gcd(total, config.rampup_batch_size)} would")
+        total, name = config.rampup_batch_size, "rampup_batch_size"
+    if total % (T * world_size):
+        raise UserError(f"--{name} {total} is no multiple of block_size {T} x {world_size} processes; "
+                        f"{max(1, total // (T * world_size)) * T * world_size} would be")
+    share = total // (T * world_size)  # sequences of each process
+    if share % config.batch_size:
+        fits = max(b for b in range(1, min(share, config.batch_size) + 1) if share % b == 0)
+        raise UserError(f"--batch_size {config.batch_size} does not divide the {share} sequences that each of {world_size} "
+                        f"processes has of {name} {total}; --batch_size {fits} would")
+
+
+class DataLoaderLite:
+    """The stream of sequences, a pure function of (data, T, seed, epoch).
+
+    The shards of a split, in the order of their names, are one long row of N tokens. Sequence i is tokens iT … iT+T, both
+    included: T+1 of them, the last being the first of the next sequence, so that every token is a target once. An epoch is
+    a permutation of the (N-1)//T sequences, and a position counts the sequences of the whole run. So nothing depends on
+    which process asks for which part of a step, or in what portions.
+
+    data: a directory of shards, {name}_{train|val}_{index}.npy as build-nanogpt writes them or .bin as llm.c does; or a
+    text file, whose last tenth is the validation split. split: "train" or "val". Raises UserError for data that cannot be.
+    """
+
+    def __init__(self, data, split, T, vocab_size, seed=1337, shuffle=True, tokenizer="bytes"):
+        self.T, self.vocab_size, self.seed, self.shuffle = T, vocab_size, seed, shuffle
+        self.epoch, self.order, self.text = None, None, None
+        path = Path(data)
+        if path.is_dir():
+            paths = sorted(p for p in path.iterdir() if re.search(rf"_{split}_\d+\.(npy|bin)$", p.name))
+            if not paths:
+                raise UserError(f"{data}: no {split} shards in it (*_{split}_000000.npy or .bin); python fineweb.py makes them")
+            self.shards = [open_shard(p) for p in paths]
+        elif path.is_file():
+            text = read_text(path, tokenizer)
+            cut = len(text) * 9 // 10
+            self.text = text[:cut] if split == "train" else text[cut:]
+            self.shards = [(path, 0, len(self.text))]
+        else:
+            raise UserError(f"--data {data}: no such file or directory; python fineweb.py makes {SHARDS}")
+        self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens in self.shards]).tolist()
+        self.n_sequences = (self.starts[-1] - 1) // T
+        if self.n_sequences < 1:
+            raise UserError(f"{data}: the {self.starts[-1]} tokens of its {split} split are too few for block_size {T} + 1")
+
+    def sequence(self, position):
+        """The T+1 tokens at a position of the run, and the shard they begin in."""
+        epoch, i = divmod(position, self.n_sequences)
+        if self.shuffle:
+            if epoch != self.epoch:
+                order = np.arange(self.n_sequences, dtype=np.uint32)
+                # RandomState's streams are frozen for good (NEP 19); those of numpy's newer generators may change
+                self.epoch, self.order = epoch, np.random.RandomState([self.seed, epoch]).permutation(order)
+            i = int(self.order[i])
+        start, end, parts = i * self.T, (i + 1) * self.T + 1, []
+        shard = bisect.bisect_right(self.starts, start) - 1
+        path = self.shards[shard][0]
+        if self.text is not None:
+            return self.text[start:end], path
+        while start < end:  # a sequence may run on into the next shards
+            stop = min(end, self.starts[shard + 1])
+            parts.append(read_shard(self.shards[shard], start - self.starts[shard], stop - start))
+            start, shard = stop, shard + 1
+        return np.concatenate(parts), path
+
+    def batch(self, position, B, device="cpu"):
+        """The sequences at position … position+B-1 -> x, y: (B, T) int64 each, y being x one token later."""
+        tokens = np.empty((B, self.T + 1), dtype=np.int64)
+        for b in range(B):
+            tokens[b], path = self.sequence(position + b)
+            if tokens[b].max() >= self.vocab_size:
+                raise UserError(f"{path}: token id {tokens[b].max()} is outside the vocabulary of {self.vocab_size}: "
+                                "made with another encoding, or --vocab_size is wrong")
+        tokens = torch.from_numpy(tokens)
+        if torch.device(device).type == "cuda":
+            tokens = tokens.pin_memory()  # page-locked memory is copied while the GPU computes
+        tokens = tokens.to(device, non_blocking=True)  # (B, T+1)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def open_shard(path):
+    """Checks a shard's header and size -> (path, byte offset of the first token, number of tokens). Raises UserError."""
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.dtype != np.uint16 or tokens.ndim != 1:
+                raise UserError(f"{path}: {tokens.dtype} of shape {tokens.shape}, but a shard is one-dimensional uint16")
+            return path, tokens.offset, len(tokens)
+        header, size = np.fromfile(path, "<i4", 256).tolist(), path.stat().st_size
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a readable shard ({first_line(error)}); fetch or make it again") from error
+    if len(header) < 256 or header[:2] != [20240520, 1]:
+        raise UserError(f"{path}: not a shard as llm.c writes them, beginning with 20240520 and 1, but with {header[:2]}")
+    if size != 1024 + 2 * header[2]:
+        raise UserError(f"{path}: {size} bytes, but the {header[2]} tokens that its header promises take "
+                        f"{1024 + 2 * header[2]}: truncated or damaged, fetch or make it again")
+    return path, 1024, header[2]
+
+
+def read_shard(shard, start, count):
+    """`count` tokens of a shard from `start` on -> (count,) uint16.
+
+    Read, not mapped: the pages of a map count as the process's memory and grow until it has touched them all.
+    """
+    path, offset, _ = shard
+    try:
+        tokens = np.fromfile(path, "<u2", count, offset=offset + 2 * start)
+    except OSError as error:
+        raise UserError(f"{path}: unreadable in the middle of the run ({first_line(error)}); --resume when it is back") from error
+    if len(tokens) < count:
+        raise UserError(f"{path}: became shorter during the run; make it again, then --resume")
+    return tokens
+
+
+def read_text(path, tokenizer):
+    """A text file as token ids: (N,) uint8 or uint16."""
+    data = path.read_bytes()
+    if tokenizer == "bytes":
+        return np.frombuffer(data, np.uint8)
+    return np.array(get_encoding(tokenizer).encode_ordinary(data.decode("utf-8", errors="replace")), np.uint16)
+
+
+def get_lr(step, config):
+    """Linear warm-up, then half a cosine from max_lr down to min_lr at max_steps (GPT-3, appendix B)."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps  # from 1: a rate of zero would waste the first step
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+
+
+def get_batch_tokens(step, config):
+    """Tokens in a step: from rampup_batch_size linearly to total_batch_size, in multiples of the former (GPT-3, appendix B)."""
+    if step >= config.rampup_steps:
+        return config.total_batch_size
+    first, last = config.rampup_batch_size, config.total_batch_size
+    return first + (last - first) * step // config.rampup_steps // first * first
+
+
+@torch.no_grad()
+def estimate_loss(model, loader, config, rank, world_size, device, autocast):
+    """Mean loss in nats over the first val_tokens tokens of the loader: the same tokens, however they are portioned out."""
+    B, n = config.batch_size, max(1, min(config.val_tokens // loader.T, loader.n_sequences))
+    total = torch.zeros((), device=device)
+    for start in range(rank * B, n, world_size * B):
+        rows = min(B, n - start)
+        with autocast:
+            total += model(*loader.batch(start, rows, device))[1] * rows
+    if world_size > 1:
+        dist.all_reduce(total)
+    return total.item() / n
+
+
+def print_samples(model, tokenizer, step, device):
+    """What the model writes by itself, so that a person can see it learn."""
+    idx = torch.full((2, 1), START[tokenizer], device=device)  # (B, T)
+    texts = model.generate(idx, 500 if tokenizer == "bytes" else 64, temperature=0.8, top_k=50, seed=42)[:, 1:]
+    for i, ids in enumerate(texts.tolist()):
+        print(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n", flush=True)
+
+
+def init_model(gpt_config, config, given, checkpoint):
+    """The model, fresh, or of the checkpoint to resume, or of --init_from -> (GPT, its tokenizer's name).
+
+    Raises UserError if the weights are of another shape than the one asked for.
+    """
+    torch.manual_seed(config.seed)
+    if checkpoint:
+        model, tokenizer, source = GPT(GPTConfig(**checkpoint["model_config"])), checkpoint["tokenizer"], config.log_dir
+        model.load_state_dict(checkpoint["model"])
+    elif config.init_from:
+        (model, tokenizer), source = load_model(config.init_from), config.init_from
+        if "block_size" in given and gpt_config.block_size < model.config.block_size:
+            model.crop_block_size(gpt_config.block_size)
+    else:
+        return GPT(gpt_config), "bytes" if Path(config.data).is_file() else "gpt2"
+    # Weights of --init_from bring their shape, and only an explicit flag can contradict it; a resumed run must be the same.
+    want, have = asdict(gpt_config), asdict(model.config)
+    differ = [name for name in have if have[name] != want[name] and (name in given or not config.init_from)]
+    if differ:
+        raise UserError(f"{source} holds another model: " + ", ".join(f"{n} is {have[n]}, not {want[n]}" for n in differ))
+    return model, tokenizer
+
+
+def restore(checkpoint, optimizer, scaler, config):
+    """Puts the optimizer and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
+    # Only the moments: rate, decay and kernel are those of this run's flags and device.
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(dict(state=checkpoint["optimizer"]["state"], param_groups=groups))
+    if checkpoint["scaler"]:  # empty unless the dtype was float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    before = checkpoint["train_config"]
+    print0(f"resumed from step {checkpoint['step']} in {config.log_dir}")
+    for name, now in asdict(config).items():
+        if name in before and before[name] != now:
+            print0(f"note: {name} was {before[name]} until here and is {now} from here on")
+    return checkpoint["step"], checkpoint["position"]
+
+
+def train_step(model, optimizer, scaler, autocast, batches, micro_steps, grad_clip, stop=False):
+    """One step: accumulate, average, clip, update -> (mean loss, gradient norm, whether any process wants to stop).
+
+    batches yields `micro_steps` pairs (x, y), this process's share of the batch. A gradient that is not finite is dropped.
+    """
+    ddp, world_size = isinstance(model, DDP), dist.get_world_size() if dist.is_initialized() else 1
+    loss_sum = 0.0
+    for micro_step, (x, y) in enumerate(batches, start=1):
+        if ddp:  # backward averages the gradients over the processes; only the last needs to. It is read in forward.
+            model.require_backward_grad_sync = micro_step == micro_steps
+        with autocast:
+            _, loss = model(x, y)
+        loss = loss / micro_steps  # cross-entropy is a mean: the mean over the whole batch is the mean of these
+        loss_sum += loss.detach()
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # first, because clipping is about the true gradient
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    stats = torch.stack([loss_sum, torch.full_like(loss_sum, stop)])
+    if world_size > 1:
+        dist.all_reduce(stats)  # a sum: gloo has no average
+    loss_sum, stop, norm = torch.cat([stats, norm.view(1)]).tolist()  # the one synchronisation of the step
+    if math.isfinite(norm):
+        scaler.step(optimizer)
+    scaler.update()  # halves float16's scale after an overflow
+    optimizer.zero_grad(set_to_none=True)
+    return loss_sum / world_size, norm, stop > 0
+
+
+def due(step, every):
+    return every > 0 and step > 0 and step % every == 0
+
+
+def main(argv=None):
+    gpt_config, config, given = parse_args(argv)
+    rank, world_size, device = setup(config.device)
+    stop_signals = []  # SIGTERM and Ctrl-C: finish the step, save, leave
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop_signals.append(True))
+
+    run_dir = Path(config.log_dir)
+    checkpoint, path = find_checkpoint(run_dir) if config.resume and rank == 0 else (None, None)
+    if world_size > 1:
+        dist.broadcast_object_list(choice := [path])  # rank 0 chooses for all
+        checkpoint = load_checkpoint(choice[0]) if rank and choice[0] else checkpoint
+    raw_model, tokenizer = init_model(gpt_config, config, given, checkpoint)
+    T, B, vocab_size = raw_model.config.block_size, config.batch_size, raw_model.config.vocab_size
+    train_loader = DataLoaderLite(config.data, "train", T, vocab_size, config.seed, config.shuffle, tokenizer)
+    val_loader = DataLoaderLite(config.data, "val", T, vocab_size, shuffle=False, tokenizer=tokenizer)
+    check_batches(config, T, world_size, train_loader.n_sequences)
+
+    dtype = choose_dtype(config.dtype, device)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    model = raw_model.to(device)
+    if config.compile or (config.compile is None and device.type == "cuda"):
+        model = torch.compile(model, dynamic=False)
+    if world_size > 1:
+        model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    first_step, position = restore(checkpoint, optimizer, scaler, config) if checkpoint else (0, 0)
+    if rank == 0:
+        if not checkpoint:
+            move_aside(run_dir)
+        log = RunLog(run_dir, first_step)
+        write_run_json(run_dir, raw_model, config, tokenizer, device, dtype, world_size, train_loader)
+    del checkpoint  # its tensors have been copied: give the memory back
+    flops, peak = raw_model.flops_per_token(), peak_flops(device, dtype, world_size)
+
+    stop, bad_steps, skipped, seconds = False, 0, 0, 0.0
+    for step in range(first_step, config.max_steps + 1):
+        last = step == config.max_steps
+        if rank == 0 and step > first_step and (last or stop or due(step, config.save_every)):
+            save_checkpoint(run_dir, raw_model, optimizer, scaler, step, position, config, tokenizer)
+        if stop:
+            print0(f"stopped by a signal; step {step} is saved, --resume goes on from there")
+            break
+        if last or step == 0 or due(step, config.val_every):
+            val_loss = estimate_loss(raw_model, val_loader, config, rank, world_size, device, autocast)
+            print0(f"step {step} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 99)):,.2f}")
+            if rank == 0:
+                log.write(step, val=val_loss)
+        if rank == 0 and (last or due(step, config.sample_every)):
+            print_samples(raw_model, tokenizer, step, device)
+        if last:
+            break
+
+        start = time.perf_counter()  # the clock runs in the step alone, not while evaluating or saving
+        lr = get_lr(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        n_sequences = get_batch_tokens(step, config) // T
+        positions = range(position + rank * B, position + n_sequences, world_size * B)  # where our micro-batches begin
+        batches = (train_loader.batch(p, B, device) for p in positions)
+        loss, norm, stop = train_step(model, optimizer, scaler, autocast, batches, len(positions), config.grad_clip, bool(stop_signals))
+        position += n_sequences
+        bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
+        skipped += bad_steps > 0
+        dt = time.perf_counter() - start
+        seconds += dt if step > first_step else 0.0  # the first one compiles
+        if rank == 0:
+            tok_s = n_sequences * T / dt
+            log.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s)
+            use = f"mfu {tok_s * flops / peak:.1%}" if peak else f"{tok_s * flops / 1e12:.3g} TFLOP/s"
+            to_go = seconds / max(1, step - first_step) * (config.max_steps - step - 1)
+            print(f"step {step:5d}/{config.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {dt * 1000:.0f} ms | "
+                  f"{tok_s:,.0f} tok/s | {use} | {duration(to_go)} to go" + f" | {skipped} skipped" * (skipped > 0), flush=True)
+        if bad_steps == MAX_BAD_STEPS:
+            raise UserError(f"no finite gradient in {bad_steps} steps in a row, up to step {step}: the run has diverged; the "
+                            f"checkpoints in {run_dir} are from before, --resume --max_lr {config.max_lr / 2:g} may save it")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)
