@@ -128,5 +128,5 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     Path(run_dir, "run.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, {facts['dtype']} on {facts['device']}"
-          + f" x {world_size}" * (world_size > 1) + f"; log and checkpoints in {run_dir}", flush=True)
+    print(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, {facts['dtype']} on "
+          f"{world_size} x {facts['device']}; log and checkpoints in {run_dir}", flush=True)

@@ -22,7 +22,8 @@ def setup(name):
     rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
+        mps = torch.backends.mps.is_available() and world_size == 1  # one device, which processes cannot share
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
         if device.type == "cuda":
@@ -30,11 +31,11 @@ def setup(name):
             torch.set_float32_matmul_precision("high")  # TF32: float32's range, 10 bits of mantissa, on tensor cores
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name} cannot be used by process {rank}: {first_line(error)}; --device cpu always works") from error
-    if world_size > 1:
-        if device.type == "mps":
-            raise UserError("--device mps is one device, it cannot be shared by processes; use --device cpu or one process")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+        raise UserError(f"--device {name} cannot be used by process {rank} ({first_line(error)}); --device cpu can") from error
+    if world_size > 1 and device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    elif world_size > 1:
+        dist.init_process_group("gloo")
     return rank, world_size, device
 
 

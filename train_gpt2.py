@@ -238,7 +238,7 @@ def read_shard(shard, start, count):
     try:
         tokens = np.fromfile(path, "<u2", count, offset=offset + 2 * start)
     except OSError as error:
-        raise UserError(f"{path}: unreadable in the middle of the run ({first_line(error)}); --resume when it is back") from error
+        raise UserError(f"{path}: became unreadable during the run ({first_line(error)}); mend it, then --resume") from error
     if len(tokens) < count:
         raise UserError(f"{path}: became shorter during the run; make it again, then --resume")
     return tokens
@@ -421,7 +421,8 @@ def main(argv=None):
         n_sequences = get_batch_tokens(step, config) // T
         positions = range(position + rank * B, position + n_sequences, world_size * B)  # where our micro-batches begin
         batches = (train_loader.batch(p, B, device) for p in positions)
-        loss, norm, stop = train_step(model, optimizer, scaler, autocast, batches, len(positions), config.grad_clip, bool(stop_signals))
+        loss, norm, stop = train_step(model, optimizer, scaler, autocast, batches, len(positions), config.grad_clip,
+                                      stop=bool(stop_signals))
         position += n_sequences
         bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
         skipped += bad_steps > 0

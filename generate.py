@@ -1,0 +1,93 @@
+"""Lets a trained model write.
+
+  python generate.py                                                   from the newest checkpoint under log/
+  python generate.py --checkpoint log/baby --prompt "MARLOW: "         from a run, or from one checkpoint of it
+  python generate.py --model gpt2 --prompt "Hello, I'm a language model," --top_k 50
+
+Without a prompt the model starts from nothing. A file of prompts holds one a line.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint import checkpoints, load_model
+from cli import UserError, parse_flags, print0, run
+from device import setup
+from tokenizer import START, decode, get_encoding
+
+
+@dataclass
+class GenerateConfig:
+    checkpoint: str = None  # a checkpoint, or a run directory, whose newest counts [the newest under log/]
+    model: str = None  # or weights of Hugging Face's GPT-2: a name, such as gpt2-xl, or a directory
+    prompt: str = ""  # the text to go on from
+    prompts: str = None  # or a file of such texts, one a line
+    num_samples: int = 2  # texts for each prompt
+    max_new_tokens: int = 500  # tokens to add; nothing stops earlier
+    temperature: float = 0.8  # below 1: safer, above: wilder; 0: always the likeliest token
+    top_k: int = 50  # draw from so many of the likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability
+    seed: int = 42  # of the draw
+    json: str = None  # also write prompts and texts to this file
+    device: str = "auto"  # cuda, mps or cpu
+
+
+def find_model(config):
+    """The file, directory or name that the flags mean. Raises UserError if there is none."""
+    if config.model and config.checkpoint:
+        raise UserError("--model and --checkpoint exclude each other: give one")
+    if config.model:
+        return config.model
+    place = Path(config.checkpoint or "log")
+    if place.is_file():
+        return place
+    newest = max((p for d in (place, *place.glob("*/")) for p in checkpoints(d)), key=lambda p: p.stat().st_mtime, default=None)
+    if newest is None:
+        raise UserError(f"no checkpoint in {place}: python train_gpt2.py makes one, or give --checkpoint FILE or --model gpt2")
+    return newest
+
+
+def read_prompts(config):
+    """The prompts that the flags mean, at least one. Raises UserError."""
+    if config.prompts is None:
+        return [config.prompt]
+    try:
+        lines = Path(config.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {config.prompts}: cannot be read as text ({error})") from error
+    if not lines:
+        raise UserError(f"--prompts {config.prompts}: is empty; write one prompt a line")
+    return lines
+
+
+def main(argv=None):
+    config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
+    for name in ("num_samples", "max_new_tokens", "temperature", "top_k", "seed"):
+        if not (1 if name == "num_samples" else 0) <= getattr(config, name) < math.inf:
+            raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {int(name == 'num_samples')} up")
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top_p {config.top_p} cannot be: it is above 0 and at most 1, say 0.9")
+    prompts, name = read_prompts(config), find_model(config)
+    _, _, device = setup(config.device)
+    model, tokenizer = load_model(name)
+    model, encoding = model.to(device), get_encoding(tokenizer)
+    print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
+    results = []
+    for prompt in prompts:
+        ids = encoding.encode_ordinary(prompt)
+        idx = torch.tensor([[START[tokenizer], *ids]] * config.num_samples, device=device)  # (num_samples, T)
+        out = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+        texts = [decode(tokenizer, row[1:]) for row in out.tolist()]
+        results.append(dict(prompt=prompt, texts=texts))
+        for i, text in enumerate(texts):
+            print(f"--- sample {i} ---\n{text}\n", flush=True)
+    if config.json:
+        Path(config.json).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,78 @@
+"""What the tests share: a little data, a model that trains in a second, and the real program in processes of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A run of a second: 16 sequences of 32 tokens a step. Bytes, two layers, float32, no samples.
+TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 --max_steps 10 "
+        "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu").split()
+
+
+def spawn(*flags, cwd, processes=1, program="train_gpt2.py"):
+    """Starts a program, in as many processes as torchrun would start, with torchrun's environment -> list of Popen."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return [subprocess.Popen([sys.executable, str(ROOT / program), *map(str, flags)], cwd=cwd, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             env=env if processes == 1 else {
+                                 **env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+            for rank in range(processes)]
+
+
+def program(*flags, cwd, processes=1, program="train_gpt2.py", status=0):
+    """Runs a program to its end -> (stdout, stderr) of rank 0; every process must exit with `status`."""
+    running = spawn(*flags, cwd=cwd, processes=processes, program=program)
+    outputs = [p.communicate(timeout=120) for p in running]
+    for p, (out, err) in zip(running, outputs):
+        assert p.returncode == status, f"exit status {p.returncode}\n{out[-2000:]}\n{err[-4000:]}"
+    return outputs[0]
+
+
+def train(*flags, cwd, **options):
+    return program(*TINY, *flags, cwd=cwd, **options)
+
+
+def read_log(directory):
+    """log.txt -> {(step, stream): value as written}, without the times; a number that is there twice is an error."""
+    numbers = {}
+    for line in Path(directory, "log.txt").read_text().splitlines():
+        step, stream, value = line.split()
+        assert (step, stream) not in numbers, f"{line}: written twice"
+        if stream != "tok_s":
+            numbers[int(step), stream] = value
+    return numbers
+
+
+def assert_close_logs(a, b, rel):
+    a, b = read_log(a), read_log(b)
+    assert a.keys() == b.keys() and len(a) > 10
+    for key, value in a.items():
+        assert float(b[key]) == pytest.approx(float(value), rel=rel), key
+
+
+def write_bin(path, tokens, magic=20240520, version=1, count=None):
+    """A shard as llm.c writes it."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A directory with three training shards of uneven length and one for validation, ids below 256."""
+    directory = tmp_path / "shards"
+    directory.mkdir()
+    rng = np.random.default_rng(0)
+    for name, n in (("a_val_000000", 700), ("a_train_000001", 1001), ("a_train_000002", 333), ("a_train_000003", 2047)):
+        np.save(directory / f"{name}.npy", rng.integers(0, 256, n).astype(np.uint16))
+    return directory

@@ -1,0 +1,212 @@
+"""The model against transformers, against hand calculations, and against what the GPT-2 paper says of it."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT, PRESETS, GPTConfig, sample
+from tokenizer import get_encoding
+
+SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    torch.manual_seed(1337)
+    return GPT(GPTConfig(**PRESETS["gpt2"]))
+
+
+def randomise(model):
+    """Biases and gains too, so that a forgotten one shows; larger than at the start, so that the answers are not all alike."""
+    torch.manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def test_parameters(gpt2):
+    assert sum(p.numel() for p in gpt2.parameters()) == 124_439_808
+    assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
+
+
+def test_first_loss_on_real_tokens(gpt2):
+    text = open(__file__.replace("tests/test_model.py", "input.txt")).read()
+    tokens = torch.tensor(get_encoding("gpt2").encode_ordinary(text)[: 4 * 256 + 1])
+    with torch.no_grad():
+        _, loss = gpt2(tokens[:-1].view(4, 256), tokens[1:].view(4, 256))
+    # knowing nothing costs log 50257 = 10.82; logits of variance 768 * 0.02^2 add half of that
+    assert loss.item() == pytest.approx(math.log(50257) + 768 * 0.02**2 / 2, abs=0.12)
+
+
+def test_initialisation(gpt2):
+    projections = 0
+    for name, p in gpt2.named_parameters():
+        if p.dim() == 1:
+            assert (p == (1 if "ln_" in name and name.endswith("weight") else 0)).all(), name
+        else:
+            residual = name.endswith(("attn.c_proj.weight", "mlp.c_proj.weight"))
+            projections += residual
+            assert p.std().item() == pytest.approx(0.02 / math.sqrt(2 * 12) if residual else 0.02, rel=0.01), name
+            assert abs(p.mean().item()) < 1e-4, name
+    assert projections == 24  # both of every block
+
+
+@pytest.mark.parametrize("shape", [dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=200),
+                                   dict(n_layer=3, n_head=4, n_embd=64, n_positions=48, vocab_size=1000)])
+def test_equals_transformers(tmp_path, shape):
+    transformers = pytest.importorskip("transformers")
+    hf = randomise(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))).eval()
+    hf.save_pretrained(tmp_path / "hf")
+    model = GPT.from_pretrained(tmp_path / "hf")
+    idx = torch.randint(shape["vocab_size"], (3, shape["n_positions"]))
+    with torch.no_grad():
+        ours, loss = model(idx, idx)
+        theirs = hf(idx, labels=idx)
+        torch.testing.assert_close(ours, theirs.logits, atol=1e-4, rtol=1e-4)
+        shifted = F.cross_entropy(theirs.logits.flatten(0, 1), idx.flatten())
+    assert loss.item() == pytest.approx(shifted.item(), rel=1e-5)
+
+    model.to_hf(tmp_path / "back")
+    back = GPT.from_pretrained(tmp_path / "back")
+    for (name, a), (_, b) in zip(model.state_dict().items(), back.state_dict().items()):
+        assert torch.equal(a, b), name
+    with torch.no_grad():
+        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()(idx).logits
+    torch.testing.assert_close(again, theirs.logits, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("change", [dict(activation_function="relu"), dict(n_inner=77), dict(model_type="llama"),
+                                    dict(scale_attn_by_inverse_layer_idx=True)])
+def test_from_pretrained_refuses_what_is_no_gpt2(tmp_path, change):
+    GPT(SMALL).to_hf(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=next(iter(change))):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_from_pretrained_refuses_missing_weights(tmp_path):
+    GPT(SMALL).to_hf(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": 3}))
+    with pytest.raises(ValueError, match="no weights for .*h.2.attn"):
+        GPT.from_pretrained(tmp_path)
+
+
+def by_hand(model, idx, n, seed, **sampling):
+    """Generation without a cache: the whole window through the model for every token."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(n):
+        with torch.no_grad():
+            logits, _ = model(idx[:, -model.config.block_size:])
+        sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **sampling}
+        idx = torch.cat([idx, sample(logits[:, -1], generator=generator, **sampling)], dim=1)
+    return idx
+
+
+@pytest.mark.parametrize("sampling", [dict(temperature=0.0), dict(), dict(temperature=0.7, top_k=20), dict(top_p=0.8)])
+@pytest.mark.parametrize("length", [1, 5, 16, 20])
+def test_cached_generation_equals_uncached(length, sampling):
+    model = randomise(GPT(SMALL))
+    idx = torch.randint(200, (3, length))
+    out = model.generate(idx, 24, seed=7, **sampling)  # well past the block_size of 16
+    assert out.shape == (3, length + 24) and torch.equal(out[:, :length], idx)
+    assert torch.equal(out, by_hand(model, idx, 24, seed=7, **sampling))
+
+
+def test_generate_has_its_own_random_state():
+    model, idx = randomise(GPT(SMALL)), torch.zeros(2, 1, dtype=torch.long)
+    before = torch.get_rng_state()
+    a = model.generate(idx, 20, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    assert torch.equal(a, model.generate(idx, 20, seed=1))
+    assert not torch.equal(a, model.generate(idx, 20, seed=2))
+
+
+def test_generate_refuses_what_cannot_be():
+    model, idx = GPT(SMALL), torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="empty"):
+        model.generate(idx[:, :0], 5)
+    for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p=1.1), dict(top_k=-2)):
+        with pytest.raises(ValueError, match="top_p must lie in"):
+            model.generate(idx, 5, **bad)
+
+
+def test_padding_never_comes_out():
+    """200 ids are padded to 256 for the product. With every true logit far below 0, a padded one, which is 0, would win."""
+    model = randomise(GPT(SMALL))
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(-10)
+        model.transformer.wte.weight.copy_(model.transformer.wte.weight.abs() + 1)
+        logits, loss = model(torch.randint(200, (2, 16)), torch.randint(200, (2, 16)))
+    assert logits.shape == (2, 16, 200) and (logits < -100).all()
+    assert loss < 100  # against the true ids alone; against the padding it would be hundreds
+    for sampling in (dict(temperature=0), dict(temperature=5.0), dict(top_k=250), dict(top_p=0.999)):
+        assert model.generate(torch.zeros(8, 1, dtype=torch.long), 50, **sampling).max() < 200
+    assert all(256 not in t.shape for t in model.state_dict().values())
+
+
+def test_loss_by_hand():
+    model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 8))
+    targets = torch.randint(200, (2, 8))
+    with torch.no_grad():
+        logits, loss = model(idx, targets)
+    expected = -sum(math.log(torch.softmax(logits[b, t].double(), 0)[targets[b, t]]) for b in range(2) for t in range(8)) / 16
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_attention_is_causal():
+    model, idx = randomise(GPT(SMALL)), torch.randint(200, (1, 16))
+    changed = idx.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 200
+    with torch.no_grad():
+        a, b = model(idx)[0], model(changed)[0]
+    assert torch.equal(a[:, :10], b[:, :10]) and not torch.allclose(a[:, 10:], b[:, 10:])
+
+
+def test_sample_top_k_and_top_p_by_hand():
+    probs = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]])
+
+    def reachable(**sampling):
+        generator = torch.Generator().manual_seed(0)
+        sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **sampling}
+        return {sample(probs.log(), generator=generator, **sampling).item() for _ in range(400)}
+
+    assert reachable() == {0, 1, 2, 3, 4}
+    assert reachable(top_k=2) == {1, 3}
+    assert reachable(top_k=99) == {0, 1, 2, 3, 4}
+    assert reachable(top_p=0.69) == {1, 3}  # 0.4 + 0.3 reach it
+    assert reachable(top_p=0.72) == {1, 3, 4}
+    assert reachable(top_p=0.01) == {1}
+    assert reachable(temperature=0) == {1}
+    cold = [sample(probs.log(), 0.5, 0, 1.0, torch.Generator().manual_seed(i)).item() for i in range(2000)]
+    assert cold.count(1) / 2000 == pytest.approx(0.16 / (0.01 + 0.16 + 0.0025 + 0.09 + 0.0225), abs=0.04)  # p^2, normalised
+
+
+def test_optimizer_decays_matrices_only():
+    model = GPT(SMALL)
+    decayed, free = model.configure_optimizers(0.1, 1e-3).param_groups
+    assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0.0
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in free["params"]} == {1}
+    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+    assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-8
+    assert "transformer.h.1.mlp.c_proj.bias" in free["param_names"]
+
+
+def test_flops_per_token(gpt2):
+    assert gpt2.flops_per_token() == 6 * 123_568_128 + 12 * 12 * 768 * 1024  # 854.65M
+    assert gpt2.flops_per_token(causal=True) / 1e6 == pytest.approx(798.03, abs=0.01)
+
+
+def test_crop_block_size():
+    model, idx = randomise(GPT(SMALL)), torch.randint(200, (1, 8))
+    before = model(idx)[0]
+    model.crop_block_size(8)
+    assert torch.equal(model(idx)[0], before)
+    with pytest.raises(ValueError, match="block_size of 8"):
+        model(torch.zeros(1, 9, dtype=torch.long))
