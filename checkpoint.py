@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from cli import UserError, first_line, print0
 from model import GPT, GPTConfig
@@ -64,6 +65,8 @@ def load_model(name):
         model = GPT(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"])
         return model, checkpoint["tokenizer"]
+    if Path(name).suffix == ".pt":
+        raise UserError(f"{name}: no such checkpoint")
     try:
         model = GPT.from_pretrained(name)
     except (ImportError, OSError, ValueError) as error:
@@ -71,15 +74,21 @@ def load_model(name):
     return model, "bytes" if model.config.vocab_size == 256 else "gpt2"
 
 
-def find_checkpoint(directory):
-    """The newest checkpoint of a run directory that reads, with its path -> (dict, Path), or (None, None)."""
-    for path in reversed(checkpoints(directory)):
+def find_checkpoint(directory, rank, world_size):
+    """The newest checkpoint of a run directory that reads, or None. Rank 0 chooses, all processes load the same."""
+    checkpoint, choice = None, [None]
+    for path in reversed(checkpoints(directory) if rank == 0 else []):
         try:
-            return load_checkpoint(path), path
+            checkpoint, choice = load_checkpoint(path), [path]
+            break
         except UserError as error:
             print0(f"passed over {error}")
-    print0(f"nothing to resume in {directory}: starting afresh")
-    return None, None
+    if world_size > 1:
+        dist.broadcast_object_list(choice)
+    if choice[0] is None:
+        print0(f"nothing to resume in {directory}: starting afresh")
+        return None
+    return checkpoint or load_checkpoint(choice[0])
 
 
 def move_aside(directory):
@@ -97,10 +106,13 @@ def move_aside(directory):
 class RunLog:
     """log.txt, one number a line: "{step} {stream} {value}", as build-nanogpt writes it.
 
-    Lines of `step` and later are of a run that went on after its last checkpoint: they are cut off, to be written again.
+    A log that starts at step 0 is a new run's, and an old one is moved aside. Otherwise the lines of `step` and later,
+    from a run that went on after its last checkpoint, are cut off, to be written again.
     """
 
     def __init__(self, directory, step):
+        if step == 0:
+            move_aside(directory)
         path, temporary = Path(directory, "log.txt"), Path(directory, "log.tmp")
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if len(line.split()) == 3 and int(line.split()[0]) < step]
@@ -109,7 +121,7 @@ class RunLog:
         self.file = open(path, "a")
 
     def write(self, step, **values):
-        self.file.write("".join(f"{step} {stream} {value:.6g}\n" for stream, value in values.items()))
+        self.file.write("".join(f"{step} {stream} {value:.8g}\n" for stream, value in values.items()))
         self.file.flush()
 
 
@@ -120,7 +132,8 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None  # no git, or no clone
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    cpu = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu}, {os.cpu_count()} cores"
     facts = dict(
         model_config=asdict(model.config), train_config=asdict(config), tokenizer=tokenizer,
         parameters=sum(p.numel() for p in model.parameters()), train_tokens=loader.starts[-1],

@@ -44,12 +44,14 @@ def fail(message):
 
 
 def run(main):
-    """Calls main() and turns a UserError into one line on standard error and exit status 2."""
+    """Calls main() and turns a UserError into one line on standard error and exit status 2, and Ctrl-C into a quiet end."""
     try:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as the shell counts it: 128 + SIGINT
 
 
 def print0(*args):

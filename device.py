@@ -26,12 +26,12 @@ def setup(name):
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.set_float32_matmul_precision("high")  # TF32: float32's range, 10 bits of mantissa, on tensor cores
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name} cannot be used by process {rank} ({first_line(error)}); --device cpu can") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 on tensor cores: float32's range, 10 bits of mantissa
     if world_size > 1 and device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     elif world_size > 1:

@@ -78,8 +78,10 @@ def main(argv=None):
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
     for prompt in prompts:
-        ids = encoding.encode_ordinary(prompt)
-        idx = torch.tensor([[START[tokenizer], *ids]] * config.num_samples, device=device)  # (num_samples, T)
+        ids = [min(START[tokenizer], model.config.vocab_size - 1), *encoding.encode_ordinary(prompt)]
+        if max(ids) >= model.config.vocab_size:
+            raise UserError(f"prompt {prompt!r} has token id {max(ids)}, this model knows {model.config.vocab_size} ids only")
+        idx = torch.tensor([ids] * config.num_samples, device=device)  # (num_samples, T)
         out = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
         texts = [decode(tokenizer, row[1:]) for row in out.tolist()]
         results.append(dict(prompt=prompt, texts=texts))

@@ -143,7 +143,7 @@ def test_resume_without_a_run_starts_afresh_and_a_fresh_run_moves_the_old_aside(
 def test_a_mistake_leaves_the_old_run_alone(tmp_path):
     train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    for flags in (["--data", "missing.txt"], ["--batch_size", 3], ["--init_from", "nowhere"], ["--resume", "--n_layer", 3]):
+    for flags in (["--data", "missing.txt"], ["--batch_size", 3], ["--init_from", "nowhere.pt"], ["--init_from", "no/where"], ["--resume", "--n_layer", 3]):
         _, err = train("--log_dir", "run", *flags, cwd=tmp_path, status=2)
         assert err.startswith("error: ") and err.count("\n") == 1, err
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
@@ -252,6 +252,13 @@ def test_float16_scales_the_loss_and_survives_an_overflow(tmp_path):
     assert checkpoint(tmp_path / "half", 18)["scaler"]["scale"] == 2.0**32
 
 
+def test_a_small_batch_needs_no_smaller_micro_batch(tmp_path):
+    """16 sequences on two processes are 8 each, whatever more --batch_size would allow."""
+    for name, flags, processes in (("a", ["--batch_size", 64], 2), ("b", ["--batch_size", 1], 1)):
+        train("--log_dir", name, "--max_steps", 5, *flags, cwd=tmp_path, processes=processes)
+    assert_close_logs(tmp_path / "a", tmp_path / "b", rel=1e-5)
+
+
 def test_rampup(tmp_path):
     config = TrainConfig(rampup_steps=4, rampup_batch_size=1024, total_batch_size=4096)
     assert [get_batch_tokens(s, config) for s in range(6)] == [1024, 1024, 2048, 3072, 4096, 4096]
@@ -326,7 +333,7 @@ def test_ten_bad_gradients_in_a_row_end_the_run(tmp_path):
 def test_training_from_shards_imports_torch_and_numpy_alone(shards, tmp_path):
     flags = [*TINY, "--data", str(shards), "--vocab_size", "256", "--max_steps", "2", "--sample_every", "1", "--val_tokens", "256"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2; train_gpt2.main({flags!r}); "
-            "print('loaded:', *{'tiktoken', 'datasets', 'transformers', 'tqdm', 'matplotlib'} & set(sys.modules))")
+            "print('loaded:', *{'tiktoken', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--- sample 1 at step 2 ---" in done.stdout and done.stdout.endswith("loaded:\n")
@@ -388,8 +395,8 @@ def test_precedence_defaults_then_preset_then_flags():
     (["--data", "nowhere"], "--data nowhere: no such file or directory"),
     (["--device", "cuda"], "--device cuda cannot be used"),
     (["--device", "toaster"], "--device toaster cannot be used"),
-    (["--total_batch_size", "1000"], "--total_batch_size 1000 is no multiple of block_size 128 x 1 processes; 896 would be"),
-    (["--batch_size", "3"], "--batch_size 3 does not divide the 8 sequences that each of 1 processes has"),
+    (["--total_batch_size", "1000"], "--total_batch_size 1000 is no multiple of block_size 64 x 1 processes; 960 would be"),
+    (["--batch_size", "3"], "--batch_size 3 does not divide the 16 sequences that each of 1 processes has"),
     (["--total_batch_size", str(2**30)], "is more than the"),
     (["--rampup_steps", "3", "--rampup_batch_size", "768"], "--rampup_batch_size 768 does not divide --total_batch_size 1024; 256 would"),
 ])
