@@ -445,6 +445,9 @@ def main(argv=None):
                             f"checkpoints in {run_dir} are from before, --resume --max_lr {config.max_lr / 2:g} may save it")
     if world_size > 1:
         dist.destroy_process_group()
+        # gloo's threads let go of their last tensors only when the interpreter is idle, and abort if it ends before
+        # (pytorch/pytorch#179291; seen in a third of all exits without this)
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":
