@@ -416,6 +416,7 @@ def main(argv=None):
         if rank == 0 and (last or due(step, config.sample_every)):
             print_samples(raw_model, tokenizer, step, device)
         if last:
+            print0(f"done: {run_dir} holds the log and the checkpoints; python generate.py --checkpoint {run_dir} writes more")
             break
 
         start = time.perf_counter()  # the clock runs in the step alone, not while evaluating or saving
