@@ -1,4 +1,4 @@
-"""What a run leaves on disk: checkpoints, a log, and what somebody needs to repeat it."""
+"""What a run starts from and what it leaves on disk: weights, checkpoints, a log, and what one needs to repeat it."""
 
 import json
 import os
@@ -54,8 +54,9 @@ def load_checkpoint(path):
 
 
 def checkpoints(directory):
-    """The checkpoints of a run directory, oldest first."""
-    return sorted(Path(directory).glob("model_*.pt"))
+    """The checkpoints of a run directory, oldest first; a model_best.pt that somebody put there is not one of them."""
+    paths = (p for p in Path(directory).glob("model_*.pt") if p.stem[6:].isdigit())
+    return sorted(paths, key=lambda p: int(p.stem[6:]))
 
 
 def load_model(name):
@@ -72,6 +73,29 @@ def load_model(name):
     except (ImportError, OSError, ValueError) as error:
         raise UserError(f"{name}: neither a checkpoint nor a GPT-2 that transformers can load ({first_line(error)})") from error
     return model, "bytes" if model.config.vocab_size == 256 else "gpt2"
+
+
+def init_model(gpt_config, config, given, checkpoint):
+    """The model, fresh, or of the checkpoint to resume, or of --init_from -> (GPT, its tokenizer's name).
+
+    Raises UserError if the weights are of another shape than the one asked for.
+    """
+    torch.manual_seed(config.seed)
+    if checkpoint:
+        model, tokenizer, source = GPT(GPTConfig(**checkpoint["model_config"])), checkpoint["tokenizer"], config.log_dir
+        model.load_state_dict(checkpoint["model"])
+    elif config.init_from:
+        (model, tokenizer), source = load_model(config.init_from), config.init_from
+        if "block_size" in given and gpt_config.block_size < model.config.block_size:
+            model.crop_block_size(gpt_config.block_size)
+    else:
+        return GPT(gpt_config), "bytes" if gpt_config.vocab_size <= 256 else "gpt2"
+    # Weights of --init_from bring their shape, and only an explicit flag can contradict it; a resumed run must be the same.
+    want, have = asdict(gpt_config), asdict(model.config)
+    differ = [name for name in have if have[name] != want[name] and (name in given or not config.init_from)]
+    if differ:
+        raise UserError(f"{source} holds another model: " + ", ".join(f"{n} is {have[n]}, not {want[n]}" for n in differ))
+    return model, tokenizer
 
 
 def find_checkpoint(directory, rank, world_size):
@@ -91,11 +115,27 @@ def find_checkpoint(directory, rank, world_size):
     return checkpoint or load_checkpoint(choice[0])
 
 
+def restore(checkpoint, optimizer, scaler, config):
+    """Puts the optimizer and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
+    # Only the moments: rate, decay and kernel are those of this run's flags and device.
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(dict(state=checkpoint["optimizer"]["state"], param_groups=groups))
+    if checkpoint["scaler"]:  # empty unless the dtype was float16
+        scaler.load_state_dict(checkpoint["scaler"])
+    before = checkpoint["train_config"]
+    print0(f"resumed from step {checkpoint['step']} in {config.log_dir}")
+    for name, now in asdict(config).items():
+        if name in before and before[name] != now:
+            print0(f"note: {name} was {before[name]} until here and is {now} from here on")
+    return checkpoint["step"], checkpoint["position"]
+
+
 def move_aside(directory):
     """Makes way for a fresh run: the files of a run that lies in `directory` go to directory.1, or .2, …"""
     old = [p for p in (*checkpoints(directory), directory / "run.json", directory / "log.txt") if p.exists()]
     if old:
-        aside = next(p for i in range(1, 10**6) if not (p := directory.with_name(f"{directory.name}.{i}")).exists())
+        base = directory if directory.name.strip(".") else directory.resolve()  # "." has no name to add to
+        aside = next(p for i in range(1, 10**6) if not (p := base.with_name(f"{base.name}.{i}")).exists())
         aside.mkdir()
         for p in old:
             p.rename(aside / p.name)
@@ -111,14 +151,17 @@ class RunLog:
     """
 
     def __init__(self, directory, step):
-        if step == 0:
-            move_aside(directory)
-        path, temporary = Path(directory, "log.txt"), Path(directory, "log.tmp")
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if len(line.split()) == 3 and int(line.split()[0]) < step]
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, path)
-        self.file = open(path, "a")
+        path, temporary = directory / "log.txt", directory / "log.tmp"
+        try:
+            if step == 0:
+                move_aside(directory)
+            lines = path.read_text().splitlines() if path.exists() else []
+            kept = [line for line in lines if len(line.split()) == 3 and int(line.split()[0]) < step]
+            temporary.write_text("".join(line + "\n" for line in kept))
+            os.replace(temporary, path)
+            self.file = open(path, "a")
+        except OSError as error:
+            raise UserError(f"--log_dir {directory}: cannot be written ({first_line(error)})") from error
 
     def write(self, step, **values):
         self.file.write("".join(f"{step} {stream} {value:.8g}\n" for stream, value in values.items()))

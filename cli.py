@@ -44,11 +44,14 @@ def fail(message):
 
 
 def run(main):
-    """Calls main() and turns a UserError into one line on standard error and exit status 2, and Ctrl-C into a quiet end."""
+    """Calls main(); a UserError or a missing package becomes one line on standard error and exit status 2."""
     try:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        print(f"error: the package {error.name} is missing: pip install {error.name}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # as the shell counts it: 128 + SIGINT

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from checkpoint import RunLog, find_checkpoint, load_model, save_checkpoint, write_run_json
+from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
 from cli import UserError, duration, first_line, parse_flags, print0, run
 from device import choose_dtype, peak_flops, setup
-from model import GPT, PRESETS, GPTConfig
+from model import PRESETS, GPTConfig
 from tokenizer import START, decode, get_encoding
 
 
@@ -104,16 +104,16 @@ def check_config(gpt_config, config):
     """Raises UserError for the first value that cannot be, and names one that could."""
     positive = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size", "total_batch_size", "max_steps",
                 "rampup_batch_size", "val_tokens", "max_lr"}
-    c = TrainConfig(**asdict(config))
-    for name, value in {**asdict(gpt_config), **asdict(c)}.items():
+    g, c = gpt_config, config
+    for name, value in {**asdict(g), **asdict(c)}.items():
         if type(value) in (int, float) and not (0 <= value < math.inf and (value or name not in positive)):
             raise UserError(f"--{name} {value} cannot be: it is a number {'above 0' if name in positive else 'from 0 up'}")
-    if gpt_config.n_embd % gpt_config.n_head:
-        fits = max(n for n in range(1, gpt_config.n_head) if gpt_config.n_embd % n == 0)
-        raise UserError(f"--n_head {gpt_config.n_head} does not divide --n_embd {gpt_config.n_embd}; --n_head {fits} would")
-    if gpt_config.vocab_size > 50257:
-        raise UserError(f"--vocab_size {gpt_config.vocab_size} is more than the 50257 ids of GPT-2; leave the flag out, "
-                        "the padding for speed is done inside the model")
+    if g.n_embd % g.n_head:
+        fits = max(n for n in range(1, g.n_head) if g.n_embd % n == 0)
+        raise UserError(f"--n_head {g.n_head} does not divide --n_embd {g.n_embd}; --n_head {fits} would")
+    if g.vocab_size > 50257:
+        raise UserError(f"--vocab_size {g.vocab_size} is more than the 50257 ids of GPT-2; leave the flag out, the padding for "
+                        "speed is done inside the model")
     if c.seed >= 2**32:
         raise UserError(f"--seed {c.seed} cannot be: it is below 2^32, say 1337")
     if c.min_lr > c.max_lr:
@@ -250,7 +250,10 @@ def read_shard(shard, start, count):
 
 def read_text(path, tokenizer):
     """A text file as token ids: (N,) uint8 or uint16."""
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"--data {path}: cannot be read ({first_line(error)})") from error
     if tokenizer == "bytes":
         return np.frombuffer(data, np.uint8)
     return np.array(get_encoding(tokenizer).encode_ordinary(data.decode("utf-8", errors="replace")), np.uint16)
@@ -292,44 +295,6 @@ def print_samples(model, tokenizer, step, device):
     texts = model.generate(idx, 500 if tokenizer == "bytes" else 64, temperature=0.8, top_k=50, seed=42)[:, 1:]
     for i, ids in enumerate(texts.tolist()):
         print(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n", flush=True)
-
-
-def init_model(gpt_config, config, given, checkpoint):
-    """The model, fresh, or of the checkpoint to resume, or of --init_from -> (GPT, its tokenizer's name).
-
-    Raises UserError if the weights are of another shape than the one asked for.
-    """
-    torch.manual_seed(config.seed)
-    if checkpoint:
-        model, tokenizer, source = GPT(GPTConfig(**checkpoint["model_config"])), checkpoint["tokenizer"], config.log_dir
-        model.load_state_dict(checkpoint["model"])
-    elif config.init_from:
-        (model, tokenizer), source = load_model(config.init_from), config.init_from
-        if "block_size" in given and gpt_config.block_size < model.config.block_size:
-            model.crop_block_size(gpt_config.block_size)
-    else:
-        return GPT(gpt_config), "bytes" if gpt_config.vocab_size <= 256 else "gpt2"
-    # Weights of --init_from bring their shape, and only an explicit flag can contradict it; a resumed run must be the same.
-    want, have = asdict(gpt_config), asdict(model.config)
-    differ = [name for name in have if have[name] != want[name] and (name in given or not config.init_from)]
-    if differ:
-        raise UserError(f"{source} holds another model: " + ", ".join(f"{n} is {have[n]}, not {want[n]}" for n in differ))
-    return model, tokenizer
-
-
-def restore(checkpoint, optimizer, scaler, config):
-    """Puts the optimizer and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
-    # Only the moments: rate, decay and kernel are those of this run's flags and device.
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(dict(state=checkpoint["optimizer"]["state"], param_groups=groups))
-    if checkpoint["scaler"]:  # empty unless the dtype was float16
-        scaler.load_state_dict(checkpoint["scaler"])
-    before = checkpoint["train_config"]
-    print0(f"resumed from step {checkpoint['step']} in {config.log_dir}")
-    for name, now in asdict(config).items():
-        if name in before and before[name] != now:
-            print0(f"note: {name} was {before[name]} until here and is {now} from here on")
-    return checkpoint["step"], checkpoint["position"]
 
 
 def train_step(model, optimizer, scaler, autocast, batches, micro_steps, grad_clip, stop=False):

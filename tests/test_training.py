@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -191,8 +192,11 @@ def test_checkpoint_is_a_plain_dict(tmp_path):
 
 
 def test_keep(tmp_path):
-    train("--log_dir", "run", "--save_every", 2, "--keep", 3, cwd=tmp_path)
-    assert sorted(p.name for p in (tmp_path / "run").glob("*.pt")) == [f"model_{s:06d}.pt" for s in (6, 8, 10)]
+    train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+    (tmp_path / "run" / "model_000002.pt").rename(tmp_path / "run" / "model_best.pt")  # somebody's own: not ours to remove
+    train("--log_dir", "run", "--save_every", 2, "--keep", 3, "--resume", cwd=tmp_path)
+    names = sorted(p.name for p in (tmp_path / "run").glob("*.pt"))
+    assert names == [f"model_{s:06d}.pt" for s in (6, 8, 10)] + ["model_best.pt"]
 
 
 def test_malicious_checkpoint_runs_no_code(tmp_path):
@@ -331,10 +335,11 @@ def test_ten_bad_gradients_in_a_row_end_the_run(tmp_path):
 
 
 def test_training_from_shards_imports_torch_and_numpy_alone(shards, tmp_path):
-    flags = [*TINY, "--data", str(shards), "--vocab_size", "256", "--max_steps", "2", "--sample_every", "1", "--val_tokens", "256"]
+    flags = [*TINY, "--data", str(shards), "--vocab_size", "256", "--max_steps", "2", "--val_tokens", "256"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2; train_gpt2.main({flags!r}); "
             "print('loaded:', *{'tiktoken', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--- sample 1 at step 2 ---" in done.stdout and done.stdout.endswith("loaded:\n")
 
@@ -393,6 +398,7 @@ def test_precedence_defaults_then_preset_then_flags():
     (["--vocab_size", "50304"], "leave the flag out"),
     (["--min_lr", "1"], "--min_lr 1.0 is above --max_lr"),
     (["--data", "nowhere"], "--data nowhere: no such file or directory"),
+    (["--log_dir", str(ROOT / "model.py")], "model.py: cannot be written"),
     (["--device", "cuda"], "--device cuda cannot be used"),
     (["--device", "toaster"], "--device toaster cannot be used"),
     (["--total_batch_size", "1000"], "--total_batch_size 1000 is no multiple of block_size 64 x 1 processes; 960 would be"),
