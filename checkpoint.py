@@ -60,7 +60,12 @@ def checkpoints(directory):
 
 
 def load_model(name):
-    """Weights to start from: a checkpoint's path, or a Hugging Face GPT-2's name or directory -> (GPT, tokenizer's name)."""
+    """Weights to start from -> (GPT, its tokenizer's name).
+
+    name: a checkpoint, a run directory, whose newest counts, or the name or directory of a Hugging Face GPT-2.
+    """
+    if newest := checkpoints(name)[-1:]:
+        name = newest[0]
     if Path(name).is_file():
         checkpoint = load_checkpoint(name)
         model = GPT(GPTConfig(**checkpoint["model_config"]))
@@ -123,6 +128,9 @@ def restore(checkpoint, optimizer, scaler, config):
     if checkpoint["scaler"]:  # empty unless the dtype was float16
         scaler.load_state_dict(checkpoint["scaler"])
     before = checkpoint["train_config"]
+    if checkpoint["step"] > config.max_steps:
+        raise UserError(f"the run in {config.log_dir} is at step {checkpoint['step']} already, "
+                        f"past --max_steps {config.max_steps}")
     print0(f"resumed from step {checkpoint['step']} in {config.log_dir}")
     for name, now in asdict(config).items():
         if name in before and before[name] != now:

@@ -40,7 +40,7 @@ def parse_flags(doc, *configs, argv=None):
 
 
 def fail(message):
-    raise UserError(message)
+    raise UserError(message.removeprefix("argument "))  # argparse's word for a flag
 
 
 def run(main):

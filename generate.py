@@ -55,6 +55,8 @@ def read_prompts(config):
     """The prompts that the flags mean, at least one. Raises UserError."""
     if config.prompts is None:
         return [config.prompt]
+    if config.prompt:
+        raise UserError("--prompt and --prompts exclude each other: give one")
     try:
         lines = Path(config.prompts).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -71,13 +73,15 @@ def main(argv=None):
             raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {int(name == 'num_samples')} up")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top_p {config.top_p} cannot be: it is above 0 and at most 1, say 0.9")
+    if config.json and not Path(config.json).parent.is_dir():
+        raise UserError(f"--json {config.json}: there is no directory {Path(config.json).parent}")
     prompts, name = read_prompts(config), find_model(config)
     _, _, device = setup(config.device)
     model, tokenizer = load_model(name)
     model, encoding = model.to(device), get_encoding(tokenizer)
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         ids = [min(START[tokenizer], model.config.vocab_size - 1), *encoding.encode_ordinary(prompt)]
         if max(ids) >= model.config.vocab_size:
             raise UserError(f"prompt {prompt!r} has token id {max(ids)}, this model knows {model.config.vocab_size} ids only")
@@ -86,7 +90,7 @@ def main(argv=None):
         texts = [decode(tokenizer, row[1:]) for row in out.tolist()]
         results.append(dict(prompt=prompt, texts=texts))
         for i, text in enumerate(texts):
-            print(f"--- sample {i} ---\n{text}\n", flush=True)
+            print(f"--- sample {i}" + f" of prompt {number}" * (len(prompts) > 1) + f" ---\n{text}\n", flush=True)
     if config.json:
         Path(config.json).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

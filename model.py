@@ -24,7 +24,7 @@ class GPTConfig:
     n_head: int = 12  # attention heads in a block; divides n_embd
     n_embd: int = 768  # width of the residual stream
     block_size: int = 1024  # T, the longest context, in tokens
-    vocab_size: int = 50257  # tokens of the encoding, unpadded: 256 bytes, 50,000 merges, <|endoftext|>
+    vocab_size: int = 50257  # ids, unpadded: 50257 for GPT-2's encoding (so for shards), 256 for bytes (so for a text)
 
 
 # GPT-2 paper, table 2, and GPT-3 paper, table 2.1. GPT-3 XL is printed there with 24 heads of 128, which is not 2048.

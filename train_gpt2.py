@@ -1,8 +1,8 @@
 """Trains a GPT-2: text or token shards in, a log and checkpoints out.
 
-  python train_gpt2.py                                   a byte-level baby on input.txt, two minutes on a laptop
+  python train_gpt2.py                                   a byte-level baby on input.txt, a minute or two on a laptop
   python train_gpt2.py --data my.txt                     the same on your own text
-  torchrun --nproc_per_node=8 train_gpt2.py              GPT-2 124M on the FineWeb-Edu shards that fineweb.py makes
+  torchrun --nproc_per_node=8 train_gpt2.py              GPT-2 124M on shards of FineWeb-Edu in edu_fineweb10B/
   python train_gpt2.py --resume                          go on where the last run of this preset stopped
 
 Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides the defaults shown, a flag the preset.
@@ -33,7 +33,7 @@ from tokenizer import START, decode, get_encoding
 
 @dataclass
 class TrainConfig:
-    preset: str = "auto"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-1.3b, gpt3-2.7b, baby; auto goes by the data
+    preset: str = "auto"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-1.3b, gpt3-2.7b, baby; auto: gpt2 for shards, else baby
     data: str = None  # a directory of shards, or a text file [edu_fineweb10B; input.txt for the baby]
     batch_size: int = 64  # micro-batch: the sequences that one process takes through the model at a time, at most
     total_batch_size: int = 524288  # tokens in a step, over all processes and micro-steps
@@ -84,12 +84,11 @@ def parse_args(argv=None):
         raise UserError(f"--preset {preset} is none of auto, {', '.join(PRESETS)}")
     if preset == "auto":
         preset = "gpt2" if Path(data or SHARDS).is_dir() else "baby"
-        if not data:
-            print0(f"preset gpt2 on {SHARDS}; --preset baby learns input.txt instead" if preset == "gpt2" else
-                   f"preset baby on input.txt; with shards in {SHARDS}/, which python fineweb.py makes, it is gpt2")
+        other = f"gpt2 wants token shards in {SHARDS}/, see README" if preset == "baby" else "--preset baby learns input.txt"
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **PRESETS[preset], **RECIPES[preset], **given, "preset": preset}
     text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
     values["data"] = data or (text if preset == "baby" else SHARDS)
+    print0(f"preset {preset} on {values['data']}" + (f"; {other}" if "preset" not in given and not data else ""))
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
@@ -165,7 +164,7 @@ class DataLoaderLite:
         if path.is_dir():
             paths = sorted(p for p in path.iterdir() if re.search(rf"_{split}_\d+\.(npy|bin)$", p.name))
             if not paths:
-                raise UserError(f"{data}: no {split} shards in it (*_{split}_000000.npy or .bin); python fineweb.py makes them")
+                raise UserError(f"--data {data}: no {split} shards in it, named *_{split}_000000.npy or .bin")
             self.shards = [open_shard(p) for p in paths]
         elif path.is_file():
             text = read_text(path, tokenizer)
@@ -173,11 +172,12 @@ class DataLoaderLite:
             self.text = text[:cut] if split == "train" else text[cut:]
             self.shards = [(path, 0, len(self.text))]
         else:
-            raise UserError(f"--data {data}: no such file or directory; python fineweb.py makes {SHARDS}")
+            raise UserError(f"--data {data}: no such file or directory; it is a text file or a directory of token shards")
         self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens in self.shards]).tolist()
         self.n_sequences = (self.starts[-1] - 1) // T
         if self.n_sequences < 1:
-            raise UserError(f"{data}: the {self.starts[-1]} tokens of its {split} split are too few for block_size {T} + 1")
+            raise UserError(f"--data {data}: the {self.starts[-1]} tokens of its {split} split are too few for one sequence of "
+                            f"block_size {T} + 1; give more, or a smaller --block_size")
 
     def sequence(self, position):
         """The T+1 tokens at a position of the run, and the shard they begin in."""
@@ -361,7 +361,8 @@ def main(argv=None):
     first_step, position = restore(checkpoint, optimizer, scaler, config) if checkpoint else (0, 0)
     if rank == 0:
         log = RunLog(run_dir, first_step)
-        write_run_json(run_dir, raw_model, config, tokenizer, device, dtype, world_size, train_loader)
+        if first_step < config.max_steps:  # a finished run keeps the facts of its making
+            write_run_json(run_dir, raw_model, config, tokenizer, device, dtype, world_size, train_loader)
     del checkpoint  # its tensors have been copied: give the memory back
     flops, peak = raw_model.flops_per_token(), peak_flops(device, dtype, world_size)
 
@@ -402,8 +403,8 @@ def main(argv=None):
         if rank == 0:
             tok_s = n_sequences * T / dt
             log.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s)
-            use = f"mfu {tok_s * flops / peak:.1%}" if peak else f"{tok_s * flops / 1e12:.3g} TFLOP/s"
-            to_go = duration(seconds / max(1, step - first_step) * (config.max_steps - step - 1))
+            use = f"mfu {tok_s * flops / peak:.1%}" if peak else f"{tok_s * flops / 1e12:.2f} TFLOP/s"
+            to_go = duration((seconds / (step - first_step) if step > first_step else dt) * (config.max_steps - step - 1))
             print0(f"step {step:5d}/{config.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {dt * 1000:.0f} ms "
                    f"| {tok_s:,.0f} tok/s | {use} | {to_go} to go" + f" | {skipped} skipped" * (skipped > 0))
         if bad_steps == MAX_BAD_STEPS:

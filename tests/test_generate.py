@@ -57,6 +57,8 @@ def test_writes_from_hugging_face_weights(tmp_path):
 @pytest.mark.parametrize("flags, sentence", [
     (["--checkpoint", "nowhere.pt"], "no checkpoint in nowhere.pt"),
     (["--checkpoint", "a", "--model", "b"], "exclude each other"),
+    (["--prompt", "a", "--prompts", "b"], "exclude each other"),
+    (["--json", "nowhere/out.json"], "there is no directory nowhere"),
     (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read"),
     (["--top_p", "0"], "--top_p 0.0 cannot be"),
     (["--num_samples", "0"], "--num_samples 0 cannot be: it is a number from 1 up"),
