@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+torch.set_num_threads(1)  # two workers share the machine
 ROOT = Path(__file__).parent.parent
 # A run of a second: 16 sequences of 32 tokens a step. Bytes, two layers, float32, no samples.
 TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 --max_steps 10 "
