@@ -412,8 +412,8 @@ def main(argv=None):
                             f"checkpoints in {run_dir} are from before, --resume --max_lr {config.max_lr / 2:g} may save it")
     if world_size > 1:
         dist.destroy_process_group()
-        # gloo's threads let go of their last tensors only when the interpreter is idle, and abort if it ends before
-        # (pytorch/pytorch#179291; seen in a third of all exits without this)
+        # gloo's threads drop their last tensors only while the interpreter is idle; if it ends first, they abort it
+        # (pytorch/pytorch#179291; about one run in twenty without this)
         time.sleep(0.5)
 
 
