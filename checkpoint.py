@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cli import UserError, first_line, print0
 from model import GPT, GPTConfig
+from tokenizer import name_for
 
 # How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
 LAYOUT = {"batch_size", "device", "compile", "log_dir", "resume"}
@@ -43,7 +44,8 @@ def load_checkpoint(path):
             if damaged := archive.testzip():
                 raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"model", "optimizer", "scaler", "step", "position", "model_config", "tokenizer"} - set(checkpoint)
+        keys = {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer"}
+        missing = keys - set(checkpoint)
     except UserError:
         raise
     except Exception as error:  # a damaged file may fail anywhere in zipfile, pickle or torch
@@ -59,6 +61,13 @@ def checkpoints(directory):
     return sorted(paths, key=lambda p: int(p.stem[6:]))
 
 
+def model_from(checkpoint):
+    """A checkpoint's dict -> (GPT, its tokenizer's name)."""
+    model = GPT(GPTConfig(**checkpoint["model_config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model, checkpoint["tokenizer"]
+
+
 def load_model(name):
     """Weights to start from -> (GPT, its tokenizer's name).
 
@@ -67,17 +76,14 @@ def load_model(name):
     if newest := checkpoints(name)[-1:]:
         name = newest[0]
     if Path(name).is_file():
-        checkpoint = load_checkpoint(name)
-        model = GPT(GPTConfig(**checkpoint["model_config"]))
-        model.load_state_dict(checkpoint["model"])
-        return model, checkpoint["tokenizer"]
+        return model_from(load_checkpoint(name))
     if Path(name).suffix == ".pt":
         raise UserError(f"{name}: no such checkpoint")
     try:
         model = GPT.from_pretrained(name)
     except (ImportError, OSError, ValueError) as error:
         raise UserError(f"{name}: neither a checkpoint nor a GPT-2 that transformers can load ({first_line(error)})") from error
-    return model, "bytes" if model.config.vocab_size == 256 else "gpt2"
+    return model, name_for(model.config.vocab_size)
 
 
 def init_model(gpt_config, config, given, checkpoint):
@@ -87,14 +93,13 @@ def init_model(gpt_config, config, given, checkpoint):
     """
     torch.manual_seed(config.seed)
     if checkpoint:
-        model, tokenizer, source = GPT(GPTConfig(**checkpoint["model_config"])), checkpoint["tokenizer"], config.log_dir
-        model.load_state_dict(checkpoint["model"])
+        (model, tokenizer), source = model_from(checkpoint), config.log_dir
     elif config.init_from:
         (model, tokenizer), source = load_model(config.init_from), config.init_from
         if "block_size" in given and gpt_config.block_size < model.config.block_size:
             model.crop_block_size(gpt_config.block_size)
     else:
-        return GPT(gpt_config), "bytes" if gpt_config.vocab_size <= 256 else "gpt2"
+        return GPT(gpt_config), name_for(gpt_config.vocab_size)
     # Weights of --init_from bring their shape, and only an explicit flag can contradict it; a resumed run must be the same.
     want, have = asdict(gpt_config), asdict(model.config)
     differ = [name for name in have if have[name] != want[name] and (name in given or not config.init_from)]
@@ -122,15 +127,15 @@ def find_checkpoint(directory, rank, world_size):
 
 def restore(checkpoint, optimizer, scaler, config):
     """Puts the optimizer and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
+    if checkpoint["step"] > config.max_steps:
+        raise UserError(f"the run in {config.log_dir} is at step {checkpoint['step']} already, "
+                        f"past --max_steps {config.max_steps}")
     # Only the moments: rate, decay and kernel are those of this run's flags and device.
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(dict(state=checkpoint["optimizer"]["state"], param_groups=groups))
     if checkpoint["scaler"]:  # empty unless the dtype was float16
         scaler.load_state_dict(checkpoint["scaler"])
     before = checkpoint["train_config"]
-    if checkpoint["step"] > config.max_steps:
-        raise UserError(f"the run in {config.log_dir} is at step {checkpoint['step']} already, "
-                        f"past --max_steps {config.max_steps}")
     print0(f"resumed from step {checkpoint['step']} in {config.log_dir}")
     for name, now in asdict(config).items():
         if name in before and before[name] != now:

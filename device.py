@@ -22,13 +22,15 @@ def setup(name):
     rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if name == "auto":
-        mps = torch.backends.mps.is_available() and world_size == 1  # one device, which processes cannot share
+        mps = torch.backends.mps.is_available() and world_size == 1
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name} cannot be used by process {rank} ({first_line(error)}); --device cpu can") from error
+    if world_size > 1 and device.type == "mps":
+        raise UserError(f"--device {name} is one device, which {world_size} processes cannot share; use one process, or cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 on tensor cores: float32's range, 10 bits of mantissa

@@ -17,7 +17,7 @@ import torch
 from checkpoint import checkpoints, load_model
 from cli import UserError, parse_flags, print0, run
 from device import setup
-from tokenizer import START, decode, get_encoding
+from tokenizer import decode, get_encoding, start_id
 
 
 @dataclass
@@ -68,9 +68,9 @@ def read_prompts(config):
 
 def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
-    for name in ("num_samples", "max_new_tokens", "temperature", "top_k", "seed"):
-        if not (1 if name == "num_samples" else 0) <= getattr(config, name) < math.inf:
-            raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {int(name == 'num_samples')} up")
+    for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0, seed=0).items():
+        if not least <= getattr(config, name) < math.inf:
+            raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {least} up")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top_p {config.top_p} cannot be: it is above 0 and at most 1, say 0.9")
     if config.json and not Path(config.json).parent.is_dir():
@@ -82,7 +82,7 @@ def main(argv=None):
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
     for number, prompt in enumerate(prompts):
-        ids = [min(START[tokenizer], model.config.vocab_size - 1), *encoding.encode_ordinary(prompt)]
+        ids = [start_id(tokenizer, model.config.vocab_size), *encoding.encode_ordinary(prompt)]
         if max(ids) >= model.config.vocab_size:
             raise UserError(f"prompt {prompt!r} has token id {max(ids)}, this model knows {model.config.vocab_size} ids only")
         idx = torch.tensor([ids] * config.num_samples, device=device)  # (num_samples, T)

@@ -19,6 +19,16 @@ SPECIAL_TOKENS = {"gpt2": {"<|endoftext|>": 50256}, "bytes": {}}
 START = {"gpt2": 50256, "bytes": ord("\n")}  # the id that stands before a text
 
 
+def name_for(vocab_size):
+    """The encoding that ids below `vocab_size` belong to when nothing else says it."""
+    return "bytes" if vocab_size <= 256 else "gpt2"
+
+
+def start_id(name, vocab_size):
+    """The id to begin a text with; the last one, if the vocabulary was cut short of the usual one."""
+    return min(START[name], vocab_size - 1)
+
+
 @functools.cache
 def token_bytes(name):
     """The bytes of each id that stands for bytes, in order of ids: 50,256 of "gpt2", 256 of "bytes".

@@ -28,7 +28,7 @@ from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkp
 from cli import UserError, duration, first_line, parse_flags, print0, run
 from device import choose_dtype, peak_flops, setup
 from model import PRESETS, GPTConfig
-from tokenizer import START, decode, get_encoding
+from tokenizer import decode, get_encoding, start_id
 
 
 @dataclass
@@ -291,7 +291,7 @@ def estimate_loss(model, loader, config, rank, world_size, device, autocast):
 
 def print_samples(model, tokenizer, step, device):
     """What the model writes by itself, so that a person can see it learn."""
-    idx = torch.full((2, 1), min(START[tokenizer], model.config.vocab_size - 1), device=device)  # (B, T)
+    idx = torch.full((2, 1), start_id(tokenizer, model.config.vocab_size), device=device)  # (B, T)
     texts = model.generate(idx, 500 if tokenizer == "bytes" else 64, temperature=0.8, top_k=50, seed=42)[:, 1:]
     for i, ids in enumerate(texts.tolist()):
         print(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n", flush=True)
