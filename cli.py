@@ -17,7 +17,8 @@ def parse_flags(doc, *configs, argv=None):
     """Reads `argv` (default: the process's) into a dict of the flags that were given, and only those.
 
     doc: the program's docstring, shown by --help. configs: dataclasses; the field `max_lr: float = 6e-4  # peak` becomes
-    --max_lr, a bool becomes --flag/--no-flag. Raises UserError for an unknown flag or a value of the wrong type.
+    --max_lr, a bool becomes --flag/--no-flag, a list --flag FILE FILE. Raises UserError for an unknown flag or a value of
+    the wrong type.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -29,6 +30,7 @@ def parse_flags(doc, *configs, argv=None):
             default = "" if field.default is None else f" [{field.default}]"
             help = (comments.get(field.name, "") + default).replace("%", "%%")
             kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else \
+                dict(nargs="+", metavar="FILE") if field.type is list else \
                 dict(type=field.type, metavar=field.type.__name__.upper())
             group.add_argument(f"--{field.name}", help=help, **kind)
     given, unknown = parser.parse_known_args(argv)

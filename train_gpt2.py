@@ -2,7 +2,7 @@
 
   python train_gpt2.py                                   a byte-level baby on input.txt, a minute or two on a laptop
   python train_gpt2.py --data my.txt                     the same on your own text
-  torchrun --nproc_per_node=8 train_gpt2.py              GPT-2 124M on shards of FineWeb-Edu in edu_fineweb10B/
+  torchrun --nproc_per_node=8 train_gpt2.py              GPT-2 124M on the shards that fineweb.py made in edu_fineweb10B/
   python train_gpt2.py --resume                          go on where the last run of this preset stopped
 
 Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides the defaults shown, a flag the preset.
@@ -84,7 +84,7 @@ def parse_args(argv=None):
         raise UserError(f"--preset {preset} is none of auto, {', '.join(PRESETS)}")
     if preset == "auto":
         preset = "gpt2" if Path(data or SHARDS).is_dir() else "baby"
-        other = f"gpt2 wants token shards in {SHARDS}/, see README" if preset == "baby" else "--preset baby learns input.txt"
+        other = f"python fineweb.py makes {SHARDS}/ for gpt2" if preset == "baby" else "--preset baby learns input.txt"
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **PRESETS[preset], **RECIPES[preset], **given, "preset": preset}
     text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
     values["data"] = data or (text if preset == "baby" else SHARDS)
@@ -164,7 +164,9 @@ class DataLoaderLite:
         if path.is_dir():
             paths = sorted(p for p in path.iterdir() if re.search(rf"_{split}_\d+\.(npy|bin)$", p.name))
             if not paths:
-                raise UserError(f"--data {data}: no {split} shards in it, named *_{split}_000000.npy or .bin")
+                raise UserError(f"--data {data}: no {split} shards in it, *_{split}_000000.npy or .bin; fineweb.py makes them")
+            if split == "train" and (path / "progress.json").exists():
+                print0(f"note: {data} is not complete, fineweb.py is at work on it or was interrupted")
             self.shards = [open_shard(p) for p in paths]
         elif path.is_file():
             text = read_text(path, tokenizer)
@@ -172,7 +174,7 @@ class DataLoaderLite:
             self.text = text[:cut] if split == "train" else text[cut:]
             self.shards = [(path, 0, len(self.text))]
         else:
-            raise UserError(f"--data {data}: no such file or directory; it is a text file or a directory of token shards")
+            raise UserError(f"--data {data}: no such file or directory; it is a text file or a directory of fineweb.py's shards")
         self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens in self.shards]).tolist()
         self.n_sequences = (self.starts[-1] - 1) // T
         if self.n_sequences < 1:

@@ -374,7 +374,7 @@ def test_auto_preset_goes_by_the_data(tmp_path, monkeypatch, capsys, shards):
     monkeypatch.chdir(tmp_path)
     _, config, _ = parse_args([])
     assert config.preset == "baby" and config.data == str(ROOT / "input.txt") and config.log_dir == "log/baby"
-    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt; gpt2 wants token shards in edu_fineweb10B/, see README\n"
+    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt; python fineweb.py makes edu_fineweb10B/ for gpt2\n"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, config, _ = parse_args([])
     assert config.preset == "gpt2" and config.data == "edu_fineweb10B"
