@@ -66,6 +66,7 @@ def load_hub(dataset, name=None, split="train"):
     HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are the library's own. Raises UserError.
     """
     import datasets
+    import pyarrow as pa
     from huggingface_hub import constants
 
     constants.DOWNLOAD_CHUNK_SIZE = BLOCK  # a chunk cut short is fetched again: let it be one megabyte, not ten
@@ -79,8 +80,10 @@ def load_hub(dataset, name=None, split="train"):
                 raise UserError(reason) from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)
             time.sleep(2**attempt)
-    files = [Path(f["filename"]) for f in data.cache_files]
-    return files, data.num_rows, files[0].parent.name if files else None
+    files, rows = [Path(f["filename"]) for f in data.cache_files], data.num_rows
+    del data  # and with it the maps of its files
+    pa.default_memory_pool().release_unused()  # what the library took to make Arrow files of others
+    return files, rows, files[0].parent.name if files else None
 
 
 def read_blocks(paths, text_key, file=0, number=0):

@@ -41,7 +41,7 @@ from tokenizer import RANKS, RANKS_SHA256, START, get_encoding
 FINEWEB, FINEWEB_NAME = "HuggingFaceFW/fineweb-edu", "sample-10BT"
 END_OF_TEXT = START["gpt2"]
 SHOWN = 5  # damaged records that are shown; all are counted
-SAMPLE_TEXTS, SAMPLE_BLOCKS = 1000, 32  # on which the back ends are compared; no more than so many blocks
+SAMPLE_TEXTS, SAMPLE_BYTES = 1000, 2**24  # on which the back ends are compared: so many texts, or so much text
 
 
 @dataclass
@@ -131,7 +131,7 @@ def choose_backend(config, blocks):
     gigatoken if it is installed and gives tiktoken's tokens for the sample, otherwise tiktoken.
     """
     taken, texts = [], []
-    while len(texts) < SAMPLE_TEXTS and len(taken) < SAMPLE_BLOCKS and (block := next(blocks, None)):
+    while len(texts) < SAMPLE_TEXTS and sum(len(b.data) for b in taken) < SAMPLE_BYTES and (block := next(blocks, None)):
         taken.append(block)
         texts += texts_of(block, config.text_key)[0]
     tokens = get_encoder("tiktoken")(["", *texts])

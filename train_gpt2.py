@@ -174,7 +174,7 @@ class DataLoaderLite:
             self.text = text[:cut] if split == "train" else text[cut:]
             self.shards = [(path, 0, len(self.text))]
         else:
-            raise UserError(f"--data {data}: no such file or directory; it is a text file or a directory of fineweb.py's shards")
+            raise UserError(f"--data {data}: no such file or directory; it is a text or fineweb.py's directory of shards")
         self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens in self.shards]).tolist()
         self.n_sequences = (self.starts[-1] - 1) // T
         if self.n_sequences < 1:
