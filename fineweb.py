@@ -62,34 +62,36 @@ class ShardConfig:
 # --- block -> tokens ------------------------------------------------------------------------------------------------------
 
 @functools.cache
-def get_encoder(backend, thread=None):
-    """The function that makes texts into (tokens of all of them, each led by <|endoftext|>,) uint16.
-
-    thread: whose own encoder it is, since gigatoken lets the threads that share one wait for each other.
-    """
+def get_encoder(backend, thread):
+    """The function that encode calls; each thread has its own, since gigatoken lets the threads that share one wait."""
     if backend == "gigatoken":
         import awkward
         import gigatoken
 
         tokenizer = gigatoken.Tokenizer.from_tiktoken(RANKS, "gpt2", {})  # no special tokens: their text is ordinary
 
-        def encode(texts):
+        def encode_all(texts):
             ragged = tokenizer.encode_batch(texts, parallel=False)  # (texts, tokens of each)
             tokens, ends = awkward.to_numpy(awkward.flatten(ragged)), np.cumsum(awkward.to_numpy(awkward.num(ragged)))
             return np.insert(tokens.astype(np.uint16), [0, *ends[:-1]], END_OF_TEXT)
     else:
         encoding, lead = get_encoding("gpt2"), np.array([END_OF_TEXT], np.uint32)
 
-        def encode(texts):
+        def encode_all(texts):
             parts = [part for text in texts for part in (lead, encoding.encode_to_numpy(text, disallowed_special=()))]
             return np.concatenate(parts).astype(np.uint16)
-    return encode
+    return encode_all
+
+
+def encode(texts, backend):
+    """Texts -> the tokens of all of them, each led by <|endoftext|>: (n,) uint16."""
+    return get_encoder(backend, threading.get_ident())(texts) if texts else np.empty(0, np.uint16)
 
 
 def tokenize(block, text_key, backend):
     """A block -> its tokens, (n,) uint16; the first records that were skipped, as texts_of gives them; how many there are."""
     texts, skipped = texts_of(block, text_key)
-    tokens = get_encoder(backend, threading.get_ident())(texts) if texts else np.empty(0, np.uint16)
+    tokens = encode(texts, backend)
     if block.parse is parse_text:
         tokens = tokens[1:]  # its first text does not begin a document
     return tokens, skipped[:SHOWN], len(skipped)
@@ -134,15 +136,15 @@ def choose_backend(config, blocks):
     while len(texts) < SAMPLE_TEXTS and sum(len(b.data) for b in taken) < SAMPLE_BYTES and (block := next(blocks, None)):
         taken.append(block)
         texts += texts_of(block, config.text_key)[0]
-    tokens = get_encoder("tiktoken")(["", *texts])
+    tokens = encode(texts, "tiktoken")
     try:
-        if config.backend != "tiktoken" and np.array_equal(get_encoder("gigatoken")(["", *texts]), tokens):
+        if config.backend != "tiktoken" and np.array_equal(encode(texts, "gigatoken"), tokens):
             return "gigatoken", taken, len(tokens)
         if config.backend != "tiktoken":
             print("gigatoken and tiktoken do not agree on this text: going on with tiktoken", file=sys.stderr)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if config.backend == "gigatoken":
-            raise UserError("--backend gigatoken: it is not installed; pip install gigatoken") from error
+            raise UserError(f"--backend gigatoken: {first_line(error)}; pip install gigatoken") from error
     return "tiktoken", taken, len(tokens)
 
 
@@ -180,6 +182,7 @@ class ShardWriter:
                             "another directory or delete this one")
         if not all(self.is_whole(old, i) for i in range(old["shards"])):
             print(f"shards in {self.directory} are missing or damaged: making all of them again", file=sys.stderr)
+            self.meta.unlink(missing_ok=True)
             return
         self.facts.update(old, versions=self.facts["versions"])
         if self.meta.exists() and not self.done:  # complete was less than is wanted now
@@ -250,14 +253,15 @@ class ShardWriter:
             result.result()
 
     def finish(self):
-        """Closes the last, short shard, and says that this is all."""
+        """Closes the last, short shard, and says by meta.json that this is all."""
         if not self.done:
             if self.file:
                 self.close_shard(None)
             self.facts["next"] = None
         self.wait()
-        write_json(self.progress, self.facts)
-        os.replace(self.progress, self.meta)
+        if not self.meta.exists():
+            write_json(self.progress, self.facts)
+            os.replace(self.progress, self.meta)
 
     def stop(self):
         """Leaves no thread and no unfinished file behind."""
@@ -337,7 +341,6 @@ def fill(writer, config, paths):
                 break
     if not writer.tokens:
         raise UserError(f"no text in the source, {writer.facts['skipped']:,} records skipped; " + "".join(shown[:1]))
-    writer.finish()
     seconds = time.monotonic() - start
     print(f"{backend}: {duration(seconds)}, {(writer.tokens - first) / seconds / 1e6:.1f} million tokens a second")
 
@@ -363,6 +366,7 @@ def main(argv=None):
         try:
             if not writer.done:
                 fill(writer, config, paths)
+            writer.finish()
         finally:
             writer.stop()
     except OSError as error:

@@ -334,6 +334,27 @@ def test_does_not_mix_shards(documents, tmp_path):
         fine("--input", path, directory=tmp_path / "file")
 
 
+def test_killed_just_before_the_end(documents, tmp_path, capsys):
+    path = write(tmp_path / "jsonl.jsonl", documents[:50])
+    fine("--input", path, directory=tmp_path / "out", shard_size=500)
+    before = everything_in(tmp_path / "out")
+    (tmp_path / "out/meta.json").rename(tmp_path / "out/progress.json")  # all shards there, the last rename missing
+    fine("--input", path, directory=tmp_path / "out", shard_size=500)
+    assert everything_in(tmp_path / "out") == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the process table of Linux")
+def test_a_worker_dies(documents, tmp_path):
+    flags = dict(directory="out", cwd=tmp_path, shard_size=10_000)
+    process = start("--input", write(tmp_path / "table.parquet", documents * 20), **flags)
+    while not list(tmp_path.glob("out/*.npy")):
+        time.sleep(0.01)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    _, err = finish(process, 2)
+    assert "error: a worker died" in err and "goes on from the last whole shard" in err
+    assert {p.suffix for p in (tmp_path / "out").iterdir()} == {".npy", ".json"}
+
+
 def test_missing_shards_are_made_again(documents, tmp_path, capsys):
     path = write(tmp_path / "jsonl.jsonl", documents[:50])
     fine("--input", path, directory=tmp_path / "out", shard_size=500)
@@ -363,16 +384,14 @@ def test_full_disk(documents, tmp_path, monkeypatch):
 
 
 def test_gigatoken_must_agree_with_tiktoken(documents, tmp_path, monkeypatch, capsys):
-    path, encoder = write(tmp_path / "jsonl.jsonl", documents[:1500]), fineweb.get_encoder
+    path, encode = write(tmp_path / "jsonl.jsonl", documents[:1500]), fineweb.encode
 
-    def one_token_wrong(backend, thread=None):
-        def encode(texts):
-            tokens = encoder(backend, thread)(texts)
-            tokens[len(tokens) // 2] += backend == "gigatoken"
-            return tokens
-        return encode
+    def one_token_wrong(texts, backend):
+        tokens = encode(texts, backend)
+        tokens[len(tokens) // 2] += backend == "gigatoken"
+        return tokens
 
-    monkeypatch.setattr(fineweb, "get_encoder", one_token_wrong)
+    monkeypatch.setattr(fineweb, "encode", one_token_wrong)
     fine("--input", path, directory=tmp_path / "out")
     assert "do not agree" in capsys.readouterr().err
     assert shards_in(tmp_path / "out") == reference(documents[:1500])
