@@ -23,7 +23,7 @@ SEPARATOR = b"<|endoftext|>"  # of the documents in a .txt file
 # that the pieces give the tokens of the whole. The class: printable ASCII, and bytes that do not end any Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 LONG_SPACE = 500_000  # white spaces in a row; at a million tiktoken's regular expression runs out of stack
-RETRIES = 6  # of a download, after 1, 2, 4, … seconds
+RETRIES = 4  # of a download, after 1, 2, 4, … seconds
 
 
 class Block(NamedTuple):
@@ -45,6 +45,8 @@ def find_files(patterns):
             raise UserError(f"{pattern}: no such file")
         paths += map(Path, found)
     for path in paths:
+        if path.is_dir():
+            raise UserError(f"{path}: a directory; give the files in it, such as '{path}/*.jsonl'")
         if kind_of(path)[0] not in (".jsonl", ".json", ".txt", ".parquet", ".arrow"):
             raise UserError(f"{path}: not a .jsonl, .json or .txt file, these also with .gz or .zst, nor a .parquet file")
         if not path.is_file() or not os.access(path, os.R_OK):
@@ -77,7 +79,7 @@ def load_hub(dataset, name=None, split="train"):
         except Exception as error:  # the network's come from several libraries, under many names
             reason = f"{dataset}: {first_line(error.__cause__ or error)}"
             if isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE or attempt == RETRIES:
-                raise UserError(reason) from error
+                raise UserError(f"{reason}; HF_ENDPOINT may name a mirror of the hub") from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)
             time.sleep(2**attempt)
     files, rows = [Path(f["filename"]) for f in data.cache_files], data.num_rows

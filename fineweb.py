@@ -26,6 +26,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -65,14 +66,14 @@ class ShardConfig:
 def get_encoder(backend, thread):
     """The function that encode calls; each thread has its own, since gigatoken lets the threads that share one wait."""
     if backend == "gigatoken":
-        import awkward
         import gigatoken
+        from awkward import flatten, num, to_numpy
 
         tokenizer = gigatoken.Tokenizer.from_tiktoken(RANKS, "gpt2", {})  # no special tokens: their text is ordinary
 
         def encode_all(texts):
             ragged = tokenizer.encode_batch(texts, parallel=False)  # (texts, tokens of each)
-            tokens, ends = awkward.to_numpy(awkward.flatten(ragged)), np.cumsum(awkward.to_numpy(awkward.num(ragged)))
+            tokens, ends = to_numpy(flatten(ragged)), np.cumsum(to_numpy(num(ragged)))
             return np.insert(tokens.astype(np.uint16), [0, *ends[:-1]], END_OF_TEXT)
     else:
         encoding, lead = get_encoding("gpt2"), np.array([END_OF_TEXT], np.uint32)
@@ -166,17 +167,20 @@ class ShardWriter:
         self.facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0],
                           versions=dict(python=platform.python_version(), **versions))
         if any(re.search(r"_(train|val)_\d+\.(npy|bin)$", p.name) for p in self.directory.glob("*")):
-            self.go_on(settings)
+            self.go_on(settings, config.strict)
         self.skip = self.facts["next"][3] if self.facts["next"] else 0
         self.file, self.filled = None, 0
         self.disk, self.commits = ThreadPoolExecutor(1), []  # flushing a shard to the disk takes as long as many blocks
 
-    def go_on(self, settings):
+    def go_on(self, settings, strict):
         """Takes up the facts of the shards that are there."""
         try:
             old = next((json.loads(p.read_text()) for p in (self.meta, self.progress) if p.exists()), {})
         except ValueError as error:
             raise UserError(f"{self.directory}: meta.json or progress.json is damaged ({first_line(error)})") from error
+        if not old:
+            raise UserError(f"--output_dir {self.directory}: holds shards, but no meta.json that says what of; choose "
+                            "another directory")
         if differ := [key for key in settings if old.get(key) != settings[key]]:
             raise UserError(f"--output_dir {self.directory}: holds shards made with another {', '.join(differ)}; choose "
                             "another directory or delete this one")
@@ -184,6 +188,9 @@ class ShardWriter:
             print(f"shards in {self.directory} are missing or damaged: making all of them again", file=sys.stderr)
             self.meta.unlink(missing_ok=True)
             return
+        if strict and old["skipped"]:
+            raise UserError(f"--output_dir {self.directory}: was made without --strict, {old['skipped']:,} records were "
+                            "skipped; choose another directory or delete this one")
         self.facts.update(old, versions=self.facts["versions"])
         if self.meta.exists() and not self.done:  # complete was less than is wanted now
             os.replace(self.meta, self.progress)
@@ -307,6 +314,14 @@ def check_disk(directory, size):
                         "are free; make room, or take less with --max_shards")
 
 
+def checksum(path):
+    """CRC-32 of a file's first and last megabyte: enough to tell that it is another file, for the little it costs."""
+    with open(path, "rb") as file:
+        first = file.read(2**20)
+        file.seek(max(0, path.stat().st_size - 2**20))
+        return zlib.crc32(file.read(2**20), zlib.crc32(first))
+
+
 def fill(writer, config, paths):
     """Makes the shards that the directory still lacks."""
     from tqdm import tqdm
@@ -340,7 +355,8 @@ def fill(writer, config, paths):
             if writer.done:
                 break
     if not writer.tokens:
-        raise UserError(f"no text in the source, {writer.facts['skipped']:,} records skipped; " + "".join(shown[:1]))
+        raise UserError(f"no text in {paths[0]}" + f" and {len(paths) - 1} more files" * (len(paths) > 1) + (
+            f": {writer.facts['skipped']:,} records skipped, the first {shown[0]}" if shown else ", which is empty"))
     seconds = time.monotonic() - start
     print(f"{backend}: {duration(seconds)}, {(writer.tokens - first) / seconds / 1e6:.1f} million tokens a second")
 
@@ -353,7 +369,7 @@ def main(argv=None):
     name = Path(config.output_dir).resolve().name
     if config.input:
         paths = find_files(config.input)
-        source = dict(input=[[p.name, p.stat().st_size] for p in paths])
+        source = dict(input=[[p.name, p.stat().st_size, checksum(p)] for p in paths])
     else:
         if config.dataset == FINEWEB:
             name, config.name = "edufineweb", config.name or FINEWEB_NAME
@@ -376,13 +392,15 @@ def main(argv=None):
         print("stopped; the same command goes on from the last whole shard", file=sys.stderr)
         raise
     facts, n_val = writer.facts, min(writer.facts["shards"], config.val_shards)
-    print(f"{config.output_dir} is complete: {n_val} validation and {facts['shards'] - n_val} training shards, "
-          f"{facts['tokens']:,} tokens of {facts['documents']:,} documents; {facts['skipped']:,} records were skipped")
-    if n_val < facts["shards"]:
+    extent = "" if facts["next"] is None else f" as far as --max_shards {facts['shards']}"
+    print(f"{config.output_dir} is complete{extent}: validation shards {n_val}, training shards {facts['shards'] - n_val}, "
+          f"tokens {facts['tokens']:,}, documents {facts['documents']:,}, "
+          f"skipped {facts['skipped']:,} of {facts['documents'] + facts['skipped']:,} records")
+    if 0 < n_val < facts["shards"]:
         print(f"to train on it: python train_gpt2.py --data {config.output_dir}")
-    else:
-        print(f"all of it is validation data: to have some to train on, delete {config.output_dir} and give --shard_size "
-              f"{max(1, facts['tokens'] // 10)}")
+    elif facts["next"] is None:
+        print(f"there are no {'training' if n_val else 'validation'} shards: to train, delete {config.output_dir} and give "
+              f"--val_shards 1 --shard_size {max(1, min(config.shard_size, facts['tokens'] // 10))}")
 
 
 if __name__ == "__main__":

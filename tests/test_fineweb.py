@@ -175,7 +175,7 @@ def test_max_shards_and_more_later(documents, tmp_path, capsys):
     fine("--input", path, directory=tmp_path / "whole", shard_size=10_000)
     a, b = (json.loads((tmp_path / d / "meta.json").read_text()) for d in ("out", "whole"))
     assert shards_in(tmp_path / "out") == files and a | {"name": "whole"} == b
-    capsys.readouterr()
+    assert "--max_shards 5" in capsys.readouterr().out
     before = everything_in(tmp_path / "out")
     fine("--input", path, directory=tmp_path / "out", shard_size=10_000)  # once more: nothing to do
     assert "out is complete" in capsys.readouterr().out and everything_in(tmp_path / "out") == before
@@ -239,11 +239,24 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys, backend
     fine("--input", tmp_path / "a.jsonl", directory=tmp_path / "out", backend=backend)
     out, err = capsys.readouterr()
     assert shards_in(tmp_path / "out") == reference(good)
-    assert f"{len(BAD)} records were skipped" in out
+    assert f"skipped {len(BAD)} of {len(BAD) + len(good)} records" in out
     for i, (_, reason) in enumerate(BAD[:fineweb.SHOWN]):
         assert re.search(rf"skipped .*a\.jsonl, line {2 * i + 2}: {re.escape(reason)}", err), err
     assert err.count("skipped ") == fineweb.SHOWN
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["skipped"] == len(BAD)
+    with pytest.raises(UserError, match="was made without --strict, 9 records were skipped"):
+        fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "out", backend=backend)
+
+
+def test_advice_for_too_few_shards(documents, tmp_path, capsys):
+    path = write(tmp_path / "jsonl.jsonl", documents[-1:])
+    for flags, said, unsaid in ([[], "no training shards: to train, delete .* --val_shards 1 --shard_size", "to train on it"],
+                                [["--val_shards", 0], "no validation shards: ", "to train on it"],
+                                [["--shard_size", 10_000], "to train on it: python train_gpt2.py --data", "there are no"],
+                                [["--shard_size", 10_000, "--max_shards", 1], "is complete as far as --max_shards 1", "there are no"]):
+        fineweb.main([*map(str, ["--input", path, "--output_dir", tmp_path / str(len(list(tmp_path.iterdir()))), *flags])])
+        out = capsys.readouterr().out
+        assert re.search(said, out) and unsaid not in out, out
 
 
 @pytest.mark.parametrize("bad, reason", BAD)
@@ -280,15 +293,15 @@ def empty_gz(path):
     ("none.jsonl", lambda p: None, "none.jsonl: no such file"),
     ("a.csv", lambda p: p.write_text("a"), r"a\.csv: not a \.jsonl"),
     ("a.parquet.gz", lambda p: p.write_text("a"), "cannot be read|not a .jsonl"),
-    ("dir.txt", lambda p: p.mkdir(), "not a file that can be read"),
-    ("a.jsonl", lambda p: p.write_text(""), "no text in the source, 0 records"),
-    ("a.txt", lambda p: p.write_text(""), "no text in the source"),
-    ("a.json", lambda p: p.write_text("[]"), "no text in the source"),
-    ("a.jsonl", lambda p: p.write_text('{"body": 1, "n": 2}\n' * 3), r"3 records skipped; .*a\.jsonl, line 1: no key 'text', but body, n"),
+    ("dir.txt", lambda p: p.mkdir(), "a directory; give the files in it"),
+    ("a.jsonl", lambda p: p.write_text(""), r"no text in .*a\.jsonl, which is empty"),
+    ("a.txt", lambda p: p.write_text(""), r"no text in .*, which is empty"),
+    ("a.json", lambda p: p.write_text("[]"), r"no text in .*, which is empty"),
+    ("a.jsonl", lambda p: p.write_text('{"body": 1, "n": 2}\n' * 3), r"3 records skipped, the first .*a\.jsonl, line 1: no key 'text', but body, n"),
     ("a.parquet", lambda p: pq.write_table(pa.table({"body": ["x"], "n": [1]}), p), "has no column 'text', but body, n"),
     ("a.parquet", lambda p: pq.write_table(pa.table({"text": [1]}), p), "the column 'text' is no text, but int64"),
     ("a.parquet", lambda p: pq.write_table(pa.table({"text": [["x"]]}), p), "is no text, but list"),
-    ("a.parquet", lambda p: pq.write_table(pa.table({"text": pa.array([], pa.string())}), p), "no text in the source"),
+    ("a.parquet", lambda p: pq.write_table(pa.table({"text": pa.array([], pa.string())}), p), r"no text in .*, which is empty"),
     ("a.parquet", lambda p: p.write_text("not parquet at all"), r"a\.parquet: cannot be read"),
     ("a.jsonl.gz", lambda p: p.write_text("not gzip"), r"a\.jsonl\.gz: cannot be read"),
     ("a.jsonl.gz", empty_gz, r"a\.jsonl\.gz: cannot be read \(Truncated"),
@@ -320,13 +333,13 @@ def test_does_not_mix_shards(documents, tmp_path):
     before = everything_in(tmp_path / "out")
     with pytest.raises(UserError, match="shards made with another shard_size; choose another directory"):
         fine("--input", path, directory=tmp_path / "out", shard_size=600)
-    path.write_bytes(path.read_bytes() + jsonl(["more"]))
+    path.write_bytes(path.read_bytes()[:-20] + b" " * 18 + b"}\n")  # of the same length
     with pytest.raises(UserError, match="made with another source"):
         fine("--input", path, directory=tmp_path / "out", shard_size=500)
     assert everything_in(tmp_path / "out") == before
     (tmp_path / "foreign").mkdir()
     np.save(tmp_path / "foreign" / "edufineweb_train_000001.npy", np.zeros(3, np.uint16))
-    with pytest.raises(UserError, match="shards made with another source"):
+    with pytest.raises(UserError, match="holds shards, but no meta.json"):
         fine("--input", path, directory=tmp_path / "foreign")
     assert len(everything_in(tmp_path / "foreign")) == 1
     (tmp_path / "file").write_text("x")
