@@ -129,24 +129,28 @@ def tokenize_all(blocks, config, backend):
 
 
 def choose_backend(config, blocks):
-    """Takes a sample from the blocks -> (back end, the blocks taken, the number of tokens in them).
+    """Takes a few blocks -> (back end, the blocks taken, about how many tokens are in them).
 
-    gigatoken if it is installed and gives tiktoken's tokens for the sample, otherwise tiktoken.
+    gigatoken if it is installed and gives tiktoken's tokens for a thousand texts, otherwise tiktoken.
     """
     taken, texts = [], []
     while len(texts) < SAMPLE_TEXTS and sum(len(b.data) for b in taken) < SAMPLE_BYTES and (block := next(blocks, None)):
         taken.append(block)
         texts += texts_of(block, config.text_key)[0]
-    tokens = encode(texts, "tiktoken")
+    backends = ["tiktoken"] if config.backend == "tiktoken" else ["tiktoken", "gigatoken"]
+    sample = texts[:SAMPLE_TEXTS if len(backends) > 1 else SAMPLE_TEXTS // 10]
+    with ThreadPoolExecutor(2) as pool:  # while one encodes the other loads
+        tokens, *others = [pool.submit(encode, sample, backend) for backend in backends]
+    n_tokens = len(tokens.result()) * len(texts) // max(1, len(sample))
     try:
-        if config.backend != "tiktoken" and np.array_equal(encode(texts, "gigatoken"), tokens):
-            return "gigatoken", taken, len(tokens)
-        if config.backend != "tiktoken":
+        if others and np.array_equal(others[0].result(), tokens.result()):
+            return "gigatoken", taken, n_tokens
+        if others:
             print("gigatoken and tiktoken do not agree on this text: going on with tiktoken", file=sys.stderr)
     except ImportError as error:
         if config.backend == "gigatoken":
             raise UserError(f"--backend gigatoken: {first_line(error)}; pip install gigatoken") from error
-    return "tiktoken", taken, len(tokens)
+    return "tiktoken", taken, n_tokens
 
 
 # --- tokens -> shards -----------------------------------------------------------------------------------------------------
