@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import re
+import signal
 import sys
 
 
@@ -57,6 +58,14 @@ def run(main):
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # as the shell counts it: 128 + SIGINT
+
+
+def catch_stop_signals():
+    """From now on SIGTERM and Ctrl-C interrupt nothing, but add their numbers to the list returned: a loop looks at it."""
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: received.append(number))
+    return received
 
 
 def print0(*args):

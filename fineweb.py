@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli import UserError, duration, first_line, parse_flags, run
+from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, run
 from corpus import find_files, load_hub, parse_table, parse_text, read_blocks, texts_of
 from tokenizer import RANKS, RANKS_SHA256, START, get_encoding
 
@@ -100,6 +100,7 @@ def tokenize(block, text_key, backend):
 
 def start_worker():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the main one decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # do not outlive it
 
@@ -345,7 +346,7 @@ def fill(writer, config, paths):
     check_disk(writer.directory, 2 * (expected(first + n_tokens, taken[-1]) - first) if taken else 0)
     if first_shards:
         print(f"{writer.directory} holds {first_shards} whole shards: going on from there")
-    start, shown = time.monotonic(), []
+    start, shown, stop_signals = time.monotonic(), [], catch_stop_signals()
     with tqdm(unit="tok", unit_scale=True, initial=first, mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for block, tokens, skipped, n_skipped in tokenize_all(itertools.chain(taken, blocks), config, backend):
             for line, reason in skipped[:SHOWN - len(shown)]:
@@ -356,6 +357,9 @@ def fill(writer, config, paths):
             writer.add(block, tokens, n_skipped)
             bar.total = round(expected(writer.tokens, block))
             bar.update(writer.tokens - bar.n)
+            if stop_signals and not writer.done:
+                tqdm.write("stopped; the same command goes on from the last whole shard", file=sys.stderr)
+                sys.exit(128 + stop_signals[0])  # as the shell counts it
             if writer.done:
                 break
     if not writer.tokens:
@@ -392,9 +396,6 @@ def main(argv=None):
     except OSError as error:
         raise UserError(f"--output_dir {config.output_dir}: {first_line(error)}; what shards there are are whole, and the same "
                         "command goes on from them") from error
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last whole shard", file=sys.stderr)
-        raise
     facts, n_val = writer.facts, min(writer.facts["shards"], config.val_shards)
     extent = "" if facts["next"] is None else f" as far as --max_shards {facts['shards']}"
     print(f"{config.output_dir} is complete{extent}: validation shards {n_val}, training shards {facts['shards'] - n_val}, "

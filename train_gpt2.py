@@ -14,7 +14,6 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides
 import bisect
 import math
 import re
-import signal
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
-from cli import UserError, duration, first_line, parse_flags, print0, run
+from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, print0, run
 from device import choose_dtype, peak_flops, setup
 from model import PRESETS, GPTConfig
 from tokenizer import decode, get_encoding, start_id
@@ -325,14 +324,6 @@ def train_step(model, optimizer, scaler, autocast, batches, micro_steps, grad_cl
     scaler.update()  # halves float16's scale after an overflow
     optimizer.zero_grad(set_to_none=True)
     return loss_sum / world_size, norm, stop > 0
-
-
-def catch_stop_signals():
-    """From now on SIGTERM and Ctrl-C interrupt nothing, but fill the list returned: the loop looks at it after each step."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: received.append(True))
-    return received
 
 
 def due(step, every):
