@@ -18,6 +18,7 @@ from typing import NamedTuple
 from cli import UserError, first_line
 
 BLOCK = 2**20  # bytes of text in a block, more or less
+TEXTS, TABLES = (".jsonl", ".json", ".txt"), (".parquet", ".arrow")  # kinds of file; texts may be compressed
 SEPARATOR = b"<|endoftext|>"  # of the documents in a .txt file
 # Where a document of more than four blocks is cut. GPT-2's tokens never run on from other characters into white space, so
 # that the pieces give the tokens of the whole. The class: printable ASCII, and bytes that do not end any Unicode space.
@@ -47,7 +48,8 @@ def find_files(patterns):
     for path in paths:
         if path.is_dir():
             raise UserError(f"{path}: a directory; give the files in it, such as '{path}/*.jsonl'")
-        if kind_of(path)[0] not in (".jsonl", ".json", ".txt", ".parquet", ".arrow"):
+        kind, compression = kind_of(path)
+        if kind not in TEXTS and (compression or kind not in TABLES):
             raise UserError(f"{path}: not a .jsonl, .json or .txt file, these also with .gz or .zst, nor a .parquet file")
         if not path.is_file() or not os.access(path, os.R_OK):
             raise UserError(f"{path}: not a file that can be read")
@@ -91,7 +93,7 @@ def load_hub(dataset, name=None, split="train"):
 def read_blocks(paths, text_key, file=0, number=0):
     """All blocks of the files, in order, from block `number` of a file on. Raises UserError for a file that cannot be read."""
     for i in range(file, len(paths)):
-        read = table_blocks if kind_of(paths[i])[0] in (".parquet", ".arrow") else line_blocks
+        read = table_blocks if kind_of(paths[i])[0] in TABLES else line_blocks
         try:
             for n, block in enumerate(read(paths[i], text_key)):
                 if i > file or n >= number:
@@ -229,9 +231,9 @@ def table_blocks(path, text_key):
             check_column(path, table.schema_arrow, text_key)
             n_rows = table.metadata.num_rows
             n_bytes = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
-            step = max(1, min(1024, n_rows * BLOCK // max(1, n_bytes)))
-            batches = table.iter_batches(step, columns=[text_key], use_threads=False)
-            positions = (size * min(n_rows, n) // n_rows for n in itertools.count(step, step))
+            batch_size = max(1, min(1024, n_rows * BLOCK // max(1, n_bytes)))
+            batches = table.iter_batches(batch_size, columns=[text_key], use_threads=False)
+            positions = (size * min(n_rows, n) // n_rows for n in itertools.count(batch_size, batch_size))
         else:
             batches = pa.ipc.open_stream(raw)
             check_column(path, batches.schema, text_key)

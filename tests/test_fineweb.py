@@ -160,9 +160,8 @@ def test_a_document_larger_than_any_block(documents, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(texts))
     fine("--input", tmp_path / "a.txt", directory=tmp_path / "out")
     assert shards_in(tmp_path / "out") == reference(texts)
-    blocks = list(corpus.read_blocks([tmp_path / "a.txt"], "text"))
-    assert max(len(b.data) for b in blocks) < len(large.encode()) / 10 or len("日本語".encode()) * 10000 > 80000
-    assert all(len(b.data) < 110_000 for b in blocks), "only the text without a single space is one block"
+    sizes = sorted(len(block.data) for block in corpus.read_blocks([tmp_path / "a.txt"], "text"))
+    assert sizes[-2] < 20_000 < 90_000 < sizes[-1] < 110_000, "only the text without a single space is not cut"
 
 
 def test_shard_names_and_numbers(documents, tmp_path):
@@ -294,14 +293,14 @@ def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
     assert np.flatnonzero(tokens == 50256).tolist() == [0, len(tokens) - 2] and 1000 < len(tokens) < 3000
 
 
-def empty_gz(path):
+def cut_gz(path):
     path.write_bytes(gzip.compress(jsonl(["a" * 100_000]))[:-20])
 
 
 @pytest.mark.parametrize("name, make, message", [
     ("none.jsonl", lambda p: None, "none.jsonl: no such file"),
     ("a.csv", lambda p: p.write_text("a"), r"a\.csv: not a \.jsonl"),
-    ("a.parquet.gz", lambda p: p.write_text("a"), "cannot be read|not a .jsonl"),
+    ("a.parquet.gz", lambda p: p.write_text("a"), r"a\.parquet\.gz: not a \.jsonl"),
     ("dir.txt", lambda p: p.mkdir(), "a directory; give the files in it"),
     ("a.jsonl", lambda p: p.write_text(""), r"no text in .*a\.jsonl, which is empty"),
     ("a.txt", lambda p: p.write_text(""), r"no text in .*, which is empty"),
@@ -313,7 +312,7 @@ def empty_gz(path):
     ("a.parquet", lambda p: pq.write_table(pa.table({"text": pa.array([], pa.string())}), p), r"no text in .*, which is empty"),
     ("a.parquet", lambda p: p.write_text("not parquet at all"), r"a\.parquet: cannot be read"),
     ("a.jsonl.gz", lambda p: p.write_text("not gzip"), r"a\.jsonl\.gz: cannot be read"),
-    ("a.jsonl.gz", empty_gz, r"a\.jsonl\.gz: cannot be read \(Truncated"),
+    ("a.jsonl.gz", cut_gz, r"a\.jsonl\.gz: cannot be read \(Truncated"),
     ("a.jsonl.zst", lambda p: p.write_text("not zstd"), r"a\.jsonl\.zst: cannot be read"),
     ("a.json", lambda p: p.write_text('[{"text": "x"}, {"text": '), r"a\.json: cannot be read \(its JSON array .* breaks off"),
     ("a.json", lambda p: p.write_text('[{"text": "x"} {"text": "y"}]'), "its JSON array is damaged"),
@@ -386,6 +385,10 @@ def test_missing_shards_are_made_again(documents, tmp_path, capsys):
         damage()
         fine("--input", path, directory=tmp_path / "out", shard_size=500)
         assert "missing or damaged" in capsys.readouterr().err and everything_in(tmp_path / "out") == before
+    (tmp_path / "out").rename(tmp_path / "renamed")
+    (tmp_path / "renamed" / shard.name).unlink()
+    fine("--input", path, directory=tmp_path / "renamed", shard_size=500)
+    assert everything_in(tmp_path / "renamed") == before
 
 
 def test_full_disk(documents, tmp_path, monkeypatch):
