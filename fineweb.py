@@ -175,7 +175,7 @@ class ShardWriter:
             self.go_on(settings, config.strict)
         self.skip = self.facts["next"][3] if self.facts["next"] else 0
         self.file, self.filled = None, 0
-        self.disk, self.commits = ThreadPoolExecutor(1), []  # flushing a shard to the disk takes as long as many blocks
+        self.disk, self.committing = ThreadPoolExecutor(1), None  # flushing a shard to the disk takes as long as many blocks
 
     def go_on(self, settings, strict):
         """Takes up the facts of the shards that are there."""
@@ -189,6 +189,7 @@ class ShardWriter:
         if differ := [key for key in settings if old.get(key) != settings[key]]:
             raise UserError(f"--output_dir {self.directory}: holds shards made with another {', '.join(differ)}; choose "
                             "another directory or delete this one")
+        self.facts["name"] = old["name"]  # which stays, should the directory be renamed
         if not all(self.is_whole(old, i) for i in range(old["shards"])):
             print(f"shards in {self.directory} are missing or damaged: making all of them again", file=sys.stderr)
             self.meta.unlink(missing_ok=True)
@@ -257,12 +258,13 @@ class ShardWriter:
             self.write_header(self.filled)
         facts.update(shards=facts["shards"] + 1, tokens=self.tokens, documents=facts["documents"] + self.documents, next=next)
         self.wait()
-        self.commits = [self.disk.submit(commit, self.file, path, self.progress, dict(facts))]
+        self.committing = self.disk.submit(commit, self.file, path, self.progress, dict(facts))
         self.file, self.filled = None, 0
 
     def wait(self):
-        for result in self.commits:
-            result.result()
+        """Until the last shard that was closed lies on the disk; raises what went wrong with it."""
+        if self.committing:
+            self.committing.result()
 
     def finish(self):
         """Closes the last, short shard, and says by meta.json that this is all."""
@@ -357,11 +359,11 @@ def fill(writer, config, paths):
             writer.add(block, tokens, n_skipped)
             bar.total = round(expected(writer.tokens, block))
             bar.update(writer.tokens - bar.n)
-            if stop_signals and not writer.done:
-                tqdm.write("stopped; the same command goes on from the last whole shard", file=sys.stderr)
-                sys.exit(128 + stop_signals[0])  # as the shell counts it
             if writer.done:
                 break
+            if stop_signals:
+                tqdm.write("stopped; the same command goes on from the last whole shard", file=sys.stderr)
+                sys.exit(128 + stop_signals[0])  # as the shell counts it
     if not writer.tokens:
         raise UserError(f"no text in {paths[0]}" + f" and {len(paths) - 1} more files" * (len(paths) > 1) + (
             f": {writer.facts['skipped']:,} records skipped, the first {shown[0]}" if shown else ", which is empty"))
