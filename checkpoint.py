@@ -1,6 +1,5 @@
 """What a run starts from and what it leaves on disk: weights, checkpoints, a log, and what one needs to repeat it."""
 
-import json
 import os
 import platform
 import subprocess
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cli import UserError, first_line, print0
+from cli import UserError, first_line, print0, write_json
 from model import GPT, GPTConfig
 from tokenizer import name_for
 
@@ -84,6 +83,21 @@ def load_model(name):
     except (ImportError, OSError, ValueError) as error:
         raise UserError(f"{name}: neither a checkpoint nor a GPT-2 that transformers can load ({first_line(error)})") from error
     return model, name_for(model.config.vocab_size)
+
+
+def find_model(config):
+    """The file, directory or name that --checkpoint or --model mean. Raises UserError if there is none."""
+    if config.model and config.checkpoint:
+        raise UserError("--model and --checkpoint exclude each other: give one")
+    if config.model:
+        return config.model
+    place = Path(config.checkpoint or "log")
+    if place.is_file():
+        return place
+    newest = max((p for d in (place, *place.glob("*/")) for p in checkpoints(d)), key=lambda p: p.stat().st_mtime, default=None)
+    if newest is None:
+        raise UserError(f"no checkpoint in {place}: python train_gpt2.py makes one, or give --checkpoint FILE or --model gpt2")
+    return newest
 
 
 def init_model(gpt_config, config, given, checkpoint):
@@ -196,6 +210,6 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         device=f"{device.type}: {name}", dtype=str(dtype).removeprefix("torch."), processes=world_size, git_commit=commit,
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
-    Path(run_dir, "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+    write_json(run_dir / "run.json", facts)
     print(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, {facts['dtype']} on "
           f"{world_size} x {facts['device']}; log and checkpoints in {run_dir}", flush=True)

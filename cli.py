@@ -4,10 +4,12 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -72,6 +74,19 @@ def print0(*args):
     """Rank 0 alone talks."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(*args, flush=True)
+
+
+def check_json(path):
+    """Raises UserError, before the work and not after it, if a --json FILE could not be written."""
+    if path and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+        raise UserError(f"--json {path}: " + ("is a directory" if Path(path).is_dir() else f"there is no directory {Path(path).parent}"))
+
+
+def write_json(path, value):
+    """Under a temporary name first: nobody finds half a file, and an old one lives until the new one is whole."""
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def first_line(error):

@@ -4,12 +4,15 @@ Whatever the size of a file, a few blocks of it are in memory. A record that can
 """
 
 import codecs
+import csv
 import itertools
 import json
 import os
 import re
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from glob import glob
 from pathlib import Path
@@ -63,12 +66,15 @@ def kind_of(path):
     return (suffixes[-2] if compression else suffixes[-1]), compression
 
 
-def load_hub(dataset, name=None, split="train"):
+def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache of `datasets`, its number of rows, its revision).
 
-    A cut download goes on where it stopped, a failed one is tried again with back-off, and whole files stay in the cache.
-    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are the library's own. Raises UserError.
+    A cut download goes on where it stopped, a failed one is tried again with back-off, and whole files stay in the cache;
+    if not patient, a hub that cannot be reached is given up at once. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are
+    the library's own. Raises UserError.
     """
+    if not patient and not hub_answers():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # from here on the cache alone is asked; read when the library is imported
     import datasets
     import pyarrow as pa
     from huggingface_hub import constants
@@ -88,6 +94,59 @@ def load_hub(dataset, name=None, split="train"):
     del data  # and with it the maps of its files
     pa.default_memory_pool().release_unused()  # what the library took to make Arrow files of others
     return files, rows, files[0].parent.name if files else None
+
+
+def hub_answers():
+    """Whether the hub, or its mirror, says anything at all within five seconds."""
+    try:
+        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
+    except urllib.error.HTTPError:
+        pass  # an answer
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def read_records(path):
+    """Every record of a file as a dict, and where it stands, such as "line 7". Raises UserError for what is no record.
+
+    JSON lines, CSV with a line of names, Parquet, the Arrow files of `datasets`; of any other file each line is the "text".
+    """
+    path, where = Path(path), "start"
+    kind = kind_of(path)[0]
+    try:
+        if kind in TABLES:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            file = pa.OSFile(str(path))
+            batches = pq.ParquetFile(file).iter_batches() if kind == ".parquet" else pa.ipc.open_stream(file)
+            for n, record in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+                yield (where := f"row {n}"), record
+            return
+        with open(path, encoding="utf-8-sig", newline="" if kind == ".csv" else "\n") as file:
+            if kind == ".csv":
+                rows = csv.DictReader(file)
+                for record in rows:
+                    yield (where := f"line {rows.line_num}"), record
+                return
+            for n, line in enumerate(file, start=1):
+                where = f"line {n}"
+                if kind not in (".jsonl", ".json"):
+                    yield where, {"text": line}
+                elif line.strip():
+                    record = json.loads(line)
+                    if not isinstance(record, dict):
+                        raise ValueError(f"not an object with fields, but a {type(record).__name__}")
+                    yield where, record
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, {where}: not JSON ({error.msg} at column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, after {where}: not UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise UserError(f"{path}, {where}: {first_line(error)}") from error
 
 
 def read_blocks(paths, text_key, file=0, number=0):

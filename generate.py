@@ -7,15 +7,14 @@
 Without a prompt the model starts from nothing. A file of prompts holds one a line.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from checkpoint import checkpoints, load_model
-from cli import UserError, parse_flags, print0, run
+from checkpoint import find_model, load_model
+from cli import UserError, check_json, parse_flags, print0, run, write_json
 from device import setup
 from tokenizer import decode, get_encoding, start_id
 
@@ -34,21 +33,6 @@ class GenerateConfig:
     seed: int = 42  # of the draw
     json: str = None  # also write prompts and texts to this file
     device: str = "auto"  # cuda, mps or cpu
-
-
-def find_model(config):
-    """The file, directory or name that the flags mean. Raises UserError if there is none."""
-    if config.model and config.checkpoint:
-        raise UserError("--model and --checkpoint exclude each other: give one")
-    if config.model:
-        return config.model
-    place = Path(config.checkpoint or "log")
-    if place.is_file():
-        return place
-    newest = max((p for d in (place, *place.glob("*/")) for p in checkpoints(d)), key=lambda p: p.stat().st_mtime, default=None)
-    if newest is None:
-        raise UserError(f"no checkpoint in {place}: python train_gpt2.py makes one, or give --checkpoint FILE or --model gpt2")
-    return newest
 
 
 def read_prompts(config):
@@ -73,8 +57,7 @@ def main(argv=None):
             raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {least} up")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top_p {config.top_p} cannot be: it is above 0 and at most 1, say 0.9")
-    if config.json and not Path(config.json).parent.is_dir():
-        raise UserError(f"--json {config.json}: there is no directory {Path(config.json).parent}")
+    check_json(config.json)
     prompts, name = read_prompts(config), find_model(config)
     _, _, device = setup(config.device)
     model, tokenizer = load_model(name)
@@ -92,7 +75,7 @@ def main(argv=None):
         for i, text in enumerate(texts):
             print(f"--- sample {i}" + f" of prompt {number}" * (len(prompts) > 1) + f" ---\n{text}\n", flush=True)
     if config.json:
-        Path(config.json).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(config.json, results)
 
 
 if __name__ == "__main__":

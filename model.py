@@ -48,15 +48,15 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads at once
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, cache=None):
+    def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache is not None:
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(cache, (k, v))) if cache else (k, v)
             cache[:] = k, v  # (B, nh, T so far, hs)
-        # A single new token may look at all that is cached; otherwise the mask is the lower triangle.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, nh, T, hs)
+        # A single new token may look at all that is cached; otherwise the mask is the lower triangle, unless one is given.
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and T > 1)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.c_proj(y)  # (B, T, C)
 
@@ -84,8 +84,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None):
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x, cache=None, mask=None):
+        x = x + self.attn(self.ln_1(x), cache, mask)
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
@@ -114,28 +114,32 @@ class GPT(nn.Module):
                 residual = name.endswith("c_proj.weight")
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
 
-    def hidden(self, idx, cache=None):
+    def hidden(self, idx, cache=None, pos=None, mask=None):
         """The residual stream after the last norm.
 
         idx: (B, T) ids. cache: None, or one list per block that holds the keys and values of the tokens before `idx`,
-        empty at first; it is extended in place. Returns (B, T, C).
+        empty at first; it is extended in place. Rows that are not simply one text bring the position of each token,
+        pos: (B, T) below block_size, and what it may look at, mask: (B, 1, T, T) bool. Returns (B, T, C).
         """
         T = idx.size(1)
-        start = cache[0][0].size(2) if cache and cache[0] else 0
-        if start + T > self.config.block_size:
-            raise ValueError(f"{start + T} tokens do not fit a block_size of {self.config.block_size}")
-        pos = torch.arange(start, start + T, device=idx.device)  # (T)
+        if pos is None:
+            start = cache[0][0].size(2) if cache and cache[0] else 0
+            if start + T > self.config.block_size:
+                raise ValueError(f"{start + T} tokens do not fit a block_size of {self.config.block_size}")
+            pos = torch.arange(start, start + T, device=idx.device)  # (T)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, None if cache is None else cache[i])
+            x = block(x, None if cache is None else cache[i], mask)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
         """The head: (..., C) -> (..., vocab_size).
 
-        The matrix is padded to a multiple of 128 rows for this one product, because kernels work in tiles; the padded
-        columns are cut off again at once, so no parameter, loss, sample or file ever contains them.
+        On a GPU the matrix is padded to a multiple of 128 rows for this one product, because its kernels work in tiles; the
+        padded columns are cut off again at once, so no parameter, loss, sample or file ever contains them.
         """
+        if x.device.type == "cpu":
+            return self.lm_head(x)
         weight = F.pad(self.lm_head.weight, (0, 0, 0, -self.config.vocab_size % 128))  # (padded, C)
         return F.linear(x, weight)[..., : self.config.vocab_size]
 
@@ -209,6 +213,7 @@ class GPT(nn.Module):
         Raises ImportError without transformers, OSError if nothing is found, ValueError if it is no plain GPT-2.
         """
         transformers = import_transformers()
+        transformers.utils.logging.disable_progress_bar()  # weights load at once; a download has a bar of its own
         hf_config = transformers.AutoConfig.from_pretrained(name_or_dir)
         plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True,
                      scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)

@@ -12,8 +12,10 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides
 # cli.py, device.py and checkpoint.py hold what surrounds it.
 
 import bisect
+import importlib
 import math
 import re
+import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
 from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, print0, run
-from device import choose_dtype, peak_flops, setup
+from device import choose_dtype, peak_flops, setup, shut_down
 from model import PRESETS, GPTConfig
 from tokenizer import decode, get_encoding, start_id
 
@@ -48,6 +50,8 @@ class TrainConfig:
     shuffle: bool = True  # a new random order of the sequences every epoch, rather than the order of the source
     val_every: int = 250  # steps between validations; 0: only at the start and the end
     val_tokens: int = 10485760  # validation tokens, from the start of the validation split
+    eval_every: int = 250  # steps between benchmarks, which run at the end too; 0: never
+    evals: str = "hellaswag,lambada,storycloze"  # which, and wikitext; storycloze=FILE takes the examples from a file
     sample_every: int = 250  # steps between samples; 0: only at the end
     save_every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # the newest checkpoints to keep; 0: all
@@ -69,9 +73,10 @@ RECIPES = {
     "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, total_batch_size=2**20, max_steps=9537, warmup_steps=358),
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, total_batch_size=2**20, max_steps=9537, warmup_steps=358),
     "baby": dict(max_lr=4e-3, batch_size=16, total_batch_size=1024, max_steps=2700, warmup_steps=100, val_every=500,
-                 val_tokens=65536, sample_every=900, save_every=500),
+                 val_tokens=65536, eval_every=0, sample_every=900, save_every=500),
 }
 SHARDS, TEXT = "edu_fineweb10B", Path(__file__).with_name("input.txt")
+EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # modules beside this one
 MAX_BAD_STEPS = 10  # steps in a row whose gradient is not finite, after which a run is given up
 
 
@@ -112,12 +117,13 @@ def check_config(gpt_config, config):
     if g.vocab_size > 50257:
         raise UserError(f"--vocab_size {g.vocab_size} is more than the 50257 ids of GPT-2; leave the flag out, the padding for "
                         "speed is done inside the model")
+    for name in filter(None, re.sub("=[^,]*", "", c.evals).split(",")):
+        if name not in EVALS:
+            raise UserError(f"--evals {name} is none of {', '.join(EVALS)}")
     if c.seed >= 2**32:
         raise UserError(f"--seed {c.seed} cannot be: it is below 2^32, say 1337")
     if c.min_lr > c.max_lr:
         raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out for a tenth of that")
-    if c.dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise UserError(f"--dtype {c.dtype} is none of auto, bfloat16, float16, float32")
 
 
 def check_batches(config, T, world_size, n_sequences):
@@ -290,6 +296,32 @@ def estimate_loss(model, loader, config, rank, world_size, device, autocast):
     return total.item() / n
 
 
+def load_evals(config, tokenizer, gpt_config):
+    """The benchmarks of --evals -> [(module, its examples, their rows)]. One that is not to be had is said and left out."""
+    evals = []
+    for name, _, path in (item.partition("=") for item in filter(None, config.evals.split(",")) if config.eval_every):
+        try:
+            module = importlib.import_module(name)  # not before: to train from shards takes torch and numpy alone
+            examples = module.evaluation.load_examples(module, path, patient=False)
+            evals.append((module, examples, module.evaluation.make_rows(examples, tokenizer, gpt_config)))
+        except (UserError, ModuleNotFoundError) as error:
+            if path:
+                raise
+            print0(f"note: {name} is left out: {error}")
+    return evals
+
+
+def run_evals(evals, model, autocast, config):
+    """Scores the raw model on each benchmark -> {stream: its first figure}, the same on every process."""
+    figures = {}
+    for module, examples, rows in evals:
+        batch_size = min(config.batch_size * model.config.block_size, module.evaluation.default_batch_size(model))
+        report = module.report if sys.stderr.isatty() else None
+        scores = module.evaluation.score(model, examples, rows, autocast, batch_size, report)
+        figures[module.STREAM] = next(iter(module.report(examples, scores).values()))
+    return figures
+
+
 def print_samples(model, tokenizer, step, device):
     """What the model writes by itself, so that a person can see it learn."""
     idx = torch.full((2, 1), start_id(tokenizer, model.config.vocab_size), device=device)  # (B, T)
@@ -341,6 +373,7 @@ def main(argv=None):
     train_loader = DataLoaderLite(config.data, "train", T, vocab_size, config.seed, config.shuffle, tokenizer)
     val_loader = DataLoaderLite(config.data, "val", T, vocab_size, shuffle=False, tokenizer=tokenizer)
     check_batches(config, T, world_size, train_loader.n_sequences)
+    evals = load_evals(config, tokenizer, raw_model.config)
 
     dtype = choose_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
@@ -362,7 +395,8 @@ def main(argv=None):
     stop, bad_steps, skipped, seconds = False, 0, 0, 0.0
     for step in range(first_step, config.max_steps + 1):
         last = step == config.max_steps
-        if rank == 0 and step > first_step and (last or stop or due(step, config.save_every)):
+        evaluate = evals and (last or due(step, config.eval_every))
+        if rank == 0 and step > first_step and (last or stop or evaluate or due(step, config.save_every)):
             save_checkpoint(run_dir, raw_model, optimizer, scaler, step, position, config, tokenizer)
         if stop:
             print0(f"stopped by a signal; step {step} is saved, --resume goes on from there")
@@ -372,6 +406,11 @@ def main(argv=None):
             print0(f"step {step} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 99)):,.2f}")
             if rank == 0:
                 log.write(step, val=val_loss)
+        if evaluate:
+            figures = run_evals(evals, raw_model, autocast, config)
+            print0(f"step {step} | " + " | ".join(f"{stream} {value:.4f}" for stream, value in figures.items()))
+            if rank == 0:
+                log.write(step, **figures)
         if rank == 0 and (last or due(step, config.sample_every)):
             print_samples(raw_model, tokenizer, step, device)
         if last:
@@ -403,11 +442,7 @@ def main(argv=None):
         if bad_steps == MAX_BAD_STEPS:
             raise UserError(f"no finite gradient in {bad_steps} steps in a row, up to step {step}: the run has diverged; the "
                             f"checkpoints in {run_dir} are from before, --resume --max_lr {config.max_lr / 2:g} may save it")
-    if world_size > 1:
-        dist.destroy_process_group()
-        # gloo's threads drop their last tensors only while the interpreter is idle; if it ends first, they abort it
-        # (pytorch/pytorch#179291; about one run in twenty without this)
-        time.sleep(0.5)
+    shut_down(world_size)
 
 
 if __name__ == "__main__":
