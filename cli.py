@@ -78,8 +78,10 @@ def print0(*args):
 
 def check_json(path):
     """Raises UserError, before the work and not after it, if a --json FILE could not be written."""
-    if path and (not Path(path).parent.is_dir() or Path(path).is_dir()):
-        raise UserError(f"--json {path}: " + ("is a directory" if Path(path).is_dir() else f"there is no directory {Path(path).parent}"))
+    if path and Path(path).is_dir():
+        raise UserError(f"--json {path}: that is a directory; give a file")
+    if path and not Path(path).parent.is_dir():
+        raise UserError(f"--json {path}: there is no directory {Path(path).parent}")
 
 
 def write_json(path, value):

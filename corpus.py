@@ -124,14 +124,17 @@ def read_records(path):
             for n, record in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
                 yield (where := f"row {n}"), record
             return
-        with open(path, encoding="utf-8-sig", newline="" if kind == ".csv" else "\n") as file:
+        with open(path, "rb") as file:
+            lines = (line.decode("utf-8-sig") for line in file)
             if kind == ".csv":
-                rows = csv.DictReader(file)
+                rows, where = csv.DictReader(lines), "line 1"
                 for record in rows:
-                    yield (where := f"line {rows.line_num}"), record
+                    yield f"line {rows.line_num}", record
+                    where = f"line {rows.line_num + 1}"
                 return
             for n, line in enumerate(file, start=1):
                 where = f"line {n}"
+                line = line.decode("utf-8-sig")
                 if kind not in (".jsonl", ".json"):
                     yield where, {"text": line}
                 elif line.strip():
@@ -142,7 +145,7 @@ def read_records(path):
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, {where}: not JSON ({error.msg} at column {error.colno})") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, after {where}: not UTF-8") from error
+        raise UserError(f"{path}, {where}: not UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
     except (ValueError, RecursionError, csv.Error) as error:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import find_model, load_model
-from cli import UserError, check_json, duration, parse_flags, print0, write_json
+from cli import UserError, check_json, duration, parse_flags, write_json
 from corpus import load_hub, read_records
 from device import choose_dtype, setup, shut_down
 from tokenizer import get_encoding, start_id
@@ -145,10 +145,10 @@ def forward(model, rows):
     x = model.hidden(idx, pos=pos, mask=mask).flatten(0, 1)[at]  # (B, L, C) -> (M, C)
     log_likelihood, greedy = [], []
     with torch.autocast(device.type, enabled=False):  # bfloat16 would round a logit of 100 to halves
-        for x, target in zip(x.float().split(CHUNK), target.split(CHUNK)):
-            logits = model.logits(x)  # (CHUNK, vocab_size)
-            log_likelihood.append(-F.cross_entropy(logits, target, reduction="none"))
-            greedy.append(logits.argmax(-1) == target)
+        for part_x, part_target in zip(x.float().split(CHUNK), target.split(CHUNK)):
+            logits = model.logits(part_x)  # (CHUNK, vocab_size)
+            log_likelihood.append(-F.cross_entropy(logits, part_target, reduction="none"))
+            greedy.append(logits.argmax(-1) == part_target)
     return torch.cat(log_likelihood).cpu().numpy(), torch.cat(greedy).cpu().numpy()
 
 
@@ -226,15 +226,15 @@ def choice(context, endings, label, first_label=0):
 
 
 def read_examples(module, path, limit, patient, options):
-    if not path and not module.HUB:
-        raise UserError(module.NO_DATA)
-    paths, here = [path] if path else load_hub(**module.HUB, patient=patient)[0], path
+    here = path or module.HUB
 
-    def records():
+    def records():  # what examples() makes an example of, and where that stood in case it cannot
         nonlocal here
-        for path in paths:
-            for where, record in read_records(path):
-                here = f"{path}, {where}"
+        if not path and not module.HUB:
+            raise UserError(module.NO_DATA)
+        for file in [path] if path else load_hub(**module.HUB, patient=patient)[0]:
+            for where, record in read_records(file):
+                here = f"{file}, {where}"
                 yield record
 
     try:
@@ -297,8 +297,9 @@ def main(module, argv=None):
     given = parse_flags(module.__doc__, *kinds, argv=argv)
     config, *rest = (kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
     options = asdict(rest[0]) if rest else {}
-    if config.limit < 0 or (config.batch_size or 1) < 1:
-        raise UserError("--limit is a number from 0 up, and --batch_size from 1 up")
+    for name, least in dict(limit=0, batch_size=1).items():
+        if getattr(config, name) is not None and getattr(config, name) < least:
+            raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {least} up")
     check_json(config.json)
     source = find_model(config)
     rank, world_size, device = setup(config.device)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import evaluation
-from cli import run
+from cli import UserError, run
 
 STREAM = "hella"  # in a run's log: the first figure
 HUB = dict(dataset="Rowan/hellaswag", split="validation")
@@ -46,6 +46,8 @@ class Options:
 
 def examples(records, style="completion"):
     """Records -> Examples with four endings each. Raises ValueError for a record that is none."""
+    if style not in ("completion", "harness"):
+        raise UserError(f"--style {style} is none of completion, harness")
     for record in records:
         endings, label = evaluation.take(record, endings=list, label=object)
         if len(endings) != 4 or not all(isinstance(ending, str) for ending in endings):

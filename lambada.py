@@ -39,9 +39,9 @@ def examples(records):
     """Records -> Examples with one ending. Raises ValueError for a record that is none."""
     for record in records:
         text, = evaluation.take(record, text=str)
-        if text == "\n":  # an empty line of a text file
+        if text in ("\n", "\r\n"):  # an empty line of a text file
             continue
-        context, _, word = text.rstrip("\n").rpartition(" ")
+        context, _, word = text.rstrip("\r\n").rpartition(" ")
         if not word.strip():
             raise ValueError(f"no word at the end: {text[-20:]!r}")
         yield evaluation.Example(context, [" " + word])

@@ -17,12 +17,13 @@ TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --tota
         "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu").split()
 
 
-def spawn(*flags, cwd, processes=1, program="train_gpt2.py"):
+def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False):
     """Starts a program, in as many processes as torchrun would start, with torchrun's environment -> list of Popen."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
+           "HF_HUB_OFFLINE": str(int(not online))}
     return [subprocess.Popen([sys.executable, str(ROOT / program), *map(str, flags)], cwd=cwd, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              env=env if processes == 1 else {
@@ -31,9 +32,9 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py"):
             for rank in range(processes)]
 
 
-def program(*flags, cwd, processes=1, program="train_gpt2.py", status=0):
+def program(*flags, cwd, processes=1, program="train_gpt2.py", status=0, online=False):
     """Runs a program to its end -> (stdout, stderr) of rank 0; every process must exit with `status`."""
-    running = spawn(*flags, cwd=cwd, processes=processes, program=program)
+    running = spawn(*flags, cwd=cwd, processes=processes, program=program, online=online)
     outputs = [p.communicate(timeout=120) for p in running]
     for p, (out, err) in zip(running, outputs):
         assert p.returncode == status, f"exit status {p.returncode}\n{out[-2000:]}\n{err[-4000:]}"

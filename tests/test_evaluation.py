@@ -1,0 +1,533 @@
+"""evaluation.py and the benchmarks, against transformers one example at a time, and against counting by hand."""
+
+import csv
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from conftest import TINY, program, read_log, train
+from stand_in_hub import stand_in_hub
+
+import evaluation
+import hellaswag
+import lambada
+import storycloze
+import wikitext
+from cli import UserError
+from evaluation import Example, make_rows, score
+from model import GPT, GPTConfig
+from tokenizer import get_encoding
+
+T = 48  # of the tiny model: some rows below are longer
+WORDS = "the old harbour bell rang twice and nobody in Wrenmouth's café had ever counted the antidisestablishmentarian gulls".split()
+FULL = torch.autocast("cpu", enabled=False)
+
+
+def some_words(rng, n):
+    return " ".join(rng.choice(WORDS, n))
+
+
+def hellaswag_records():
+    rng, records = np.random.default_rng(0), []
+    for i in range(24):
+        a, b = some_words(rng, rng.integers(2, 30)) + ".", some_words(rng, 2) if i % 3 else ""
+        endings = [some_words(rng, rng.integers(1, 14)) + "." for _ in range(4)]
+        if i % 4 == 0:  # the marks of WikiHow
+            a, endings[1] = f"[header] How to [title] {a} [step] Begin", f"[substeps] {endings[1]} [title] Then"
+        records.append(dict(activity_label=some_words(rng, 2), ctx_a=a, ctx_b=b, ctx=f"{a} {b}", endings=endings, label=i % 4))
+    records[5]["label"], records[7]["ctx"] = str(records[5]["label"]), ""  # as in the hub's files; and no context at all
+    records[9]["endings"][2] = some_words(rng, 60)  # longer than the model's context by itself
+    return records
+
+
+def lambada_records():
+    rng = np.random.default_rng(1)
+    texts = [some_words(rng, rng.integers(3, 40)) for _ in range(16)]
+    return [dict(text=text) for text in [*texts, "Wrenmouth", "a  b", texts[3] + " antidisestablishmentarianism"]]
+
+
+def storycloze_records():
+    rng, records = np.random.default_rng(2), []
+    for i in range(12):
+        sentences = [some_words(rng, 4 + i % 5) + "." for _ in range(6)]
+        records.append(dict(zip(["InputStoryid", *(f"InputSentence{k}" for k in (1, 2, 3, 4)), "RandomFifthSentenceQuiz1",
+                                 "RandomFifthSentenceQuiz2", "AnswerRightEnding"], [str(i), *sentences, str(1 + i % 2)])))
+    return records
+
+
+# Two articles as WikiText has them, and as they were before it cut them into words.
+PAGES = [" = Gull = \n \n The gull 's cry , heard at 5 @.@ 3 km , is \" loud \" ( very ) . \n \n = = Range = = \n \n"
+         + " Gulls breed in 1 @,@ 200 places . " * 9 + "\n ",
+         " = Old Quay = \n \n The Old Quay was built well @-@ nigh 90 years ago ; nobody counted . \n \n"]
+TEXTS = [" = Gull =\n\nThe gull's cry, heard at 5.3 km, is \"loud\" (very).\n\n== Range ==\n\n"
+         + "Gulls breed in 1,200 places.  " * 8 + "Gulls breed in 1,200 places.\n", " = Old Quay =\n\nThe Old Quay was built well-nigh 90 years ago; "
+         "nobody counted.\n\n"]
+
+
+def write_data(directory):
+    """The data of each benchmark, in a format that is in circulation -> {benchmark: path}."""
+    def jsonl(name, records):
+        (directory / name).write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        return directory / name
+
+    with open(directory / "story.csv", "w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, storycloze_records()[0])
+        writer.writeheader()
+        writer.writerows(storycloze_records())
+    (directory / "wiki.raw").write_text(" \n" + "\n".join(PAGES), encoding="utf-8")
+    return dict(hellaswag=jsonl("hellaswag.jsonl", hellaswag_records()), lambada=jsonl("lambada.jsonl", lambada_records()),
+                storycloze=directory / "story.csv", wikitext=directory / "wiki.raw")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny GPT-2 that has learnt some of the passages of lambada_records by heart, on disk as Hugging Face's; and the data."""
+    directory = tmp_path_factory.mktemp("evaluation")
+    torch.manual_seed(0)
+    model, encoding = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T)), get_encoding("gpt2")
+    ids = [encoding.encode_ordinary(r["text"])[-T - 1:] for r in lambada_records()[:8]]
+    batch = torch.tensor([row + [0] * (T + 1 - len(row)) for row in ids])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(60):
+        loss = model(batch[:, :-1], batch[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to_hf(directory / "model")
+    return directory / "model", write_data(directory)
+
+
+def reference(hf, context, ending):
+    """One context and one ending in ids, one forward of transformers' model -> log-likelihood and greedy of each token."""
+    ids = (context + ending)[-T - 1:]
+    n = min(len(ending), T)
+    with torch.no_grad():
+        log_probs = hf(torch.tensor([ids[:-1]])).logits[0, -n:].log_softmax(-1)
+    target = torch.tensor(ids[-n:])
+    return log_probs.gather(1, target[:, None])[:, 0], log_probs.argmax(-1) == target
+
+
+def pair(context, ending):
+    """The ids of a context and an ending, by the definition of EleutherAI's harness."""
+    encode, stripped = get_encoding("gpt2").encode_ordinary, context.rstrip()
+    whole = encode(context + ending)
+    n = len(encode(stripped))
+    return whole[:n] and encode(stripped) or [50256], whole[n:]
+
+
+def harness_context(r):
+    def clean(text):
+        return re.sub("\\[.*?\\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+    return clean(r["activity_label"] + ": " + r["ctx_a"] + " " + r["ctx_b"].capitalize()), [clean(e) for e in r["endings"]]
+
+
+def questions(name):
+    """What each benchmark asks, prepared by hand -> [(context, endings)]."""
+    if name == "hellaswag":
+        return [(r["ctx"], [" " + e for e in r["endings"]]) for r in hellaswag_records()]
+    if name == "hellaswag harness":
+        return [(c, [" " + e for e in endings]) for c, endings in map(harness_context, hellaswag_records())]
+    if name == "lambada":
+        return [(" ".join(r["text"].split(" ")[:-1]), [" " + r["text"].split(" ")[-1]]) for r in lambada_records()]
+    return [(" ".join(r[f"InputSentence{k}"] for k in (1, 2, 3, 4)), [" " + r[f"RandomFifthSentenceQuiz{k}"] for k in (1, 2)])
+            for r in storycloze_records()]
+
+
+def run_benchmark(name, tiny, tmp_path, *flags, **options):
+    """Runs a benchmark in float32 -> what --json wrote, and what was printed."""
+    out, _ = program("--model", tiny[0], "--data", tiny[1][name], "--dtype", "float32", "--device", "cpu", "--json", "out.json",
+                     *flags, program=f"{name}.py", cwd=tmp_path, **options)
+    return json.loads((tmp_path / "out.json").read_text(encoding="utf-8")), out
+
+
+@pytest.mark.parametrize("name", ["hellaswag", "hellaswag harness", "lambada", "storycloze"])
+def test_each_example_as_transformers_alone_gives_it(name, tiny, tmp_path):
+    hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
+    expected = [[reference(hf, *pair(context, ending)) for ending in endings] for context, endings in questions(name)]
+    style = ["--style", "harness"] if "harness" in name else []
+    for size, processes in ((1, 1), (5000, 1), (200, 2)):
+        result, printed = run_benchmark(name.split()[0], tiny, tmp_path, "--batch_size", size, *style, processes=processes)
+        assert len(result["examples"]) == len(expected)
+        for found, endings in zip(result["examples"], expected):
+            assert found["log_likelihood"] == pytest.approx([ll.sum().item() for ll, _ in endings], abs=1e-4)
+            assert found["tokens"] == [len(ll) for ll, _ in endings]
+            assert found["greedy"] == [bool(greedy.all()) for _, greedy in endings]
+            assert found["last_greedy"] == [bool(greedy[-1]) for _, greedy in endings]
+        for figure, value in result["figures"].items():
+            assert f"  {figure} " in printed and f" {value:,.4f}" in printed
+    figures, choices = result["figures"], [endings for _, endings in questions(name)]
+    sums = [[ll.sum().item() for ll, _ in endings] for endings in expected]
+
+    def accuracy(lengths, labels):
+        return np.mean([max(range(len(s)), key=lambda i: s[i] / n[i]) == label for s, n, label in zip(sums, lengths, labels)])
+
+    if name == "lambada":
+        assert figures["acc"] == np.mean([bool(e[0][1].all()) for e in expected]) and 0 < figures["acc"] < 1
+        assert figures["perplexity"] == pytest.approx(math.exp(-np.mean(sums)), rel=1e-5)
+        assert figures["last_token_acc"] == np.mean([bool(e[0][1][-1]) for e in expected]) > figures["acc"]
+        return
+    labels = [i % 4 for i in range(24)] if "hellaswag" in name else [i % 2 for i in range(12)]
+    assert figures["acc"] == accuracy([[1] * len(c) for c in choices], labels)
+    assert figures["acc_norm_token"] == accuracy([[len(ll) for ll, _ in endings] for endings in expected], labels)
+    if "hellaswag" in name:
+        assert figures["acc_norm_char"] == accuracy([[len(e[1:]) for e in c] for c in choices], labels)
+        assert figures["acc_norm_byte"] == accuracy([[len(e[1:].encode()) for e in c] for c in choices], labels)
+
+
+@pytest.mark.parametrize("stride", [0, 16])
+def test_perplexity_as_transformers_alone_gives_it(stride, tiny, tmp_path):
+    """Every token after the first is predicted once, from the T before it or, in a window, from at least T - stride."""
+    hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
+    expected = []
+    for text in TEXTS:
+        ids, total, end = [50256, *get_encoding("gpt2").encode_ordinary(text)], 0.0, 1
+        while end < len(ids):
+            begin, end = end, min(len(ids), max(T + 1, end + (stride or T)))
+            total += reference(hf, ids[:begin], ids[begin:end])[0].sum().item()
+        expected.append(total)
+    for size, processes in ((1, 1), (5000, 1), (100, 2)):
+        result, _ = run_benchmark("wikitext", tiny, tmp_path, "--stride", stride, "--batch_size", size, processes=processes)
+        found = [example["log_likelihood"][0] for example in result["examples"]]
+        assert found == pytest.approx(expected, rel=1e-6)
+    words, n_bytes = ([f(p) for p in PAGES] for f in (lambda p: len(re.split(r"\s+", p)), lambda p: len(p.encode())))
+    assert [e["words"] for e in result["examples"]] == words
+    tokens = sum(len(get_encoding("gpt2").encode_ordinary(text)) for text in TEXTS)
+    nats, figures = -sum(expected), result["figures"]
+    assert figures["word_perplexity"] == pytest.approx(math.exp(nats / sum(words)), rel=1e-4)
+    assert figures["token_perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert figures["bits_per_byte"] == pytest.approx(nats / sum(n_bytes) / math.log(2), rel=1e-4)
+
+
+def test_wikitext_is_put_together_again():
+    assert [wikitext.detokenize(page) for page in PAGES] == TEXTS
+    whole = " \n" + "\n".join(PAGES)
+    lines = [dict(text=line) for line in whole.splitlines(keepends=True)]
+    hub = [dict(text="" if line.isspace() else line) for line in whole.splitlines(keepends=True)]  # empty lines lose a space
+    for records in (lines, hub, [dict(text=whole)], [dict(page=page) for page in PAGES]):
+        assert list(wikitext.pages(records)) == PAGES
+
+
+class Parrot(GPT):
+    """A model of bytes that always expects the last byte again: its logits are the embedding times itself."""
+
+    def __init__(self):
+        super().__init__(GPTConfig(n_layer=0, n_head=1, n_embd=256, block_size=8, vocab_size=256))
+        torch.nn.init.zeros_(self.transformer.wpe.weight)
+        self.transformer.wte.weight.data = 10 * torch.eye(256)
+
+
+def scores_of(model, examples, autocast=FULL, batch_size=1000, tokenizer="bytes"):
+    return score(model, examples, make_rows(examples, tokenizer, model.config), autocast, batch_size)
+
+
+def test_an_ending_is_greedy_only_if_all_its_tokens_are():
+    scores = scores_of(Parrot(), [Example("xa", ["aaa", "abb", "aab", "b"]), Example("x a", ["a"]), Example("", ["\n\n"])])
+    assert scores.greedy.tolist() == [True, False, False, False, True, True]  # a text of bytes starts after a line break
+    assert scores.last_greedy.tolist() == [True, True, False, False, True, True]
+    assert scores.tokens.tolist() == scores.bytes.tolist() == [3, 3, 3, 1, 1, 2]
+
+
+def test_what_is_longer_than_the_context_is_scored_on_what_fits():
+    examples = [Example("yxxxxxxxx", ["x", "xx"]), Example("a", ["bbbbbbbbbbb"]), Example("a", ["bbbbbbbbbbb"], stride=3)]
+    scores = scores_of(Parrot(), examples)
+    assert scores.tokens.tolist() == [1, 2, 8, 11]  # eight of eleven, the last; in windows all
+    assert scores.greedy.tolist() == [True, True, True, False]  # the first b follows an a, and it is scored in windows alone
+    right = -math.log1p(255 * math.exp(-160))  # ln_f makes ten times a one-hot vector sixteen long
+    assert scores.log_likelihood[:3] == pytest.approx([right, 2 * right, 8 * right], abs=1e-5)
+    assert scores.last_greedy.tolist() == [True] * 4
+
+
+def test_windows_score_every_token_once_after_as_much_as_fits():
+    for length in (1, 7, 8, 9, 20, 33):
+        for stride in (1, 3, 8, sys.maxsize):
+            pieces = list(evaluation.windows([0], list(range(1, length + 1)), 8, stride))
+            assert sum((piece for _, piece in pieces), []) == list(range(1, length + 1))
+            for before, piece in pieces:
+                assert before + piece == list(range(before[0], piece[-1] + 1)) and len(before + piece) == min(9, piece[-1] + 1)
+                assert before[0] == 0 or len(piece) <= min(stride, 8)
+
+
+def knowing(module, records):
+    """A random model that has learnt the right endings of a benchmark's records, in bytes; and the examples."""
+    torch.manual_seed(0)
+    examples = list(module.examples(records))
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=80, vocab_size=256))
+    texts = [(e.context + e.endings[e.label]).encode() for e in examples]
+    batch = torch.tensor([list(text.ljust(80, b"\n")) for text in texts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(300):
+        loss = model(batch[:, :-1], batch[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, examples
+
+
+TEA = ["boils the kettle.", "drinks the kettle.", "sings in the tea.", "sells the moon."]
+CHOICES = [dict(ctx=f"Number {i}: she", endings=TEA[i % 4:] + TEA[:i % 4], label=-i % 4) for i in range(8)]
+STORIES = [{**dict.fromkeys((f"input_sentence_{k}" for k in (1, 2, 3, 4)), f"It was day {i}."), "sentence_quiz1": TEA[i % 2],
+            "sentence_quiz2": TEA[1 - i % 2], "answer_right_ending": 1 + i % 2} for i in range(8)]
+PASSAGES = [dict(text=f"On day {i} she drank her {word}") for i, word in enumerate(["tea", "coffee", "milk", "water"])]
+
+
+@pytest.mark.parametrize("module, records", [(hellaswag, CHOICES), (storycloze, STORIES), (lambada, PASSAGES)])
+def test_knowing_all_scores_all_and_knowing_nothing_scores_chance(module, records):
+    model, examples = knowing(module, records)
+    figures = module.report(examples, scores_of(model, examples))
+    assert all(value == 1.0 for name, value in figures.items() if "acc" in name)
+    for p in model.parameters():
+        torch.nn.init.zeros_(p)  # all logits equal
+    scores = scores_of(model, examples)
+    assert scores.log_likelihood == pytest.approx(-scores.tokens * math.log(256), rel=1e-6)
+    figures = module.report(examples, scores)
+    if module is lambada:
+        assert figures["acc"] == 0 and figures["perplexity"] == pytest.approx(256 ** np.mean(scores.tokens), rel=1e-4)
+    else:  # a tie: always the first, which is right as often as any other
+        assert figures["acc_norm_token"] == 1 / len(examples[0].endings)
+
+
+def test_neither_the_neighbours_nor_the_padding_nor_the_batch_matter():
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=256))
+    many = [Example(some_words(np.random.default_rng(i), 1 + i % 7), [" tea", " a long cup of coffee", " milk"]) for i in range(9)]
+    alone = [Example(e.context, [ending]) for e in many for ending in e.endings]
+    expected = scores_of(model, alone, batch_size=1)
+    for batch_size in (1, 150, 10**6):
+        found = scores_of(model, many, batch_size=batch_size)
+        assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-4)
+        assert found.tokens.tolist() == expected.tokens.tolist() and found.greedy.tolist() == expected.greedy.tolist()
+
+
+def test_the_context_of_several_endings_is_computed_once():
+    row, = make_rows([Example("abc", ["de", "fgh", "i"])], "bytes", GPTConfig(block_size=8, vocab_size=256))
+    assert bytes(row.ids.tolist()) == b"abcdfg"  # the last token of an ending is only predicted
+    assert row.pos.tolist() == [0, 1, 2, 3, 3, 4] and row.part.tolist() == [0, 0, 0, 1, 2, 2]
+    assert row.at.tolist() == [2, 3, 2, 4, 5, 2] and bytes(row.target.tolist()) == b"defghi"
+
+
+def test_logits_are_float32_under_autocast():
+    """GPT-2's logits lie about -100, where bfloat16 is half a unit apart."""
+    model = Parrot()
+    model.transformer.wte.weight.data[:, 0] = 100.0  # adds the same to all logits
+    model.transformer.ln_f.bias.data[0] = 10.0
+    model.transformer.wte.weight.data[ord("a"), 1] = 0.01  # and one is a little above the rest
+    model.transformer.ln_f.bias.data[1] = 5.0
+    examples = [Example("b", ["c", "a"])]
+    exact = scores_of(model, examples)
+    rounded = scores_of(model, examples, torch.autocast("cpu", torch.bfloat16))
+    assert rounded.log_likelihood == pytest.approx(exact.log_likelihood, abs=0.01)
+    assert np.diff(rounded.log_likelihood) == pytest.approx(np.diff(exact.log_likelihood), abs=0.01)
+    assert np.diff(exact.log_likelihood) == pytest.approx(0.05, abs=0.01)
+
+
+def test_every_process_makes_as_many_forwards_and_the_parts_add_up(monkeypatch):
+    model, dist = Parrot(), torch.distributed
+    examples = [Example("xa" * (1 + i % 3), ["a" * (1 + i % 2), "b"]) for i in range(7)]
+    whole, partial, counts = scores_of(model, examples, batch_size=8), [], []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: partial.append(sums.clone()))
+    forward = evaluation.forward
+    for rank in range(3):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(evaluation, "forward", lambda *args, rank=rank: counts.append(rank) or forward(*args))
+        scores_of(model, examples, batch_size=8)
+    assert len(partial) == 3 and counts.count(0) == counts.count(1) == counts.count(2) > 1
+    assert sum(partial)[0].numpy() == pytest.approx(whole.log_likelihood, rel=1e-6)
+    assert sum(partial)[1].tolist() == whole.tokens.tolist()
+
+
+def test_hellaswag_styles():
+    record = dict(activity_label="Roof repair", ctx_a="[header] How to mend [title] Find the hole. [step] Look  up", ctx_b="then you",
+                  ctx="Find the hole. then you", endings=["[substeps] Climb. [title] Then", "b", "c", "d"], label=2)
+    completion, = hellaswag.examples([record])
+    assert completion == Example("Find the hole. then you", [" [substeps] Climb. [title] Then", " b", " c", " d"], 2)
+    harness, = hellaswag.examples([record], style="harness")
+    assert harness == Example("Roof repair: How to mend. Find the hole. Look up Then you", ["  Climb.. Then", " b", " c", " d"], 2)
+
+
+GOOD = {"hellaswag": CHOICES[0], "storycloze": STORIES[0], "lambada": PASSAGES[0], "wikitext": dict(text="Some text.")}
+BAD = [
+    ("hellaswag", "x.jsonl", [{**CHOICES[0], "label": 4}], "line 2: the label 4 is none of 0, 1, 2, 3"),
+    ("hellaswag", "x.jsonl", [{**CHOICES[0], "label": ""}], "line 2: the label '' is none of 0, 1, 2, 3"),
+    ("hellaswag", "x.jsonl", [{**CHOICES[0], "endings": ["a", " ", "c", "d"]}], "line 2: an ending is empty: ' '"),
+    ("hellaswag", "x.jsonl", [{**CHOICES[0], "endings": ["a", "b"]}], "line 2: 'endings' are not 4 texts"),
+    ("hellaswag", "x.jsonl", [{**CHOICES[0], "endings": [1, 2, 3, 4]}], "line 2: 'endings' are not 4 texts"),
+    ("hellaswag", "x.jsonl", [{"ctx": "a", "label": 0}], "line 2: no 'endings', but ctx, label"),
+    ("hellaswag", "x.jsonl", [{**CHOICES[0], "ctx": None}], "line 2: 'ctx' is no str, but 'None'"),
+    ("hellaswag", "x.jsonl", [[1, 2]], "line 2: not an object with fields, but a list"),
+    ("hellaswag", "x.jsonl", "{broken", "line 2: not JSON"),
+    ("hellaswag", "x.jsonl", b"\xff\xfe", "line 2: not UTF-8"),
+    ("hellaswag", "x.txt", "text", "line 1: no 'endings', but text"),
+    ("hellaswag", "x.parquet", b"PAR1 no", "x.parquet, start: "),
+    ("storycloze", "x.jsonl", [{**STORIES[0], "answer_right_ending": 0}], "line 2: the label 0 is none of 1, 2"),
+    ("storycloze", "x.jsonl", [{**STORIES[0], "sentence_quiz2": ""}], "line 2: an ending is empty: ''"),
+    ("storycloze", "x.csv", b"InputStoryid,InputSentence1\nx,\xff", "line 2: not UTF-8"),
+    ("storycloze", "x.csv", "InputStoryid,InputSentence1\nx,y", "line 2: no 'inputsentence2', but inputstoryid, inputsentence1"),
+    ("lambada", "x.jsonl", [{"texts": "a b"}], "line 2: no 'text', but texts"),
+    ("lambada", "x.jsonl", [{"text": "ends with a space "}], "line 2: no word at the end: 'ends with a space '"),
+    ("lambada", "x.jsonl", [{"text": ""}], "line 2: no word at the end: ''"),
+    ("wikitext", "x.jsonl", [{"pages": "a"}], "line 2: no 'text', but pages"),
+    *((name, kind, "", "there is no example in it") for name, kind in (("hellaswag", "e.jsonl"), ("storycloze", "e.csv"),
+                                                                       ("lambada", "e.txt"), ("wikitext", "e.txt"))),
+]
+
+
+@pytest.mark.parametrize("name, file, bad, message", BAD)
+def test_bad_data_are_answered_by_file_line_and_reason(name, file, bad, message, tmp_path):
+    path = tmp_path / file
+    if isinstance(bad, list):
+        path.write_text("".join(json.dumps(r) + "\n" for r in [GOOD[name], *bad]))
+    elif file == "x.jsonl":
+        bad = bad if isinstance(bad, bytes) else bad.encode()
+        path.write_bytes(json.dumps(GOOD[name]).encode() + b"\n" + bad)
+    else:
+        path.write_bytes(bad if isinstance(bad, bytes) else bad.encode())
+    with pytest.raises(UserError) as error:
+        evaluation.load_examples(sys.modules[name], path)
+    assert str(error.value).startswith(str(path)) and message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def baby(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("baby")
+    train(cwd=directory)
+    return directory
+
+
+@pytest.mark.parametrize("name, flags, message", [
+    ("hellaswag", ["--data", "nowhere.jsonl"], "nowhere.jsonl: cannot be read (No such file or directory)"),
+    ("hellaswag", ["--data", "bad.jsonl"], "bad.jsonl, line 1: not JSON (Expecting value at column 1)"),
+    ("hellaswag", ["--style", "quiz"], "--style quiz is none of completion, harness"),
+    ("hellaswag", ["--limit", "-1"], "--limit -1"),
+    ("hellaswag", ["--batch_size", "0"], "--batch_size 0"),
+    ("hellaswag", ["--json", "no/where.json"], "--json no/where.json: there is no directory no"),
+    ("hellaswag", ["--checkpoint", "no.pt"], "no checkpoint in no.pt"),
+    ("hellaswag", ["--checkpoint", "log", "--model", "gpt2"], "exclude each other"),
+    ("hellaswag", [], "Rowan/hellaswag: Couldn't reach"),
+    ("lambada", ["--style", "harness"], "unknown flag --style"),
+    ("lambada", ["--dtype", "int8"], "--dtype int8 is none of auto"),
+    ("wikitext", ["--stride", "-1", "--data", "bad.jsonl"], "--stride -1 cannot be"),
+    ("storycloze", [], "send them on request: fill in the form at https://cs.rochester.edu/nlp/rocstories"),
+])
+def test_a_mistake_is_one_sentence(name, flags, message, baby):
+    (baby / "bad.jsonl").write_text("nothing\n")
+    before = sorted(baby.rglob("*"))
+    out, err = program(*flags, cwd=baby, program=f"{name}.py", status=2)
+    assert message in err and err.count("\n") == 1 and err.startswith("error: ") and not out
+    assert sorted(baby.rglob("*")) == before
+
+
+def test_the_newest_checkpoint_in_bytes_is_scored_from_any_format(baby, tiny, monkeypatch):
+    """Without flags: the newest checkpoint under log/; the same examples from JSON lines, CSV, Parquet and text."""
+    records = hellaswag_records()[:6]
+    for r in records:
+        r["label"] = int(r["label"])
+    pq.write_table(pa.Table.from_pylist(records), baby / "h.parquet")
+    (baby / "h.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (baby / "l.txt").write_text("\n".join(r["text"] for r in lambada_records()) + "\n\n", encoding="utf-8")
+    results = {}
+    monkeypatch.setenv("TQDM_MININTERVAL", "0")
+    for name, data in (("hellaswag", "h.jsonl"), ("hellaswag", "h.parquet"), ("lambada", tiny[1]["lambada"]), ("lambada", "l.txt")):
+        out, err = program("--data", data, "--json", "o.json", "--limit", 5, cwd=baby, program=f"{name}.py")
+        assert "model log/baby/model_000010.pt, tokenizer bytes, parameters 34,688" in out and "5 examples in " in out
+        figure = "acc_norm_token" if name == "hellaswag" else "acc"
+        value = json.loads((baby / "o.json").read_text())["figures"][figure]
+        assert re.search(rf"row/s, {figure} {value:.4f}\]", err)  # the progress bar, with the figure so far
+        results[name, str(data)] = json.loads((baby / "o.json").read_text())["examples"]
+    (a, b), (c, d) = (list(results.values())[i:i + 2] for i in (0, 2))
+    assert a == b and c == d
+
+
+def parquet(records):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(records), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with HellaSwag and LAMBADA, and an environment for programs that use it -> the list of requests."""
+    records = [{**r, "label": str(r["label"])} for r in CHOICES]
+    repos = {"Rowan/hellaswag": {"data/validation-00000-of-00001.parquet": parquet(records)},
+             "EleutherAI/lambada_openai": {"data/test-00000-of-00001.parquet": parquet(PASSAGES)},
+             "Salesforce/wikitext": {
+                 "README.md": b"---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: test\n    path: raw/*\n---\n",
+                 "raw/test-00000-of-00001.parquet": parquet([dict(text="" if line == " " else line + "\n") for line in PAGES[0].split("\n")])}}
+    with stand_in_hub(repos) as (url, requests):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        yield requests
+
+
+def test_data_come_from_the_hub_once(hub, baby):
+    for name, n in (("hellaswag", 8), ("lambada", 4), ("wikitext", 1)):
+        out, _ = program("--json", "o.json", cwd=baby, program=f"{name}.py", online=True)
+        assert f"\n{n} example" in out
+        examples = json.loads((baby / "o.json").read_text())["examples"]
+        program("--json", "o.json", cwd=baby, program=f"{name}.py")  # HF_HUB_OFFLINE: from the cache
+        assert json.loads((baby / "o.json").read_text())["examples"] == examples
+    assert sum(".parquet" in path and command == "GET" and "/resolve/" in path for command, path, _ in hub) == 3
+
+
+def test_training_with_benchmarks_gives_the_same_curve(hub, tmp_path):
+    """All of them, from the hub and from a file, at every fifth step; without any the losses are the same to the bit."""
+    (tmp_path / "s.csv").write_text(",".join(STORIES[0]) + "\n" + "".join(",".join(map(str, r.values())) + "\n" for r in STORIES))
+    flags = ["--eval_every", 5, "--evals", "hellaswag,lambada,storycloze=../s.csv"]
+    for directory in ("without", "with", "two", "bf16", "compiled"):
+        (tmp_path / directory).mkdir()
+    train(cwd=tmp_path / "without")
+    out, _ = train(*flags, cwd=tmp_path / "with", online=True)
+    plain, log = read_log(tmp_path / "without" / "log" / "baby"), read_log(tmp_path / "with" / "log" / "baby")
+    streams = {(step, stream) for step in (5, 10) for stream in ("hella", "lambada", "story")}
+    assert {key: log[key] for key in plain} == plain and log.keys() - plain.keys() == streams
+    assert f"step 10 | hella {float(log[10, 'hella']):.4f} | lambada " in out
+    # the figures are those of the program alone, and those of two processes
+    program("--json", "o.json", "--dtype", "float32", cwd=tmp_path / "with", program="hellaswag.py")
+    result = json.loads((tmp_path / "with" / "o.json").read_text())
+    assert result["model"].endswith("model_000010.pt")
+    assert float(log[10, "hella"]) == pytest.approx(result["figures"]["acc_norm_token"])
+    train(*flags, cwd=tmp_path / "two", processes=2)
+    two = read_log(tmp_path / "two" / "log" / "baby")
+    assert {key: two[key] for key in streams} == {key: log[key] for key in streams}
+    # resumed where an evaluation was due: each figure is there once, and the same
+    train(*flags, "--resume", "--max_steps", 10, cwd=tmp_path / "with")
+    assert read_log(tmp_path / "with" / "log" / "baby") == log
+    # and beside compiled and 16-bit training
+    for directory, more in (("bf16", ["--dtype", "bfloat16"]), ("compiled", ["--compile", "--dtype", "float16"])):
+        train(*flags, *more, cwd=tmp_path / directory)
+        assert streams <= read_log(tmp_path / directory / "log" / "baby").keys()
+
+
+def test_data_that_are_not_to_be_had_are_said_once_and_left_out(tmp_path):
+    (tmp_path / "l.jsonl").write_text(json.dumps(PASSAGES[0]) + "\n")
+    out, _ = train("--eval_every", 5, "--evals", "hellaswag,storycloze,lambada=l.jsonl", cwd=tmp_path)
+    assert out.count("note: hellaswag is left out: Rowan/hellaswag: Couldn't reach") == 1
+    assert out.count("note: storycloze is left out: the Story Cloze data come from their owners") == 1
+    log = read_log(tmp_path / "log" / "baby")
+    assert (10, "lambada") in log and (10, "hella") not in log and (10, "train") not in log and (9, "train") in log
+
+
+@pytest.mark.parametrize("evals, message", [("hellaswag,arc", "--evals arc is none of hellaswag, lambada, storycloze, wikitext"),
+                                            ("lambada=no.jsonl", "no.jsonl: cannot be read (No such file or directory)")])
+def test_a_wrong_benchmark_is_said_before_the_run(evals, message, tmp_path):
+    _, err = train("--eval_every", 5, "--evals", evals, cwd=tmp_path, status=2)
+    assert message in err and err.count("\n") == 1 and not (tmp_path / "log").exists()
+
+
+def test_the_checkpoint_is_written_before_a_benchmark_can_fail(tmp_path, monkeypatch):
+    import train_gpt2
+
+    (tmp_path / "l.jsonl").write_text(json.dumps(PASSAGES[0]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "score", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_gpt2.main([*TINY, "--eval_every", "5", "--save_every", "0", "--evals", "lambada=l.jsonl"])
+    assert (tmp_path / "log" / "baby" / "model_000005.pt").exists()
