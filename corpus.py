@@ -114,6 +114,13 @@ def read_records(path):
     """
     path, where = Path(path), "start"
     kind = kind_of(path)[0]
+
+    def lines(file):
+        nonlocal where
+        for n, line in enumerate(file, start=1):
+            where = f"line {n}"
+            yield line.decode("utf-8-sig")
+
     try:
         if kind in TABLES:
             import pyarrow as pa
@@ -125,23 +132,17 @@ def read_records(path):
                 yield (where := f"row {n}"), record
             return
         with open(path, "rb") as file:
-            lines = (line.decode("utf-8-sig") for line in file)
             if kind == ".csv":
-                rows, where = csv.DictReader(lines), "line 1"
-                for record in rows:
-                    yield f"line {rows.line_num}", record
-                    where = f"line {rows.line_num + 1}"
-                return
-            for n, line in enumerate(file, start=1):
-                where = f"line {n}"
-                line = line.decode("utf-8-sig")
-                if kind not in (".jsonl", ".json"):
-                    yield where, {"text": line}
-                elif line.strip():
+                for record in csv.DictReader(lines(file)):
+                    yield where, record
+            elif kind in (".jsonl", ".json"):
+                for line in filter(str.strip, lines(file)):
                     record = json.loads(line)
                     if not isinstance(record, dict):
                         raise ValueError(f"not an object with fields, but a {type(record).__name__}")
                     yield where, record
+            else:
+                yield from ((where, {"text": line}) for line in lines(file))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, {where}: not JSON ({error.msg} at column {error.colno})") from error
     except UnicodeDecodeError as error:
