@@ -80,7 +80,7 @@ def windows(context, ending, block_size, stride):
     """Cuts what does not fit into pieces that do -> pairs of a context and a part of the ending.
 
     Without a stride there is one piece, the end of it all: tokens are lost on the left. With one, every token of the ending
-    is scored, after the block_size - stride tokens before its window or more.
+    is scored once, and after the first window each sees the block_size - stride tokens before its piece, if not more.
     """
     ids, done = context + ending, len(context)
     while done < len(ids):
@@ -186,8 +186,9 @@ def score(model, examples, rows, autocast, batch_size, report=None):
                 ending, final = np.concatenate([(row.ending, row.final) for row in own], axis=1)  # (M) each
                 values = log_likelihood, np.ones_like(greedy), greedy, greedy & (final > 0)
                 np.add.at(sums, (slice(None), ending), np.stack(values))
-            if not bar.disable and (some := tally(sums, examples, sums[1] == expected))[0]:
-                bar.set_postfix_str("{} {:.4f}".format(*next(iter(report(*some).items()))), refresh=False)
+            if not bar.disable and time.time() >= bar.last_print_t + bar.mininterval:  # about to be drawn again
+                some, scores = tally(sums, examples, sums[1] == expected)
+                bar.set_postfix_str("{} {:.4f}".format(*next(iter(report(some, scores).items()))) if some else "", refresh=False)
             bar.update(len(batch))
     if world_size > 1:
         total = torch.from_numpy(sums).to(model.lm_head.weight.device)
