@@ -73,7 +73,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
     if not patient, a hub that cannot be reached is given up at once. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are
     the library's own. Raises UserError.
     """
-    if not patient and not hub_answers():
+    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers():
         os.environ["HF_HUB_OFFLINE"] = "1"  # from here on the cache alone is asked; read when the library is imported
     import datasets
     import pyarrow as pa

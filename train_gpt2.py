@@ -299,7 +299,8 @@ def estimate_loss(model, loader, config, rank, world_size, device, autocast):
 def load_evals(config, tokenizer, gpt_config):
     """The benchmarks of --evals -> [(module, its examples, their rows)]. One that is not to be had is said and left out."""
     evals = []
-    for name, _, path in (item.partition("=") for item in filter(None, config.evals.split(",")) if config.eval_every):
+    for item in filter(None, config.evals.split(",") if config.eval_every else []):
+        name, _, path = item.partition("=")
         try:
             module = importlib.import_module(name)  # not before: to train from shards takes torch and numpy alone
             examples = module.evaluation.load_examples(module, path, patient=False)

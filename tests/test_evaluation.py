@@ -20,7 +20,7 @@ import hellaswag
 import lambada
 import storycloze
 import wikitext
-from cli import UserError
+from cli import UserError, run
 from evaluation import Example, make_rows, score
 from model import GPT, GPTConfig
 from tokenizer import get_encoding
@@ -140,28 +140,33 @@ def questions(name):
             for r in storycloze_records()]
 
 
-def run_benchmark(name, tiny, tmp_path, *flags, **options):
-    """Runs a benchmark in float32 -> what --json wrote, and what was printed."""
-    out, _ = program("--model", tiny[0], "--data", tiny[1][name], "--dtype", "float32", "--device", "cpu", "--json", "out.json",
-                     *flags, program=f"{name}.py", cwd=tmp_path, **options)
-    return json.loads((tmp_path / "out.json").read_text(encoding="utf-8")), out
+def run_benchmark(name, tiny, tmp_path, *flags, processes):
+    """Runs a benchmark in float32 -> what --json wrote."""
+    flags = ["--model", tiny[0], "--data", tiny[1][name], "--dtype", "float32", "--device", "cpu", "--json",
+             tmp_path / "out.json", *flags]
+    if processes > 1:
+        program(*flags, program=f"{name}.py", cwd=tmp_path, processes=processes)
+    else:
+        evaluation.main(sys.modules[name], list(map(str, flags)))
+    return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "hellaswag harness", "lambada", "storycloze"])
-def test_each_example_as_transformers_alone_gives_it(name, tiny, tmp_path):
+def test_each_example_as_transformers_alone_gives_it(name, tiny, tmp_path, capsys):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     expected = [[reference(hf, *pair(context, ending)) for ending in endings] for context, endings in questions(name)]
     style = ["--style", "harness"] if "harness" in name else []
     for size, processes in ((1, 1), (5000, 1), (200, 2)):
-        result, printed = run_benchmark(name.split()[0], tiny, tmp_path, "--batch_size", size, *style, processes=processes)
+        result = run_benchmark(name.split()[0], tiny, tmp_path, "--batch_size", size, *style, processes=processes)
         assert len(result["examples"]) == len(expected)
         for found, endings in zip(result["examples"], expected):
             assert found["log_likelihood"] == pytest.approx([ll.sum().item() for ll, _ in endings], abs=1e-4)
             assert found["tokens"] == [len(ll) for ll, _ in endings]
             assert found["greedy"] == [bool(greedy.all()) for _, greedy in endings]
             assert found["last_greedy"] == [bool(greedy[-1]) for _, greedy in endings]
+        printed = capsys.readouterr().out
         for figure, value in result["figures"].items():
-            assert f"  {figure} " in printed and f" {value:,.4f}" in printed
+            assert processes > 1 or re.search(rf"^  {figure} +{value:,.4f} ", printed, re.M)
     figures, choices = result["figures"], [endings for _, endings in questions(name)]
     sums = [[ll.sum().item() for ll, _ in endings] for endings in expected]
 
@@ -193,7 +198,7 @@ def test_perplexity_as_transformers_alone_gives_it(stride, tiny, tmp_path):
             total += reference(hf, ids[:begin], ids[begin:end])[0].sum().item()
         expected.append(total)
     for size, processes in ((1, 1), (5000, 1), (100, 2)):
-        result, _ = run_benchmark("wikitext", tiny, tmp_path, "--stride", stride, "--batch_size", size, processes=processes)
+        result = run_benchmark("wikitext", tiny, tmp_path, "--stride", stride, "--batch_size", size, processes=processes)
         found = [example["log_likelihood"][0] for example in result["examples"]]
         assert found == pytest.approx(expected, rel=1e-6)
     words, n_bytes = ([f(p) for p in PAGES] for f in (lambda p: len(re.split(r"\s+", p)), lambda p: len(p.encode())))
@@ -411,18 +416,25 @@ def baby(tmp_path_factory):
     ("hellaswag", ["--json", "no/where.json"], "--json no/where.json: there is no directory no"),
     ("hellaswag", ["--checkpoint", "no.pt"], "no checkpoint in no.pt"),
     ("hellaswag", ["--checkpoint", "log", "--model", "gpt2"], "exclude each other"),
-    ("hellaswag", [], "Rowan/hellaswag: Couldn't reach"),
     ("lambada", ["--style", "harness"], "unknown flag --style"),
     ("lambada", ["--dtype", "int8"], "--dtype int8 is none of auto"),
     ("wikitext", ["--stride", "-1", "--data", "bad.jsonl"], "--stride -1 cannot be"),
     ("storycloze", [], "send them on request: fill in the form at https://cs.rochester.edu/nlp/rocstories"),
 ])
-def test_a_mistake_is_one_sentence(name, flags, message, baby):
+def test_a_mistake_is_one_sentence(name, flags, message, baby, monkeypatch, capsys):
     (baby / "bad.jsonl").write_text("nothing\n")
     before = sorted(baby.rglob("*"))
-    out, err = program(*flags, cwd=baby, program=f"{name}.py", status=2)
-    assert message in err and err.count("\n") == 1 and err.startswith("error: ") and not out
+    monkeypatch.chdir(baby)
+    with pytest.raises(SystemExit) as stop:
+        run(lambda: evaluation.main(sys.modules[name], flags))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and message in err and err.count("\n") == 1 and err.startswith("error: ") and not out
     assert sorted(baby.rglob("*")) == before
+
+
+def test_a_hub_out_of_reach_is_one_sentence(baby):
+    out, err = program(cwd=baby, program="hellaswag.py", status=2)
+    assert err.startswith("error: Rowan/hellaswag: Couldn't reach 'Rowan/hellaswag' on the Hub") and err.count("\n") == 1
 
 
 def test_the_newest_checkpoint_in_bytes_is_scored_from_any_format(baby, tiny, monkeypatch):
@@ -513,6 +525,12 @@ def test_data_that_are_not_to_be_had_are_said_once_and_left_out(tmp_path):
     assert out.count("note: storycloze is left out: the Story Cloze data come from their owners") == 1
     log = read_log(tmp_path / "log" / "baby")
     assert (10, "lambada") in log and (10, "hella") not in log and (10, "train") not in log and (9, "train") in log
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    out, err = train("--eval_every", 5, "--evals", "lambada", cwd=tmp_path, online=True)
+    assert "note: lambada is left out: EleutherAI/lambada_openai: Couldn't reach" in out and "Retrying" not in out + err
 
 
 @pytest.mark.parametrize("evals, message", [("hellaswag,arc", "--evals arc is none of hellaswag, lambada, storycloze, wikitext"),

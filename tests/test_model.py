@@ -136,9 +136,17 @@ def test_generate_refuses_what_cannot_be():
             model.generate(idx, 5, **bad)
 
 
-def test_padding_never_comes_out():
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU, where the head is padded, and is not."""
+    device = torch.device("cuda")
+
+
+def test_padding_never_comes_out(monkeypatch):
     """200 ids are padded to 256 for the product. With every true logit far below 0, a padded one, which is 0, would win."""
     model = randomise(GPT(SMALL))
+    head = model.logits
+    monkeypatch.setattr(model, "logits", lambda x: head(x.as_subclass(OnGPU)).as_subclass(torch.Tensor))
+    assert model.logits(torch.zeros(2, SMALL.n_embd)).stride() == (256, 1)
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.fill_(-10)
