@@ -188,7 +188,8 @@ def score(model, examples, rows, autocast, batch_size, report=None):
                 np.add.at(sums, (slice(None), ending), np.stack(values))
             if not bar.disable and time.time() >= bar.last_print_t + bar.mininterval:  # about to be drawn again
                 some, scores = tally(sums, examples, sums[1] == expected)
-                bar.set_postfix_str("{} {:.4f}".format(*next(iter(report(some, scores).items()))) if some else "", refresh=False)
+                name, value = next(iter(report(some, scores).items())) if some else ("", math.nan)
+                bar.set_postfix_str(f"{name} {value:.4f}", refresh=False)
             bar.update(len(batch))
     if world_size > 1:
         total = torch.from_numpy(sums).to(model.lm_head.weight.device)
