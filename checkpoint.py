@@ -17,6 +17,7 @@ from model import GPT, GPTConfig
 from tokenizer import name_for
 
 # How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
+STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # what a step itself logs; all else a checkpoint's model scored
 LAYOUT = {"batch_size", "device", "compile", "log_dir", "resume"}
 
 
@@ -173,8 +174,8 @@ def move_aside(directory):
 class RunLog:
     """log.txt, one number a line: "{step} {stream} {value}", as build-nanogpt writes it.
 
-    A log that starts at step 0 is a new run's, and an old one is moved aside. Otherwise the lines of `step` and later,
-    from a run that went on after its last checkpoint, are cut off, to be written again.
+    A log that starts at step 0 is a new run's, and an old one is moved aside. Otherwise the lines of steps taken after the
+    checkpoint at `step` are cut off, to be written again. What that very checkpoint scored stays: it is not written twice.
     """
 
     def __init__(self, directory, step):
@@ -182,16 +183,19 @@ class RunLog:
         try:
             if step == 0:
                 move_aside(directory)
-            lines = path.read_text().splitlines() if path.exists() else []
-            kept = [line for line in lines if len(line.split()) == 3 and int(line.split()[0]) < step]
-            temporary.write_text("".join(line + "\n" for line in kept))
+            text = path.read_text() if path.exists() else ""
+            lines = [line.split() for line in text[:text.rfind("\n") + 1].splitlines()]
+            kept = [line for line in lines if len(line) == 3 and (int(line[0]), line[1] in STEP_STREAMS) < (step, True)]
+            self.known = {(step, line[1]) for line in kept if int(line[0]) == step}
+            temporary.write_text("".join(" ".join(line) + "\n" for line in kept))
             os.replace(temporary, path)
             self.file = open(path, "a")
         except OSError as error:
             raise UserError(f"--log_dir {directory}: cannot be written ({first_line(error)})") from error
 
     def write(self, step, **values):
-        self.file.write("".join(f"{step} {stream} {value:.8g}\n" for stream, value in values.items()))
+        new = {stream: value for stream, value in values.items() if (step, stream) not in self.known}
+        self.file.write("".join(f"{step} {stream} {value:.8g}\n" for stream, value in new.items()))
         self.file.flush()
 
 

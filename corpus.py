@@ -70,10 +70,11 @@ def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache of `datasets`, its number of rows, its revision).
 
     A cut download goes on where it stopped, a failed one is tried again with back-off, and whole files stay in the cache;
-    if not patient, a hub that cannot be reached is given up at once. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are
-    the library's own. Raises UserError.
+    if not patient, a hub that does not answer is given up at once, and the cache is asked. HF_ENDPOINT, HF_TOKEN, HF_HOME
+    and HF_HUB_OFFLINE are the library's own. Raises UserError.
     """
-    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers():
+    unreachable = not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers()
+    if unreachable:
         os.environ["HF_HUB_OFFLINE"] = "1"  # from here on the cache alone is asked; read when the library is imported
     import datasets
     import pyarrow as pa
@@ -86,6 +87,8 @@ def load_hub(dataset, name=None, split="train", patient=True):
             break
         except Exception as error:  # the network's come from several libraries, under many names
             reason = f"{dataset}: {first_line(error.__cause__ or error)}"
+            if unreachable:
+                reason = f"{dataset}: the hub does not answer, and the cache holds no copy"
             if isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE or attempt == RETRIES:
                 raise UserError(f"{reason}; HF_ENDPOINT may name a mirror of the hub") from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import find_model, load_model
-from cli import UserError, check_json, duration, parse_flags, write_json
+from cli import UserError, check_json, duration, parse_flags, print0, write_json
 from corpus import load_hub, read_records
 from device import choose_dtype, setup, shut_down
 from tokenizer import get_encoding, start_id
@@ -110,22 +110,29 @@ def make_row(context, endings, first):
 
 def make_rows(examples, tokenizer, config):
     """Examples -> rows for a model with that GPTConfig. Raises UserError if the model does not know the tokens."""
-    encoding, start, rows, first = get_encoding(tokenizer), start_id(tokenizer, config.vocab_size), [], 0
+    encoding, start = get_encoding(tokenizer), start_id(tokenizer, config.vocab_size)
+    rows, first, n_cut = [], 0, 0
     for example in examples:
         context, endings = encode(example, encoding, start)
         if len(context) + max(map(len, endings)) - 1 <= config.block_size:
             rows.append(make_row(context, endings, first))
         else:
+            if example.stride not in (None, math.inf) and example.stride > config.block_size:
+                raise UserError(f"--stride {example.stride} is more than the {config.block_size} tokens of the model's context")
             for k, ending in enumerate(endings):
                 pieces = [make_row(before, [piece], first + k) for before, piece in
                           windows(context, ending, config.block_size, example.stride)]
                 for row in pieces[:-1]:
                     row.final[:] = False
                 rows += pieces
+                n_cut += example.stride is None and len(context) + len(ending) - 1 > config.block_size
         first += len(endings)
     highest = max(max(row.ids.max(), row.target.max(initial=0)) for row in rows)
     if highest >= config.vocab_size:
         raise UserError(f"the text has token id {highest}, but this model knows {config.vocab_size} ids only")
+    if n_cut:
+        print0(f"note: {n_cut:,} of {first:,} endings, with their contexts, are longer than the {config.block_size} tokens this "
+               "model reads: they are scored on the last of them")
     return rows
 
 
@@ -227,14 +234,14 @@ def choice(context, endings, label, first_label=0):
     return Example(context, [" " + ending for ending in endings], labels.index(str(label)))
 
 
-def read_examples(module, path, limit, patient, options):
+def read_examples(module, path, limit, options):
     here = path or module.HUB
 
     def records():  # what examples() makes an example of, and where that stood in case it cannot
         nonlocal here
         if not path and not module.HUB:
             raise UserError(module.NO_DATA)
-        for file in [path] if path else load_hub(**module.HUB, patient=patient)[0]:
+        for file in [path] if path else load_hub(**module.HUB, patient=False)[0]:
             for where, record in read_records(file):
                 here = f"{file}, {where}"
                 yield record
@@ -248,12 +255,12 @@ def read_examples(module, path, limit, patient, options):
     return examples
 
 
-def load_examples(module, path=None, limit=0, patient=True, **options):
+def load_examples(module, path=None, limit=0, **options):
     """A benchmark's examples, from a file or else from the hub: rank 0 reads, all get them. Raises UserError on all."""
     result = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            result = [read_examples(module, path, limit, patient, options)]
+            result = [read_examples(module, path, limit, options)]
         except UserError as error:
             result = [error]
         except ModuleNotFoundError as error:
@@ -271,7 +278,7 @@ def load_examples(module, path=None, limit=0, patient=True, **options):
 class EvalConfig:
     checkpoint: str = None  # a checkpoint, or a run directory, whose newest counts [the newest under log/]
     model: str = None  # or weights of Hugging Face's GPT-2: a name, such as gpt2-xl, or a directory
-    data: str = None  # the examples: .jsonl, .csv, .parquet or text [fetched once, into the cache of `datasets`]
+    data: str = None  # the examples: a .jsonl, .csv, .parquet or text file [the hub's, if it has them; fetched once]
     limit: int = 0  # score only so many examples; 0: all
     batch_size: int = None  # tokens that a process takes through the model at a time [16384, on a CPU 2048]
     device: str = "auto"  # cuda, cuda:1, mps or cpu
@@ -317,13 +324,15 @@ def main(module, argv=None):
         raise UserError(f"--batch_size {batch_size} does not fit into the memory of {device}; {batch_size // 2} may") from error
     figures, seconds = module.report(examples, scores), time.perf_counter() - start
     if rank == 0:
-        facts = dict(benchmark=Path(module.__file__).stem, **options, model=str(source), tokenizer=tokenizer,
-                     parameters=sum(p.numel() for p in model.parameters()), dtype=str(dtype).removeprefix("torch."))
-        print(", ".join(f"{name} {value:,}" if name == "parameters" else f"{name} {value}" for name, value in facts.items()))
-        print(f"{len(examples):,} examples in {duration(seconds)} on {world_size} x {device.type}\n")
+        facts = dict(benchmark=Path(module.__file__).stem, **options, data=config.data or module.HUB, model=str(source),
+                     parameters=sum(p.numel() for p in model.parameters()), tokenizer=tokenizer,
+                     dtype=str(dtype).removeprefix("torch."), device=f"{world_size} x {device.type}")
+        print(f"{facts['benchmark']}{''.join(f' --{name} {value}' for name, value in options.items())} of {source}")
+        print(f"{facts['parameters']:,} parameters, tokens of {tokenizer}, {facts['dtype']}; {len(examples):,} "
+              f"example{'s' * (len(examples) != 1)} in {duration(seconds)} on {facts['device']}\n")
         for name, value in figures.items():
             value = f"{value:,.4f}" + (f" ± {math.sqrt(value * (1 - value) / len(examples)):.4f}" if "acc" in name else "")
-            print(f"  {name:<17}{value:<17}{module.METRICS[name]}")  # ±: the standard error of so many examples
+            print(f"  {name:<16} {value:<16} {module.METRICS[name]}")  # ±: the standard error of so many examples
         if config.json:
             write_json(config.json, dict(**facts, figures=figures, examples=per_example(examples, scores)))
     shut_down(world_size)

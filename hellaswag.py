@@ -41,7 +41,7 @@ METRICS = {
 
 @dataclass
 class Options:
-    style: str = "completion"  # context, space, ending; or harness: prepared as EleutherAI's lm-evaluation-harness does
+    style: str = "completion"  # completion: context, space, ending; harness: as EleutherAI's lm-evaluation-harness has it
 
 
 def examples(records, style="completion"):

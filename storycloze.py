@@ -4,8 +4,8 @@
   python storycloze.py --data val2016.csv --model gpt2
 
 The data are not free to copy: their owners send them to whoever fills in the form at https://cs.rochester.edu/nlp/rocstories.
-Their CSV files, of 2016 and of 2018, have these columns, and copies that went through the hub have the same in small letters
-with underscores, the last three as sentence_quiz1, sentence_quiz2 and answer_right_ending:
+Their CSV files, of 2016 and of 2018, have these columns; other copies spell them input_sentence_1 to input_sentence_4,
+sentence_quiz1, sentence_quiz2 and answer_right_ending:
 
   InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence4,RandomFifthSentenceQuiz1,
   RandomFifthSentenceQuiz2,AnswerRightEnding
@@ -26,6 +26,8 @@ STREAM = "story"  # in a run's log: the first figure
 HUB = None
 NO_DATA = ("the Story Cloze data come from their owners alone, who send them on request: fill in the form at "
            "https://cs.rochester.edu/nlp/rocstories, then --data FILE.csv (in training: --evals storycloze=FILE.csv)")
+COLUMNS = {**{f"InputSentence{i}": str for i in (1, 2, 3, 4)}, "RandomFifthSentenceQuiz1": str,
+           "RandomFifthSentenceQuiz2": str, "AnswerRightEnding": object}
 METRICS = {
     "acc": "summed; as the harness",
     "acc_norm_token": "per token; as the GPT-3 paper",
@@ -35,11 +37,15 @@ METRICS = {
 def examples(records):
     """Records -> Examples with two endings. Raises ValueError for a record that is none."""
     for record in records:
-        columns = {str(name).lower().replace("_", "").replace("randomfifth", ""): value for name, value in record.items()}
-        names = [f"inputsentence{i}" for i in (1, 2, 3, 4)] + ["sentencequiz1", "sentencequiz2"]
-        *story, a, b = evaluation.take(columns, **dict.fromkeys(names, str))
-        label, = evaluation.take(columns, answerrightending=object)
+        short = {plain(name): value for name, value in record.items()}
+        record = {**record, **{name: short[plain(name)] for name in COLUMNS if plain(name) in short}}
+        *story, a, b, label = evaluation.take(record, **COLUMNS)
         yield evaluation.choice(" ".join(story), [a, b], label, first_label=1)
+
+
+def plain(name):
+    """A column's name without what the spellings differ in."""
+    return str(name).lower().replace("_", "").replace("randomfifth", "")
 
 
 def report(examples, scores):

@@ -51,7 +51,7 @@ class TrainConfig:
     val_every: int = 250  # steps between validations; 0: only at the start and the end
     val_tokens: int = 10485760  # validation tokens, from the start of the validation split
     eval_every: int = 250  # steps between benchmarks, which run at the end too; 0: never
-    evals: str = "hellaswag,lambada,storycloze"  # which, and wikitext; storycloze=FILE takes the examples from a file
+    evals: str = "hellaswag,lambada,storycloze"  # which; also wikitext, and NAME=FILE to take the examples from a file
     sample_every: int = 250  # steps between samples; 0: only at the end
     save_every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # the newest checkpoints to keep; 0: all
@@ -96,6 +96,8 @@ def parse_args(argv=None):
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
+    if "evals" in given and "eval_every" not in given:  # who asks for benchmarks gets them, of the baby too
+        values["eval_every"] = TrainConfig.eval_every
     if "vocab_size" not in given:  # the data decide: a text is read as bytes, shards hold GPT-2's ids
         values["vocab_size"] = 256 if Path(values["data"]).is_file() else 50257
     gpt_config, config = (cls(**{f.name: values[f.name] for f in fields(cls)}) for cls in (GPTConfig, TrainConfig))
@@ -117,7 +119,7 @@ def check_config(gpt_config, config):
     if g.vocab_size > 50257:
         raise UserError(f"--vocab_size {g.vocab_size} is more than the 50257 ids of GPT-2; leave the flag out, the padding for "
                         "speed is done inside the model")
-    for name in filter(None, re.sub("=[^,]*", "", c.evals).split(",")):
+    for name, _ in split_evals(c):
         if name not in EVALS:
             raise UserError(f"--evals {name} is none of {', '.join(EVALS)}")
     if c.seed >= 2**32:
@@ -296,14 +298,19 @@ def estimate_loss(model, loader, config, rank, world_size, device, autocast):
     return total.item() / n
 
 
+def split_evals(config):
+    """--evals -> [(name of the benchmark, file of its examples or "")]."""
+    items = (item.partition("=") for item in config.evals.split(",") if item.strip())
+    return [(name.strip(), path.strip()) for name, _, path in items]
+
+
 def load_evals(config, tokenizer, gpt_config):
     """The benchmarks of --evals -> [(module, its examples, their rows)]. One that is not to be had is said and left out."""
     evals = []
-    for item in filter(None, config.evals.split(",") if config.eval_every else []):
-        name, _, path = item.partition("=")
+    for name, path in split_evals(config) if config.eval_every else []:
         try:
             module = importlib.import_module(name)  # not before: to train from shards takes torch and numpy alone
-            examples = module.evaluation.load_examples(module, path, patient=False)
+            examples = module.evaluation.load_examples(module, path)
             evals.append((module, examples, module.evaluation.make_rows(examples, tokenizer, gpt_config)))
         except (UserError, ModuleNotFoundError) as error:
             if path:

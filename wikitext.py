@@ -38,15 +38,15 @@ from cli import UserError, run
 STREAM = "wikitext"  # in a run's log: the first figure
 HUB = dict(dataset="Salesforce/wikitext", name="wikitext-103-raw-v1", split="test")
 METRICS = {
-    "word_perplexity": "per word before; as papers and the harness",
+    "word_perplexity": "per original word; as papers, the harness",
     "token_perplexity": "per token; only between equal encodings",
-    "bits_per_byte": "per byte before; as the harness",
+    "bits_per_byte": "per original byte; as the harness",
 }
 
 
 @dataclass
 class Options:
-    stride: int = 0  # tokens by which a window moves on; 0: by all of the model's context
+    stride: int = 0  # tokens by which a window moves on; 0: by the model's whole context, so that none overlap
 
 
 class Page(NamedTuple):
@@ -64,7 +64,7 @@ def examples(records, stride=0):
         raise UserError(f"--stride {stride} cannot be: it is a number from 0 up")
     for page in pages(records):
         words = len(re.split(r"\s+", page))  # as the harness counts: white space at an end of the page adds an empty one
-        yield Page("", [detokenize(page)], stride or sys.maxsize, words, len(page.encode()))
+        yield Page("", [detokenize(page)], stride or math.inf, words, len(page.encode()))
 
 
 def pages(records):

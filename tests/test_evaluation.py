@@ -251,7 +251,7 @@ def test_what_is_longer_than_the_context_is_scored_on_what_fits():
 
 def test_windows_score_every_token_once_after_as_much_as_fits():
     for length in (1, 7, 8, 9, 20, 33):
-        for stride in (1, 3, 8, sys.maxsize):
+        for stride in (1, 3, 8, math.inf):
             pieces = list(evaluation.windows([0], list(range(1, length + 1)), 8, stride))
             assert sum((piece for _, piece in pieces), []) == list(range(1, length + 1))
             for before, piece in pieces:
@@ -375,7 +375,7 @@ BAD = [
     ("storycloze", "x.jsonl", [{**STORIES[0], "answer_right_ending": 0}], "line 2: the label 0 is none of 1, 2"),
     ("storycloze", "x.jsonl", [{**STORIES[0], "sentence_quiz2": ""}], "line 2: an ending is empty: ''"),
     ("storycloze", "x.csv", b"InputStoryid,InputSentence1\nx,\xff", "line 2: not UTF-8"),
-    ("storycloze", "x.csv", "InputStoryid,InputSentence1\nx,y", "line 2: no 'inputsentence2', but inputstoryid, inputsentence1"),
+    ("storycloze", "x.csv", "InputStoryid,InputSentence1\nx,y", "line 2: no 'InputSentence2', but InputStoryid, InputSentence1"),
     ("lambada", "x.jsonl", [{"texts": "a b"}], "line 2: no 'text', but texts"),
     ("lambada", "x.jsonl", [{"text": "ends with a space "}], "line 2: no word at the end: 'ends with a space '"),
     ("lambada", "x.jsonl", [{"text": ""}], "line 2: no word at the end: ''"),
@@ -419,10 +419,12 @@ def baby(tmp_path_factory):
     ("lambada", ["--style", "harness"], "unknown flag --style"),
     ("lambada", ["--dtype", "int8"], "--dtype int8 is none of auto"),
     ("wikitext", ["--stride", "-1", "--data", "bad.jsonl"], "--stride -1 cannot be"),
+    ("wikitext", ["--stride", "33", "--data", "w.txt"], "--stride 33 is more than the 32 tokens of the model's context"),
     ("storycloze", [], "send them on request: fill in the form at https://cs.rochester.edu/nlp/rocstories"),
 ])
 def test_a_mistake_is_one_sentence(name, flags, message, baby, monkeypatch, capsys):
     (baby / "bad.jsonl").write_text("nothing\n")
+    (baby / "w.txt").write_text("word " * 50)
     before = sorted(baby.rglob("*"))
     monkeypatch.chdir(baby)
     with pytest.raises(SystemExit) as stop:
@@ -449,7 +451,8 @@ def test_the_newest_checkpoint_in_bytes_is_scored_from_any_format(baby, tiny, mo
     monkeypatch.setenv("TQDM_MININTERVAL", "0")
     for name, data in (("hellaswag", "h.jsonl"), ("hellaswag", "h.parquet"), ("lambada", tiny[1]["lambada"]), ("lambada", "l.txt")):
         out, err = program("--data", data, "--json", "o.json", "--limit", 5, cwd=baby, program=f"{name}.py")
-        assert "model log/baby/model_000010.pt, tokenizer bytes, parameters 34,688" in out and "5 examples in " in out
+        assert f"{name} " in out and "of log/baby/model_000010.pt\n34,688 parameters, tokens of bytes, " in out
+        assert "; 5 examples in " in out and "endings, with their contexts, are longer than the 32 tokens" in out  # more than 32 bytes
         figure = "acc_norm_token" if name == "hellaswag" else "acc"
         value = json.loads((baby / "o.json").read_text())["figures"][figure]
         assert re.search(rf"row/s, {figure} {value:.4f}\]", err)  # the progress bar, with the figure so far
@@ -482,7 +485,7 @@ def hub(tmp_path, monkeypatch):
 def test_data_come_from_the_hub_once(hub, baby):
     for name, n in (("hellaswag", 8), ("lambada", 4), ("wikitext", 1)):
         out, _ = program("--json", "o.json", cwd=baby, program=f"{name}.py", online=True)
-        assert f"\n{n} example" in out
+        assert f"; {n} example" in out
         examples = json.loads((baby / "o.json").read_text())["examples"]
         program("--json", "o.json", cwd=baby, program=f"{name}.py")  # HF_HUB_OFFLINE: from the cache
         assert json.loads((baby / "o.json").read_text())["examples"] == examples
@@ -530,7 +533,18 @@ def test_data_that_are_not_to_be_had_are_said_once_and_left_out(tmp_path):
 def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     out, err = train("--eval_every", 5, "--evals", "lambada", cwd=tmp_path, online=True)
-    assert "note: lambada is left out: EleutherAI/lambada_openai: Couldn't reach" in out and "Retrying" not in out + err
+    assert "note: lambada is left out: EleutherAI/lambada_openai: the hub does not answer, and the cache holds no copy" in out
+    assert "Retrying" not in out + err
+
+
+def test_what_the_last_checkpoint_scored_stays_in_the_log_when_the_run_goes_on(tmp_path):
+    (tmp_path / "l.jsonl").write_text(json.dumps(PASSAGES[0]) + "\n")
+    train("--evals", "lambada=l.jsonl", "--val_every", 4, cwd=tmp_path)
+    before = read_log(tmp_path / "log" / "baby")
+    assert (10, "lambada") in before and (10, "val") in before  # and neither is due at step 10 of a longer run
+    train("--evals", "lambada=l.jsonl", "--val_every", 4, "--max_steps", 12, "--resume", cwd=tmp_path)
+    after = read_log(tmp_path / "log" / "baby")
+    assert before.items() <= after.items() and (12, "lambada") in after and (10, "train") in after
 
 
 @pytest.mark.parametrize("evals, message", [("hellaswag,arc", "--evals arc is none of hellaswag, lambada, storycloze, wikitext"),
