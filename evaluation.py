@@ -131,8 +131,8 @@ def make_rows(examples, tokenizer, config):
     if highest >= config.vocab_size:
         raise UserError(f"the text has token id {highest}, but this model knows {config.vocab_size} ids only")
     if n_cut:
-        print0(f"note: {n_cut:,} of {first:,} endings, with their contexts, are longer than the {config.block_size} tokens this "
-               "model reads: they are scored on the last of them")
+        print0(f"note: {n_cut:,} of {first:,} endings, with their context, are longer than the {config.block_size} tokens that "
+               "this model reads: they are scored on the last of them")
     return rows
 
 
