@@ -13,7 +13,7 @@ those before it, is easier: it is here because it is often reported as the other
 
                     acc  perplexity
   GPT-2 124M     0.3256       40.06   EleutherAI's lm-evaluation-harness, task lambada_openai, which this file computes
-  GPT-2 117M     0.4599       35.13   GPT-2 paper, table 3: only words that may end a sentence were allowed
+  GPT-2 117M     0.4599       35.13   GPT-2 paper, table 3; the accuracy with a filter against stop words
   GPT-2 345M     0.5548       15.60   the same
   GPT-2 762M     0.6012       10.87   the same
   GPT-2 1542M    0.6324        8.63   the same
