@@ -5,6 +5,7 @@ Whatever the size of a file, a few blocks of it are in memory. A record that can
 
 import codecs
 import csv
+import functools
 import itertools
 import json
 import os
@@ -73,8 +74,8 @@ def load_hub(dataset, name=None, split="train", patient=True):
     if not patient, a hub that does not answer is given up at once, and the cache is asked. HF_ENDPOINT, HF_TOKEN, HF_HOME
     and HF_HUB_OFFLINE are the library's own. Raises UserError.
     """
-    unreachable = not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers()
-    if unreachable:
+    silent = not patient and hub_is_silent()
+    if silent:
         os.environ["HF_HUB_OFFLINE"] = "1"  # from here on the cache alone is asked; read when the library is imported
     import datasets
     import pyarrow as pa
@@ -87,7 +88,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
             break
         except Exception as error:  # the network's come from several libraries, under many names
             reason = f"{dataset}: {first_line(error.__cause__ or error)}"
-            if unreachable:
+            if silent:
                 reason = f"{dataset}: the hub does not answer, and the cache holds no copy"
             if isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE or attempt == RETRIES:
                 raise UserError(f"{reason}; HF_ENDPOINT may name a mirror of the hub") from error
@@ -99,15 +100,18 @@ def load_hub(dataset, name=None, split="train", patient=True):
     return files, rows, files[0].parent.name if files else None
 
 
-def hub_answers():
-    """Whether the hub, or its mirror, says anything at all within five seconds."""
+@functools.cache
+def hub_is_silent():
+    """Whether the hub, or its mirror, says nothing within five seconds. It is asked once, and not if HF_HUB_OFFLINE is set."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
+        return False
     try:
         urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
     except urllib.error.HTTPError:
         pass  # an answer
     except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def read_records(path):

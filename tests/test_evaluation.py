@@ -532,7 +532,8 @@ def test_data_that_are_not_to_be_had_are_said_once_and_left_out(tmp_path):
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    out, err = train("--eval_every", 5, "--evals", "lambada", cwd=tmp_path, online=True)
+    out, err = train("--eval_every", 5, "--evals", "hellaswag,lambada", cwd=tmp_path, online=True)
+    assert "note: hellaswag is left out: Rowan/hellaswag: the hub does not answer, and the cache holds no copy" in out
     assert "note: lambada is left out: EleutherAI/lambada_openai: the hub does not answer, and the cache holds no copy" in out
     assert "Retrying" not in out + err
 
