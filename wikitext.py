@@ -69,21 +69,19 @@ def examples(records, stride=0):
 
 def pages(records):
     """Articles as they are; lines are put together and cut again before each heading of a single equals sign."""
-    texts = [""]
+    lines, text, found = [], "", [[]]
     for record in records:
         if "page" in record:
             yield from evaluation.take(record, page=str)
         else:
             text, = evaluation.take(record, text=str)
-            texts[-1] += "\n" * (not texts[-1].endswith("\n"))
-            texts.append(text or " \n")  # in the hub's records an empty line is empty; in the file it has a space
-    page = []
-    for line in "".join(texts[1:]).split("\n"):
+            text = text or " \n"  # in the hub's records an empty line is empty; in the file it has a space
+            lines += text.removesuffix("\n").split("\n")
+    for line in lines + [""] * text.endswith("\n"):  # the last line break belongs to the last article
         if re.fullmatch(r"\s*= (?!=).*(?<!=) =\s*", line):
-            yield from filter(str.strip, ["\n".join(page)])
-            page = []
-        page.append(line)
-    yield from filter(str.strip, ["\n".join(page)])
+            found.append([])
+        found[-1].append(line)
+    yield from filter(str.strip, map("\n".join, found))
 
 
 def detokenize(text):
