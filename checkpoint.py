@@ -13,19 +13,21 @@ import torch
 import torch.distributed as dist
 
 from cli import UserError, first_line, print0, write_json
+from device import describe
 from model import GPT, GPTConfig
 from tokenizer import name_for
 
 # How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # what a step itself logs; all else a checkpoint's model scored
-LAYOUT = {"batch_size", "device", "compile", "log_dir", "resume"}
+LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "log_dir", "resume"}
 
 
-def save_checkpoint(run_dir, model, optimizer, scaler, step, position, config, tokenizer):
+def save_checkpoint(run_dir, model, optimizers, scaler, step, position, config, tokenizer):
     """Writes a run's whole state, to a temporary name that is then renamed: a reader never meets half a file."""
     path, temporary = run_dir / f"model_{step:06d}.pt", run_dir / "model.tmp"
-    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), step=step,
-                 position=position, model_config=asdict(model.config), tokenizer=tokenizer,
+    state = dict(model=model.state_dict(), optimizer={name_of(o): o.state_dict() for o in optimizers},
+                 scaler=scaler.state_dict(), step=step, position=position, tokenizer=tokenizer,
+                 model_config=asdict(model.config),
                  train_config={k: v for k, v in asdict(config).items() if k not in LAYOUT})
     with open(temporary, "wb") as f:
         torch.save(state, f)
@@ -35,6 +37,10 @@ def save_checkpoint(run_dir, model, optimizer, scaler, step, position, config, t
     if config.keep:
         for old in checkpoints(run_dir)[:-config.keep]:
             old.unlink()
+
+
+def name_of(optimizer):
+    return type(optimizer).__name__.lower()  # adamw, muon
 
 
 def load_checkpoint(path):
@@ -140,14 +146,20 @@ def find_checkpoint(directory, rank, world_size):
     return checkpoint or load_checkpoint(choice[0])
 
 
-def restore(checkpoint, optimizer, scaler, config):
-    """Puts the optimizer and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
+def restore(checkpoint, optimizers, scaler, config):
+    """Puts the optimizers and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
     if checkpoint["step"] > config.max_steps:
         raise UserError(f"the run in {config.log_dir} is at step {checkpoint['step']} already, "
                         f"past --max_steps {config.max_steps}")
-    # Only the moments: rate, decay and kernel are those of this run's flags and device.
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(dict(state=checkpoint["optimizer"]["state"], param_groups=groups))
+    saved, optimizers = checkpoint["optimizer"], {name_of(optimizer): optimizer for optimizer in optimizers}
+    if "state" in saved:  # as it was written when there was AdamW alone
+        saved = {"adamw": saved}
+    if saved.keys() != optimizers.keys():
+        raise UserError(f"the run in {config.log_dir} was trained with --optimizer {min(saved, key=len)}, not this one")
+    for name, optimizer in optimizers.items():
+        # Only the moments: rate, decay and kernel are those of this run's flags and device.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(dict(state=saved[name]["state"], param_groups=groups))
     if checkpoint["scaler"]:  # empty unless the dtype was float16
         scaler.load_state_dict(checkpoint["scaler"])
     before = checkpoint["train_config"]
@@ -206,12 +218,11 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None  # no git, or no clone
-    cpu = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu}, {os.cpu_count()} cores"
     facts = dict(
         model_config=asdict(model.config), train_config=asdict(config), tokenizer=tokenizer,
         parameters=sum(p.numel() for p in model.parameters()), train_tokens=loader.starts[-1],
-        device=f"{device.type}: {name}", dtype=str(dtype).removeprefix("torch."), processes=world_size, git_commit=commit,
+        device=f"{device.type}: {describe(device)}", dtype=str(dtype).removeprefix("torch."), processes=world_size,
+        git_commit=commit,
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     write_json(run_dir / "run.json", facts)

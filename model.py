@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+ROWS_AT_ONCE = 384, 8192  # positions whose logits are in memory together, on a CPU and on a GPU
 
 
 @dataclass
@@ -97,6 +100,7 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
         self.config = config
+        self.activation_checkpointing = False  # True: compute a block twice, so as not to keep what is in it
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -129,7 +133,10 @@ class GPT(nn.Module):
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, None if cache is None else cache[i], mask)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, None if cache is None else cache[i], mask)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
@@ -140,17 +147,17 @@ class GPT(nn.Module):
         """
         if x.device.type == "cpu":
             return self.lm_head(x)
-        weight = F.pad(self.lm_head.weight, (0, 0, 0, -self.config.vocab_size % 128))  # (padded, C)
-        return F.linear(x, weight)[..., : self.config.vocab_size]
+        return F.linear(x, pad_rows(self.lm_head.weight))[..., : self.config.vocab_size]
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) ids. Returns the logits (B, T, vocab_size) and the mean cross-entropy in nats, or None."""
-        logits = self.logits(self.hidden(idx))
+        """idx, targets: (B, T) ids. Returns the logits (B, T, vocab_size) and None; with targets, None and the loss.
+
+        The loss is the mean cross-entropy in nats. Its logits are never all in memory: see LinearCrossEntropy.
+        """
+        x = self.hidden(idx)
         if targets is None:
-            return logits, None
-        # In float32 whatever the autocast: with 8 bits of mantissa a sum over 50,000 terms would be lost.
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return logits, loss
+            return self.logits(x), None
+        return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
@@ -181,18 +188,30 @@ class GPT(nn.Module):
         self.config.block_size = block_size
         self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].clone())  # (T, C)
 
-    def configure_optimizers(self, weight_decay, learning_rate):
-        """AdamW (GPT-3, appendix B). Matrices and embeddings decay; biases and gains, which multiply no input, do not.
+    def configure_optimizers(self, weight_decay, learning_rate, muon_lr=None):
+        """The optimizers of a step -> [AdamW], or, given a muon_lr, [Muon, AdamW].
 
-        The groups carry the parameters' names, so that a saved state says what it belongs to.
+        AdamW (GPT-3, appendix B): matrices and embeddings decay; biases and gains, which multiply no input, do not.
+        Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a block's matrix by the orthogonal matrix nearest
+        to its momentum, so by as much in every direction; embedding, head and vectors are left to AdamW. Its steps are
+        scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that rate and decay carry over.
+        The groups carry the parameters' names, so that a saved state says what it belongs to, and the peak of their rate.
         """
         named = list(self.named_parameters())
+        hidden = [(n, p) for n, p in named if muon_lr and p.dim() >= 2 and ".h." in n]
+        taken = {n for n, _ in hidden}
         groups = [
-            dict(params=[(n, p) for n, p in named if p.dim() >= 2], weight_decay=weight_decay),
+            dict(params=[(n, p) for n, p in named if p.dim() >= 2 and n not in taken], weight_decay=weight_decay),
             dict(params=[(n, p) for n, p in named if p.dim() < 2], weight_decay=0.0),
         ]
         fused = named[0][1].device.type in ("cuda", "cpu", "mps")
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+        optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)]
+        if muon_lr:
+            muon = torch.optim.Muon(hidden, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            optimizers.insert(0, muon)
+        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+            group["initial_lr"] = group["lr"]
+        return optimizers
 
     def flops_per_token(self, causal=False):
         """Floating-point operations of one token's forward and backward at full context (PaLM, appendix B).
@@ -240,6 +259,52 @@ class GPT(nn.Module):
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end))
         hf.load_state_dict(transpose_conv1d(self.state_dict()))
         hf.save_pretrained(directory)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The head and its loss as one function: x (N, C), weight (vocab_size, C), targets (N) -> mean cross-entropy in nats.
+
+    The logits of GPT-2 are 65 times as wide as what they are made of. So the rows go through in chunks, and each chunk's
+    gradient is formed at once from its logits, which are then gone (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989,
+    section 3.2). The products follow the autocast; softmax, loss and the weight's gradient are summed in float32, since 8
+    bits of mantissa would lose a sum over 50,000 terms.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, with_gradient):
+        device, N, V = x.device.type, x.size(0), weight.size(0)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        rows = ROWS_AT_ONCE[device != "cpu"]
+        w = pad_rows(weight.to(dtype))  # (padded V, C)
+        loss = torch.zeros((), device=x.device)
+        if with_gradient:
+            dx, dw = torch.empty_like(x), torch.zeros(w.shape, device=x.device)  # (N, C), (padded V, C)
+        for x_part, y, i in zip(x.to(dtype).split(rows), targets[:, None].split(rows), range(0, N, rows)):
+            logits = x_part @ w.t()  # (rows, padded V)
+            logits[:, V:] = -math.inf
+            p = logits.float()
+            p -= p.amax(1, keepdim=True)
+            loss -= p.gather(1, y).sum()
+            total = p.exp_().sum(1, keepdim=True)  # (rows, 1)
+            loss += total.log().sum()
+            if with_gradient:  # that of a row's loss by its logits is softmax - onehot
+                p = p.div_(total).scatter_add_(1, y, torch.full_like(total, -1)).div_(N)
+                p = logits.copy_(p)
+                dx[i:i + rows] = p @ w
+                dw += p.t() @ x_part
+        if with_gradient:
+            ctx.save_for_backward(dx, dw[:V])
+        return loss / N
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return grad * dx, grad * dw, None, None
+
+
+def pad_rows(weight):
+    """(vocab_size, C) -> (a multiple of 128, C), the rows added being 0: matrix products work in tiles."""
+    return F.pad(weight, (0, 0, 0, -weight.size(0) % 128))
 
 
 def sample(logits, temperature, top_k, top_p, generator):

@@ -13,10 +13,12 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides
 
 import bisect
 import importlib
+import itertools
 import math
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
 from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, print0, run
-from device import choose_dtype, peak_flops, setup, shut_down
+from device import choose_dtype, memory_advice, peak_flops, setup, shut_down
 from model import PRESETS, GPTConfig
 from tokenizer import decode, get_encoding, start_id
 
@@ -40,9 +42,11 @@ class TrainConfig:
     total_batch_size: int = 524288  # tokens in a step, over all processes and micro-steps
     max_steps: int = 19073  # of 2^19 tokens: one epoch of 10B
     warmup_steps: int = 715  # the learning rate rises linearly for so long: 375M tokens
+    optimizer: str = "adamw"  # adamw, or muon for the matrices of the blocks and adamw for the rest
     max_lr: float = 6e-4  # the peak of the learning rate
+    muon_lr: float = None  # the peak of muon's [max_lr]
     min_lr: float = None  # its value at the last step [a tenth of max_lr]
-    weight_decay: float = 0.1  # AdamW's, of matrices only
+    weight_decay: float = 0.1  # of matrices only, in units of the learning rate
     grad_clip: float = 1.0  # the gradient's norm is cut down to this; 0: never
     rampup_steps: int = 0  # the batch grows linearly for so many steps
     rampup_batch_size: int = 32768  # tokens in a step at the start of the ramp, and the unit in which it grows
@@ -61,6 +65,7 @@ class TrainConfig:
     device: str = "auto"  # cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # bfloat16, float16 (with a gradient scaler) or float32
     compile: bool = None  # torch.compile the model [on for cuda]
+    activation_checkpointing: bool = False  # keep only what enters a block, and compute the rest again: memory for time
 
 
 # What a preset changes beside the shape of the model: rates and batches as GPT-3's table 2.1 has them for the size; for the
@@ -72,8 +77,8 @@ RECIPES = {
     "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
     "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, total_batch_size=2**20, max_steps=9537, warmup_steps=358),
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, total_batch_size=2**20, max_steps=9537, warmup_steps=358),
-    "baby": dict(max_lr=4e-3, batch_size=16, total_batch_size=1024, max_steps=2700, warmup_steps=100, val_every=500,
-                 val_tokens=65536, eval_every=0, sample_every=900, save_every=500),
+    "baby": dict(optimizer="muon", max_lr=4e-3, batch_size=16, total_batch_size=1024, max_steps=2700, warmup_steps=100,
+                 val_every=500, val_tokens=65536, eval_every=0, sample_every=900, save_every=500),
 }
 SHARDS, TEXT = "edu_fineweb10B", Path(__file__).with_name("input.txt")
 EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # modules beside this one
@@ -96,6 +101,8 @@ def parse_args(argv=None):
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
+    if values["muon_lr"] is None:
+        values["muon_lr"] = values["max_lr"]
     if "evals" in given and "eval_every" not in given:  # who asks for benchmarks gets them, of the baby too
         values["eval_every"] = TrainConfig.eval_every
     if "vocab_size" not in given:  # the data decide: a text is read as bytes, shards hold GPT-2's ids
@@ -108,7 +115,7 @@ def parse_args(argv=None):
 def check_config(gpt_config, config):
     """Raises UserError for the first value that cannot be, and names one that could."""
     positive = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size", "total_batch_size", "max_steps",
-                "rampup_batch_size", "val_tokens", "max_lr"}
+                "rampup_batch_size", "val_tokens", "max_lr", "muon_lr"}
     g, c = gpt_config, config
     for name, value in {**asdict(g), **asdict(c)}.items():
         if type(value) in (int, float) and not (0 <= value < math.inf and (value or name not in positive)):
@@ -122,6 +129,8 @@ def check_config(gpt_config, config):
     for name, _ in split_evals(c):
         if name not in EVALS:
             raise UserError(f"--evals {name} is none of {', '.join(EVALS)}")
+    if c.optimizer not in ("adamw", "muon"):
+        raise UserError(f"--optimizer {c.optimizer} is none of adamw, muon")
     if c.seed >= 2**32:
         raise UserError(f"--seed {c.seed} cannot be: it is below 2^32, say 1337")
     if c.min_lr > c.max_lr:
@@ -338,14 +347,53 @@ def print_samples(model, tokenizer, step, device):
         print(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n", flush=True)
 
 
-def train_step(model, optimizer, scaler, autocast, batches, micro_steps, grad_clip, stop=False):
+def portion(step, config, T, world_size):
+    """Sequences in a step, and how many of them a process takes through the model at a time."""
+    n_sequences = get_batch_tokens(step, config) // T
+    return n_sequences, min(config.batch_size, n_sequences // world_size)
+
+
+def micro_batches(loader, config, first_step, position, rank, world_size, device):
+    """This process's pairs (x, y), each (B, T), from a step on to the end of the run."""
+    for step in range(first_step, config.max_steps):
+        n_sequences, B = portion(step, config, loader.T, world_size)
+        for start in range(position + rank * B, position + n_sequences, world_size * B):
+            yield loader.batch(start, B, device)
+        position += n_sequences
+
+
+def prefetch(batches):
+    """The same batches, each made by a thread while the caller computes with the one before."""
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(next, batches, None)
+        while (batch := future.result()) is not None:
+            future = thread.submit(next, batches, None)
+            yield batch
+
+
+def prepare(raw_model, config, device, dtype, world_size):
+    """What a step needs -> (the model as it is trained, its optimizers, the gradient scaler, the autocast)."""
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    model = raw_model.to(device)
+    if config.compile or (config.compile is None and device.type == "cuda"):
+        model = torch.compile(model, dynamic=False, fullgraph=True)  # forward, loss and backward as one graph each
+    if world_size > 1:  # gradient_as_bucket_view: the buffers that are sent are the gradients, and not copies of them
+        model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    muon_lr = config.muon_lr if config.optimizer == "muon" else None
+    optimizers = raw_model.configure_optimizers(config.weight_decay, config.max_lr, muon_lr)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    return model, optimizers, scaler, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def train_step(model, optimizers, scaler, autocast, batches, micro_steps, grad_clip, stop=False):
     """One step: accumulate, average, clip, update -> (mean loss, gradient norm, whether any process wants to stop).
 
-    batches yields `micro_steps` pairs (x, y), this process's share of the batch. A gradient that is not finite is dropped.
+    Takes `micro_steps` pairs (x, y) from the iterator batches, this process's share of the batch. A gradient that is not
+    finite is dropped.
     """
     ddp, world_size = isinstance(model, DDP), dist.get_world_size() if dist.is_initialized() else 1
     loss_sum = 0.0
-    for micro_step, (x, y) in enumerate(batches, start=1):
+    for micro_step, (x, y) in enumerate(itertools.islice(batches, micro_steps), start=1):
         if ddp:  # backward averages the gradients over the processes; only the last needs to. It is read in forward.
             model.require_backward_grad_sync = micro_step == micro_steps
         with autocast:
@@ -353,16 +401,18 @@ def train_step(model, optimizer, scaler, autocast, batches, micro_steps, grad_cl
         loss = loss / micro_steps  # cross-entropy is a mean: the mean over the whole batch is the mean of these
         loss_sum += loss.detach()
         scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)  # first, because clipping is about the true gradient
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)  # before clipping, which is about the true gradient
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     stats = torch.stack([loss_sum, torch.full_like(loss_sum, stop)])
     if world_size > 1:
         dist.all_reduce(stats)  # a sum: gloo has no average
     loss_sum, stop, norm = torch.cat([stats, norm.view(1)]).tolist()  # the one synchronisation of the step
-    if math.isfinite(norm):
-        scaler.step(optimizer)
+    if math.isfinite(norm):  # which scaler.step would ask the device once more
+        for optimizer in optimizers:
+            optimizer.step()
     scaler.update()  # halves float16's scale after an overflow
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     return loss_sum / world_size, norm, stop > 0
 
 
@@ -384,20 +434,14 @@ def main(argv=None):
     evals = load_evals(config, tokenizer, raw_model.config)
 
     dtype = choose_dtype(config.dtype, device)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    model = raw_model.to(device)
-    if config.compile or (config.compile is None and device.type == "cuda"):
-        model = torch.compile(model, dynamic=False)
-    if world_size > 1:
-        model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
-    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    first_step, position = restore(checkpoint, optimizer, scaler, config) if checkpoint else (0, 0)
+    model, optimizers, scaler, autocast = prepare(raw_model, config, device, dtype, world_size)
+    first_step, position = restore(checkpoint, optimizers, scaler, config) if checkpoint else (0, 0)
     if rank == 0:
         log = RunLog(run_dir, first_step)
         if first_step < config.max_steps:  # a finished run keeps the facts of its making
             write_run_json(run_dir, raw_model, config, tokenizer, device, dtype, world_size, train_loader)
     del checkpoint  # its tensors have been copied: give the memory back
+    batches = prefetch(micro_batches(train_loader, config, first_step, position, rank, world_size, device))
     flops, peak = raw_model.flops_per_token(), peak_flops(device, dtype, world_size)
 
     stop, bad_steps, skipped, seconds = False, 0, 0, 0.0
@@ -405,7 +449,7 @@ def main(argv=None):
         last = step == config.max_steps
         evaluate = evals and (last or due(step, config.eval_every))
         if rank == 0 and step > first_step and (last or stop or evaluate or due(step, config.save_every)):
-            save_checkpoint(run_dir, raw_model, optimizer, scaler, step, position, config, tokenizer)
+            save_checkpoint(run_dir, raw_model, optimizers, scaler, step, position, config, tokenizer)
         if stop:
             print0(f"stopped by a signal; step {step} is saved, --resume goes on from there")
             break
@@ -427,14 +471,12 @@ def main(argv=None):
 
         start = time.perf_counter()  # the clock runs in the step alone, not while evaluating or saving
         lr = get_lr(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        n_sequences = get_batch_tokens(step, config) // T
-        B = min(config.batch_size, n_sequences // world_size)
-        positions = range(position + rank * B, position + n_sequences, world_size * B)  # where our micro-batches begin
-        batches = (train_loader.batch(p, B, device) for p in positions)
-        loss, norm, stop = train_step(model, optimizer, scaler, autocast, batches, len(positions), config.grad_clip,
-                                      stop=bool(stop_signals))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * lr / config.max_lr
+        n_sequences, B = portion(step, config, T, world_size)
+        with memory_advice(B, n_sequences // world_size):
+            loss, norm, stop = train_step(model, optimizers, scaler, autocast, batches, n_sequences // (B * world_size),
+                                          config.grad_clip, stop=bool(stop_signals))
         position += n_sequences
         bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
         skipped += bad_steps > 0

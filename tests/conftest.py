@@ -12,9 +12,9 @@ import torch
 
 torch.set_num_threads(1)  # two workers share the machine
 ROOT = Path(__file__).parent.parent
-# A run of a second: 16 sequences of 32 tokens a step. Bytes, two layers, float32, no samples.
+# A run of a second: 16 sequences of 32 tokens a step. Bytes, two layers, float32, no samples, AdamW: Muon computes in bfloat16.
 TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 --max_steps 10 "
-        "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu").split()
+        "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu --optimizer adamw --max_lr 4e-3").split()
 
 
 def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False):

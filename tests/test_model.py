@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, PRESETS, GPTConfig, sample
 from tokenizer import get_encoding
@@ -63,7 +64,7 @@ def test_equals_transformers(tmp_path, shape):
     model = GPT.from_pretrained(tmp_path / "hf")
     idx = torch.randint(shape["vocab_size"], (3, shape["n_positions"]))
     with torch.no_grad():
-        ours, loss = model(idx, idx)
+        (ours, _), (_, loss) = model(idx), model(idx, idx)
         theirs = hf(idx, labels=idx)
         torch.testing.assert_close(ours, theirs.logits, atol=1e-4, rtol=1e-4)
         shifted = F.cross_entropy(theirs.logits.flatten(0, 1), idx.flatten())
@@ -151,7 +152,7 @@ def test_padding_never_comes_out(monkeypatch):
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.fill_(-10)
         model.transformer.wte.weight.copy_(model.transformer.wte.weight.abs() + 1)
-        logits, loss = model(torch.randint(200, (2, 16)), torch.randint(200, (2, 16)))
+        (logits, _), (_, loss) = model(idx := torch.randint(200, (2, 16))), model(idx, torch.randint(200, (2, 16)))
     assert logits.shape == (2, 16, 200) and (logits < -100).all()
     assert loss < 100  # against the true ids alone; against the padding it would be hundreds
     for sampling in (dict(temperature=0), dict(temperature=5.0), dict(top_k=250), dict(top_p=0.999)):
@@ -163,7 +164,7 @@ def test_loss_by_hand():
     model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 8))
     targets = torch.randint(200, (2, 8))
     with torch.no_grad():
-        logits, loss = model(idx, targets)
+        (logits, _), (_, loss) = model(idx), model(idx, targets)
     expected = -sum(math.log(torch.softmax(logits[b, t].double(), 0)[targets[b, t]]) for b in range(2) for t in range(8)) / 16
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
@@ -198,12 +199,106 @@ def test_sample_top_k_and_top_p_by_hand():
 
 def test_optimizer_decays_matrices_only():
     model = GPT(SMALL)
-    decayed, free = model.configure_optimizers(0.1, 1e-3).param_groups
+    (optimizer,) = model.configure_optimizers(0.1, 1e-3)
+    decayed, free = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0.0
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in free["params"]} == {1}
     assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
     assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-8
     assert "transformer.h.1.mlp.c_proj.bias" in free["param_names"]
+
+
+def test_muon_moves_the_hidden_matrices_and_adamw_the_rest():
+    model = randomise(GPT(SMALL))
+    muon, adamw = model.configure_optimizers(0.1, 1e-3, muon_lr=2e-3)
+    assert type(muon) is torch.optim.Muon and type(adamw) is torch.optim.AdamW
+    names = [[n for group in o.param_groups for n in group["param_names"]] for o in (muon, adamw)]
+    assert sorted(names[0]) == sorted(f"transformer.h.{i}.{m}.weight" for i in range(2)
+                                      for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+    assert sorted(names[0] + names[1]) == sorted(n for n, _ in model.named_parameters())
+    assert [group["initial_lr"] for o in (muon, adamw) for group in o.param_groups] == [2e-3, 1e-3, 1e-3]
+    p = model.transformer.h[0].mlp.c_fc.weight
+    before = p.detach().double().clone()
+    p.grad = torch.randn(128, 32)
+    muon.step()
+    # By hand: the first momentum points along the gradient. The nearest orthogonal matrix to U S V' is U V'; the iteration in
+    # bfloat16 gets its singular values to 0.7 ... 1.2. An orthogonal (128, 32) has an RMS of 1/sqrt(128), AdamW's about 0.2.
+    U, _, V = torch.linalg.svd(p.grad.double(), full_matrices=False)
+    step = (before * (1 - 2e-3 * 0.1) - p.detach().double()) / (2e-3 * 0.2 * math.sqrt(128))
+    S = U.T @ step @ V.T
+    assert (S.diagonal() > 0.6).all() and (S.diagonal() < 1.3).all()
+    assert (S - S.diagonal().diag()).abs().max() < 0.1
+
+
+def naive_loss(model, idx, targets):
+    """The loss from all logits at once."""
+    logits = F.linear(model.hidden(idx), model.lm_head.weight)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30, 31])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
+def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, dtype, tolerance):
+    monkeypatch.setattr("model.ROWS_AT_ONCE", (rows, rows))
+    model, idx, targets = randomise(GPT(SMALL)), torch.randint(200, (2, 15)), torch.randint(200, (2, 15))
+    expected = naive_loss(model, idx, targets)
+    expected = [expected.detach(), *torch.autograd.grad(3 * expected, model.parameters())]
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        _, loss = model(idx, targets)
+        with torch.no_grad():
+            assert model(idx, targets)[1] == loss  # validation forms no gradient, and the same loss
+    for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):  # the scale of the loss arrives
+        assert a.dtype == torch.float32 and (a - b).norm() <= tolerance * b.norm()
+
+
+def test_extreme_logits_give_the_exact_loss():
+    model = GPT(SMALL)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:2] = torch.tensor([[1000.0], [-1000.0]]) / SMALL.n_embd  # logits 1000, -1000 and 198 of 0
+        _, loss = model(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 2]]))
+    assert loss == pytest.approx((0 + 2000 + 1000) / 3, rel=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers that any one operator returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))])
+        return out
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_all_logits_are_never_in_memory(grad):
+    model, idx = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=512, vocab_size=1000)), torch.randint(1000, (4, 512))
+    with torch.set_grad_enabled(grad), Largest() as largest:
+        _, loss = model(idx, idx)
+        if grad:
+            loss.backward()
+    assert largest.numbers == 384 * 1024  # a chunk of 384 positions of 4 x 512, the vocabulary padded to 1024
+
+
+def test_activation_checkpointing_keeps_little_and_changes_nothing():
+    model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 16))
+
+    def run():
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            _, loss = model(idx, idx)
+        return sum(kept), torch.autograd.grad(loss, model.parameters())
+
+    kept, gradients = run()
+    model.activation_checkpointing = True
+    kept_little, again = run()
+    # a block keeps what enters it, 1 of the 24 times B x T x C (and the weights) that it kept
+    assert kept_little < kept / 3
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again))
+    assert torch.equal(model.generate(idx[:, :4], 8, temperature=0), model.generate(idx[:, :4], 8, temperature=0))
 
 
 def test_flops_per_token(gpt2):

@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, TINY, assert_close_logs, program, read_log, spawn, train
+from torch.nn.attention import SDPBackend
 
 from checkpoint import load_checkpoint
 from cli import UserError
+from device import memory_advice, prefer_attention
 from model import GPT, GPTConfig
-from train_gpt2 import DataLoaderLite, TrainConfig, get_batch_tokens, get_lr, parse_args, train_step
+from train_gpt2 import DataLoaderLite, TrainConfig, get_batch_tokens, get_lr, parse_args, prefetch, prepare, train_step
 
 
 def checkpoint(directory, step):
@@ -26,7 +30,7 @@ def checkpoint(directory, step):
 
 def gradients(saved):
     """AdamW's first moment after one step from zero is (1 - 0.9) times the gradient."""
-    return [state["exp_avg"] / 0.1 for _, state in sorted(saved["optimizer"]["state"].items())]
+    return [state["exp_avg"] / 0.1 for _, state in sorted(saved["optimizer"]["adamw"]["state"].items())]
 
 
 # Layouts
@@ -53,7 +57,7 @@ def test_gradients_of_an_accumulated_step(tmp_path):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256))
     x, y = DataLoaderLite(ROOT / "input.txt", "train", 32, 256).batch(0, 16)
     model(x, y)[1].backward()
-    optimizer = model.configure_optimizers(0.1, 1e-3)
+    (optimizer,) = model.configure_optimizers(0.1, 1e-3)
     by_hand = [p.grad for group in optimizer.param_groups for p in group["params"]]
     for name in ("one", "two"):
         for a, b in zip(gradients(checkpoint(tmp_path / name, 1)), by_hand, strict=True):
@@ -69,22 +73,45 @@ def test_saved_by_two_processes_resumed_by_one(tmp_path):
     assert_close_logs(tmp_path / "whole", tmp_path / "run", rel=1e-5)
 
 
+def test_muon_on_two_processes(tmp_path):
+    """Muon computes in bfloat16, which makes steps of 1/256 of the last differences in rounding: no 1e-5 here."""
+    for name, processes in (("one", 1), ("two", 2)):
+        train("--optimizer", "muon", "--log_dir", name, cwd=tmp_path, processes=processes)
+    assert_close_logs(tmp_path / "one", tmp_path / "two", rel=2e-3)
+
+
 # Resuming
 
 
-def test_ten_steps_equal_five_and_five_bit_for_bit(tmp_path):
-    train("--log_dir", "whole", "--save_every", 5, "--keep", 0, cwd=tmp_path)
-    train("--log_dir", "halves", "--save_every", 5, "--keep", 0, cwd=tmp_path)
+def test_a_run_goes_on_with_its_own_optimizer_and_old_checkpoints_still_do(tmp_path):
+    train("--log_dir", "whole", cwd=tmp_path)
+    train("--log_dir", "run", "--save_every", 5, "--keep", 0, cwd=tmp_path)
+    (tmp_path / "run" / "model_000010.pt").unlink()
+    _, err = train("--log_dir", "run", "--resume", "--optimizer", "muon", cwd=tmp_path, status=2)
+    assert err == "error: the run in run was trained with --optimizer adamw, not this one\n"
+    saved = checkpoint(tmp_path / "run", 5)
+    saved["optimizer"] = saved["optimizer"]["adamw"]  # the format of before there was a choice
+    torch.save(saved, tmp_path / "run" / "model_000005.pt")
+    train("--log_dir", "run", "--resume", cwd=tmp_path)
+    assert read_log(tmp_path / "whole") == read_log(tmp_path / "run")
+
+
+@pytest.mark.parametrize("optimizer, names", [("adamw", {"adamw"}), ("muon", {"muon", "adamw"})])
+def test_ten_steps_equal_five_and_five_bit_for_bit(tmp_path, optimizer, names):
+    flags = ["--optimizer", optimizer, "--save_every", 5, "--keep", 0]
+    train("--log_dir", "whole", *flags, cwd=tmp_path)
+    train("--log_dir", "halves", *flags, cwd=tmp_path)
     (tmp_path / "halves" / "model_000010.pt").unlink()  # as if killed after step 5 was saved
-    train("--log_dir", "halves", "--resume", "--batch_size", 4, cwd=tmp_path)
+    train("--log_dir", "halves", *flags, "--resume", "--batch_size", 4, cwd=tmp_path)
     assert read_log(tmp_path / "whole") == read_log(tmp_path / "halves")
     a, b = (checkpoint(tmp_path / name, 10) for name in ("whole", "halves"))
     assert a["position"] == b["position"] == 160 and a["step"] == b["step"] == 10
     for name in a["model"]:
         assert torch.equal(a["model"][name], b["model"][name]), name
-    for i in a["optimizer"]["state"]:
-        for key, value in a["optimizer"]["state"][i].items():
-            assert torch.equal(value, b["optimizer"]["state"][i][key])
+    assert a["optimizer"].keys() == b["optimizer"].keys() == names
+    for name in names:
+        for i, state in a["optimizer"][name]["state"].items():
+            assert all(torch.equal(value, b["optimizer"][name]["state"][i][key]) for key, value in state.items())
 
 
 def test_killed_at_twenty_random_moments(tmp_path):
@@ -281,7 +308,7 @@ def test_init_from_a_checkpoint_starts_step_and_optimizer_anew(tmp_path):
                    "--block_size", 16, "--val_tokens", 512, cwd=tmp_path)
     base, tuned = checkpoint(tmp_path / "base", 10), checkpoint(tmp_path / "tuned", 1)
     assert tuned["step"] == 1 and tuned["position"] == 32 and tuned["model_config"]["block_size"] == 16
-    assert tuned["optimizer"]["state"][0]["step"] == 1
+    assert tuned["optimizer"]["adamw"]["state"][0]["step"] == 1
     for name, t in tuned["model"].items():
         torch.testing.assert_close(t, base["model"][name][:16] if "wpe" in name else base["model"][name], atol=1e-6, rtol=0)
 
@@ -304,17 +331,128 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     assert "resumed from step 2" in out
 
 
+def plain_curve(config, steps, loader):
+    """Losses and gradient norms of a loop as one would write it first: eager, float32, all logits, nothing fused."""
+    torch.manual_seed(1337)
+    model = GPT(config)
+    decayed, other = ([p for p in model.parameters() if (p.dim() >= 2) == matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=other, weight_decay=0.0)],
+                                  betas=(0.9, 0.95), foreach=False)
+    curve = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(step, TrainConfig(max_lr=4e-3, min_lr=4e-4, warmup_steps=2, max_steps=20))
+        x, y = loader.batch(16 * step, 16)
+        loss = F.cross_entropy(F.linear(model.hidden(x), model.lm_head.weight).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+    return curve
+
+
+@pytest.mark.parametrize("flags, tolerance", [(["--dtype", "float32", "--compile"], 1e-5),
+                                              (["--dtype", "float32", "--activation_checkpointing"], 1e-5),
+                                              (["--dtype", "bfloat16", "--compile", "--activation_checkpointing"], 2e-2)])
+def test_the_fast_step_gives_the_curve_of_a_plain_one(tmp_path, flags, tolerance):
+    """20 steps, of four micro-steps each. A compiled step is one graph or an error (fullgraph)."""
+    train("--log_dir", "run", "--max_steps", 20, *flags, cwd=tmp_path)
+    log = read_log(tmp_path / "run")
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
+    for step, (loss, norm) in enumerate(plain_curve(config, 20, DataLoaderLite(ROOT / "input.txt", "train", 32, 256))):
+        assert float(log[step, "train"]) == pytest.approx(loss, rel=tolerance), step
+        assert float(log[step, "norm"]) == pytest.approx(norm, rel=5 * tolerance), step
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_synchronisation_a_step(monkeypatch, optimizer, dtype):
+    """Every way for a number to come from a device to Python is counted over a step of three micro-steps."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = TrainConfig(optimizer=optimizer, muon_lr=1e-3, compile=False)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200))
+    model, optimizers, scaler, autocast = prepare(model, config, device, dtype, 1)
+    x = torch.randint(200, (2, 16), device=device)
+    calls = []
+
+    def counted(name, original):
+        return lambda *args: calls.append(name) or original(*args)
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    for _ in range(2):
+        calls.clear()
+        loss, norm, _ = train_step(model, optimizers, scaler, autocast, iter([(x, x)] * 3), 3, 1.0)
+        assert calls == ["tolist"] and math.isfinite(loss) and math.isfinite(norm)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(model, optimizers, scaler, autocast, iter([(x, x)] * 3), 3, 1.0)
+        torch.cuda.set_sync_debug_mode("default")
+        assert sum("synchron" in str(w.message) for w in caught) == 1
+
+
+def test_prefetch_gives_the_same_batches_and_the_same_errors():
+    def batches():
+        yield from range(5)
+        raise UserError("a shard broke off")
+
+    taken = []
+    with pytest.raises(UserError, match="broke off"):
+        for batch in prefetch(batches()):
+            taken.append(batch)
+    assert taken == [0, 1, 2, 3, 4]
+    made = []
+    ahead = prefetch(iter(lambda: made.append(0) or len(made), 100))
+    assert next(ahead) == 1
+    deadline = time.time() + 10
+    while len(made) < 2 and time.time() < deadline:
+        time.sleep(0.01)
+    assert len(made) == 2  # the next one is made while this one is used, and no more than that
+
+
+@pytest.mark.parametrize("batch_size, share, advice", [(64, 64, "--batch_size 32 keeps the batch of the step, and "),
+                                                       (6, 12, "--batch_size 4 keeps the batch of the step, and "), (1, 8, "")])
+def test_out_of_memory_is_one_sentence(batch_size, share, advice):
+    for error in (lambda: torch.empty(2**50), raise_cuda_out_of_memory):
+        with pytest.raises(UserError) as caught, memory_advice(batch_size, share):
+            error()
+        assert str(caught.value) == (f"--batch_size {batch_size} does not fit into memory; {advice}"
+                                     "--activation_checkpointing takes less memory and more time")
+    with pytest.raises(RuntimeError, match="something else"), memory_advice(1, 1):
+        raise RuntimeError("something else")
+
+
+def raise_cuda_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore lines.")
+
+
+def test_attention_kernels_are_preferred_where_they_are_faster(capsys):
+    before = torch._C._get_sdp_priority_order()
+    try:
+        prefer_attention((8, 0), 92000)
+        assert torch._C._get_sdp_priority_order() == before and capsys.readouterr().out == ""
+        prefer_attention((9, 0), 91002)
+        assert torch._C._get_sdp_priority_order() == before and "cuDNN 91002 is older" in capsys.readouterr().out
+        prefer_attention((9, 0), 91900)
+        first, second = (int(b) for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
+        assert torch._C._get_sdp_priority_order()[:2] == [first, second]
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
 def finite_or_not(norms):
     """Runs train_step on a model whose gradients are made infinite in some steps -> how many updates the optimizer made."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=16))
-    optimizer = model.configure_optimizers(0.1, 1e-3)
+    optimizers = model.configure_optimizers(0.1, 1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     x = torch.randint(16, (2, 4))
     weights = []
     for finite in norms:
         hook = model.lm_head.weight.register_hook(lambda g: g if finite else g * math.inf)  # noqa: B023
-        _, norm, _ = train_step(model, optimizer, scaler, torch.autocast("cpu", enabled=False), [(x, x)], 1, 1.0)
+        _, norm, _ = train_step(model, optimizers, scaler, torch.autocast("cpu", enabled=False), iter([(x, x)]), 1, 1.0)
         hook.remove()
         assert math.isfinite(norm) == finite
         weights.append(model.lm_head.weight.detach().clone())
@@ -394,6 +532,8 @@ def test_precedence_defaults_then_preset_then_flags():
     (["--max_steps", "0"], "--max_steps 0 cannot be: it is a number above 0"),
     (["--grad_clip", "-1"], "--grad_clip -1.0 cannot be: it is a number from 0 up"),
     (["--max_lr", "nan"], "--max_lr nan cannot be"),
+    (["--optimizer", "sgd"], "--optimizer sgd is none of adamw, muon"),
+    (["--muon_lr", "0"], "--muon_lr 0.0 cannot be: it is a number above 0"),
     (["--preset", "gpt5"], "--preset gpt5 is none of auto, gpt2"),
     (["--n_head", "3"], "--n_head 3 does not divide --n_embd 128; --n_head 2 would"),
     (["--dtype", "fp8"], "--dtype fp8 is none of auto, bfloat16"),
