@@ -147,7 +147,8 @@ class GPT(nn.Module):
         """
         if x.device.type == "cpu":
             return self.lm_head(x)
-        return F.linear(x, pad_rows(self.lm_head.weight))[..., : self.config.vocab_size]
+        weight = F.pad(self.lm_head.weight, (0, 0, 0, -self.config.vocab_size % 128))  # (padded, C)
+        return F.linear(x, weight)[..., : self.config.vocab_size]
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) ids. Returns the logits (B, T, vocab_size) and None; with targets, None and the loss.
@@ -275,7 +276,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         device, N, V = x.device.type, x.size(0), weight.size(0)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         rows = ROWS_AT_ONCE[device != "cpu"]
-        w = pad_rows(weight.to(dtype))  # (padded V, C)
+        w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C): products work in tiles
+        w[:V] = weight
         loss = torch.zeros((), device=x.device)
         if with_gradient:
             dx, dw = torch.empty_like(x), torch.zeros(w.shape, device=x.device)  # (N, C), (padded V, C)
@@ -285,13 +287,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             p = logits.float()
             p -= p.amax(1, keepdim=True)
             loss -= p.gather(1, y).sum()
-            total = p.exp_().sum(1, keepdim=True)  # (rows, 1)
-            loss += total.log().sum()
+            norm = p.exp_().sum(1, keepdim=True)  # (rows, 1)
+            loss += norm.log().sum()
             if with_gradient:  # that of a row's loss by its logits is softmax - onehot
-                p = p.div_(total).scatter_add_(1, y, torch.full_like(total, -1)).div_(N)
+                p = p.div_(norm * N).scatter_add_(1, y, torch.full_like(norm, -1 / N))
                 p = logits.copy_(p)
                 dx[i:i + rows] = p @ w
-                dw += p.t() @ x_part
+                for total, part in zip(dw.split(8192), (p.t() @ x_part).split(8192)):
+                    total += part  # in parts, because each is first turned into float32
         if with_gradient:
             ctx.save_for_backward(dx, dw[:V])
         return loss / N
@@ -300,11 +303,6 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         return grad * dx, grad * dw, None, None
-
-
-def pad_rows(weight):
-    """(vocab_size, C) -> (a multiple of 128, C), the rows added being 0: matrix products work in tiles."""
-    return F.pad(weight, (0, 0, 0, -weight.size(0) % 128))
 
 
 def sample(logits, temperature, top_k, top_p, generator):
