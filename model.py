@@ -268,7 +268,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     The logits of GPT-2 are 65 times as wide as what they are made of. So the rows go through in chunks, and each chunk's
     gradient is formed at once from its logits, which are then gone (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989,
     section 3.2). The products follow the autocast; softmax, loss and the weight's gradient are summed in float32, since 8
-    bits of mantissa would lose a sum over 50,000 terms.
+    bits of mantissa would lose a sum over 50,000 terms. The mean's 1/N waits for the backward: float16 has no room for it.
     """
 
     @staticmethod
@@ -290,8 +290,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             norm = p.exp_().sum(1, keepdim=True)  # (rows, 1)
             loss += norm.log().sum()
             if with_gradient:  # that of a row's loss by its logits is softmax - onehot
-                p = p.div_(norm * N).scatter_add_(1, y, torch.full_like(norm, -1 / N))
-                p = logits.copy_(p)
+                p = logits.copy_(p.div_(norm).scatter_add_(1, y, torch.full_like(norm, -1)))
                 dx[i:i + rows] = p @ w
                 for total, part in zip(dw.split(8192), (p.t() @ x_part).split(8192)):
                     total += part  # in parts, because each is first turned into float32
@@ -302,6 +301,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
+        grad = grad / len(dx)
         return grad * dx, grad * dw, None, None
 
 

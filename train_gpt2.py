@@ -101,6 +101,8 @@ def parse_args(argv=None):
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
+    if "muon_lr" in given and values["optimizer"] != "muon":
+        raise UserError(f"--muon_lr {given['muon_lr']} is for --optimizer muon alone; --max_lr is that of adamw")
     if values["muon_lr"] is None:
         values["muon_lr"] = values["max_lr"]
     if "evals" in given and "eval_every" not in given:  # who asks for benchmarks gets them, of the baby too

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, PRESETS, GPTConfig, sample
+from model import GPT, PRESETS, GPTConfig, LinearCrossEntropy, sample
 from tokenizer import get_encoding
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
@@ -249,6 +249,19 @@ def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, dtype, tole
             assert model(idx, targets)[1] == loss  # validation forms no gradient, and the same loss
     for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):  # the scale of the loss arrives
         assert a.dtype == torch.float32 and (a - b).norm() <= tolerance * b.norm()
+
+
+def test_float16_keeps_the_small_gradients():
+    """Those of words that do not occur: 1/1000 of 1/4096, of which float16 by itself would keep two bits."""
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, vocab_size=1000))
+    idx, targets = torch.randint(1000, (8, 512)), torch.zeros(8, 512, dtype=torch.long)
+    gradients = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            x = model.hidden(idx).float().flatten(0, 1)
+            loss = LinearCrossEntropy.apply(x, model.lm_head.weight, targets.flatten(), True)
+        gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])  # as a scaler would
+    assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
 
 
 def test_extreme_logits_give_the_exact_loss():

@@ -533,6 +533,7 @@ def test_precedence_defaults_then_preset_then_flags():
     (["--grad_clip", "-1"], "--grad_clip -1.0 cannot be: it is a number from 0 up"),
     (["--max_lr", "nan"], "--max_lr nan cannot be"),
     (["--optimizer", "sgd"], "--optimizer sgd is none of adamw, muon"),
+    (["--optimizer", "adamw", "--muon_lr", "1e-3"], "--muon_lr 0.001 is for --optimizer muon alone"),
     (["--muon_lr", "0"], "--muon_lr 0.0 cannot be: it is a number above 0"),
     (["--preset", "gpt5"], "--preset gpt5 is none of auto, gpt2"),
     (["--n_head", "3"], "--n_head 3 does not divide --n_embd 128; --n_head 2 would"),
