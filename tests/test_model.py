@@ -261,7 +261,7 @@ def test_float16_keeps_the_small_gradients():
             x = model.hidden(idx).float().flatten(0, 1)
             loss = LinearCrossEntropy.apply(x, model.lm_head.weight, targets.flatten(), True)
         gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])  # as a scaler would
-    assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
+    assert (gradients[1] - gradients[0]).norm() < 0.002 * gradients[0].norm()
 
 
 def test_extreme_logits_give_the_exact_loss():
