@@ -6,7 +6,15 @@
   torchrun --nproc_per_node=8 bench.py --profile                          the same with communication
 
 Every contestant lives in a process of its own, so that its memory can be told and no setting is shared, and they take
-turns: a few steps of each, then a few of each again. A figure is the median over all turns.
+turns: a few steps of each, then a few of each again. In the table, last:
+
+  ms          a step: the median over all turns, and the fastest and the slowest
+  tok/s       of all processes together; TFLOP/s counts as PaLM does, attention in full
+  matmul      the share of what one product of large matrices, in our dtype, reaches in our process at the same time
+  peak        the share of the GPU's data sheet: MFU
+  GB          the most memory so far, of one process: on a GPU of its tensors, else all that was resident
+  first s     the first step, with compiling
+  x slower    a step's time, ours being 1
 """
 
 import re
@@ -37,12 +45,12 @@ class BenchConfig:
     batch_size: list[int] = None  # sequences that a process has in a step; several make a table [64 on cuda, else 4]
     block_size: int = None  # tokens in a sequence [the preset's]
     steps: int = None  # timed in each of three rounds [20 on cuda, else 2]
-    optimizer: str = "adamw"  # or muon
+    optimizer: str = None  # adamw or muon [the preset's]; the peers' is adamw
     device: str = "auto"  # cuda, mps or cpu
     dtype: str = "auto"  # bfloat16, float16 or float32
     compile: bool = None  # torch.compile our step [on for cuda]
     activation_checkpointing: bool = False  # keep only what enters a block, and compute the rest again
-    peer: list = None  # plain (as build-nanogpt does it), transformers (Hugging Face's GPT-2): each eager and compiled
+    peer: list[str] = None  # plain (as build-nanogpt does it), transformers (Hugging Face's GPT-2): each eager and compiled
     profile: bool = False  # say where our time goes, and write a trace for chrome://tracing to bench_trace.json
 
 
@@ -152,7 +160,7 @@ def kind(name, callers=""):
 
 
 def by_kind(step, device, rank, n=3):
-    """Profiles n steps -> {kind: seconds a step}, the time that is of no kind as "waiting". Rank 0 writes the trace."""
+    """Profiles n steps -> ({kind: seconds a step}, seconds a step). What is of no kind is waiting. Rank 0 writes the trace."""
     start = time.perf_counter()
     with profile() as profiler:
         for _ in range(n):
@@ -168,10 +176,10 @@ def by_kind(step, device, rank, n=3):
             while parent:
                 callers, parent = f"{callers} {parent.name}", parent.cpu_parent
             total[kind(event.name, callers)] += event.self_cpu_time_total / 1e6 / n
-    total["waiting"] = max(0.0, seconds / n - sum(total.values()))  # communication may hide behind the rest
+    total["waiting, and Python"] = max(0.0, seconds / n - sum(total.values()))  # communication may hide behind the rest
     if rank == 0:
         profiler.export_chrome_trace(TRACE)
-    return total
+    return total, seconds / n
 
 
 def race(entries, gpt_config, B, steps, with_profile):
@@ -211,22 +219,25 @@ def label(name, config):
     return f"{name} {'compiled' if config.compile else 'eager'} {config.dtype}"
 
 
-def rows(entries, results, B, tokens, flops, peak):
-    """The lines of the table for one batch size. tokens: in a step. flops: of one token. peak: the data sheet's, or None."""
-    ours, rate, lines = None, None, []
+def rows(entries, results, B, T, world_size, flops, peak):
+    """The lines of the table for one batch size. flops: of one token. peak: FLOP/s of the data sheet, or None."""
+    ours, rate, lines, tokens = None, None, [], B * T * world_size
     for (name, config), answers in zip(entries, results):
         if isinstance(answers[-1], str):
             lines.append(f"{B:4} {label(name, config):31} {answers[-1]}")
             continue
         (first,), turns = answers[0], answers[1:]
-        seconds = statistics.median(s for times, _, _ in turns for s in times)
+        times = [1000 * seconds for turn in turns for seconds in turn[0]]
+        seconds = statistics.median(times) / 1000
         if name == "plainGPT":
-            ours, rate = seconds, statistics.median(rate for _, _, rate in turns)
-            lines.append(f"{B:4} {'one large matrix product':31} {'':19} {rate / 1e12:8.2f}")
+            ours, rate = seconds, world_size * statistics.median(rate for _, _, rate in turns)
+            lines.append(f"{B:4} {'one large matrix product':31} {'':35} {rate / 1e12:8.2f}")
         speed = tokens / seconds * flops
-        lines.append(f"{B:4} {label(name, config):31} {seconds * 1000:8,.0f} {tokens / seconds:10,.0f} {speed / 1e12:8.2f} "
-                     + (f"{speed / rate:8.1%} " if rate else f"{'-':>8} ") + (f"{speed / peak:8.1%} " if peak else f"{'-':>8} ")
-                     + f"{turns[-1][1] / 1e9:7.2f} {first:7.1f} " + (f"{seconds / ours:8.2f}" if ours else ""))
+        spread = f"{min(times):,.0f}-{max(times):,.0f}"
+        shares = "".join(f"{speed / most:8.1%} " if most else f"{'-':>8} " for most in (rate, peak))
+        lines.append(f"{B:4} {label(name, config):31} {seconds * 1000:8,.0f} {spread:>15} {tokens / seconds:10,.0f} "
+                     f"{speed / 1e12:8.2f} {shares}{turns[-1][1] / 1e9:7.2f} {first:8.1f} "
+                     + (f"{seconds / ours:8.2f}" if ours else ""))
     return lines
 
 
@@ -248,31 +259,33 @@ def main(argv=None):
     dtype = choose_dtype(bench.dtype, device)
     gpt_config = GPTConfig(**PRESETS[bench.preset])
     gpt_config.block_size = bench.block_size or gpt_config.block_size
-    options = dict(optimizer=bench.optimizer, device=bench.device, dtype=str(dtype).removeprefix("torch."), min_lr=0.0,
-                   compile=cuda if bench.compile is None else bench.compile,
-                   activation_checkpointing=bench.activation_checkpointing)
-    config = TrainConfig(**{**RECIPES[bench.preset], **options})
-    config.muon_lr = config.max_lr
+    config = TrainConfig(**{**RECIPES[bench.preset], "device": bench.device, "dtype": str(dtype).removeprefix("torch."),
+                            "min_lr": 0.0, "compile": cuda if bench.compile is None else bench.compile,
+                            "activation_checkpointing": bench.activation_checkpointing})
+    config.optimizer = bench.optimizer or config.optimizer
     check_config(gpt_config, config)
     entries = [("plainGPT", config)]
-    for peer in bench.peer or []:
+    for peer in dict.fromkeys(bench.peer or []):
         entries.append((peer, replace(config, compile=False, dtype="float32" if peer == "transformers" else config.dtype)))
         entries.append((peer, replace(config, compile=True)))
 
     with torch.device("meta"):  # a shape to count, without memory
         model = GPT(gpt_config)
     flops, T = model.flops_per_token(), gpt_config.block_size
-    names = ("ms", 8), ("tok/s", 10), ("TFLOP/s", 8), ("matmul", 8), ("peak", 8), ("GB", 7), ("first s", 7), ("x ours", 8)
+    names = (("ms", 8), ("", 15), ("tok/s", 10), ("TFLOP/s", 8), ("matmul", 8), ("peak", 8), ("GB", 7), ("first s", 8),
+             ("x slower", 8))
     table = [f"   B {'step':31} " + " ".join(f"{name:>{width}}" for name, width in names)]
-    for B in bench.batch_size or [64 if cuda else 4]:
+    for B in dict.fromkeys(bench.batch_size or [64 if cuda else 4]):
         results, kinds = race(entries, gpt_config, B, bench.steps or (20 if cuda else 2), bench.profile)
-        table += rows(entries, results, B, B * T * world_size, flops, peak_flops(device, dtype, world_size))
-        if isinstance(kinds, dict):
-            print0(f"where the time of a step goes at B={B}, profiled ({TRACE} has it all):")
-            for name, seconds in kinds.items():
-                print0(f"  {name:24} {seconds * 1000:9,.1f} ms {seconds / sum(kinds.values()):7.1%}")
+        table += rows(entries, results, B, T, world_size, flops, peak_flops(device, dtype, world_size))
+        if isinstance(kinds, tuple):
+            kinds, seconds = kinds
+            print0(f"where the {seconds * 1000:,.1f} ms of a step go at B={B}, when profiled, which takes time itself ({TRACE} "
+                   "has it all):")
+            for name, part in kinds.items():
+                print0(f"  {name:24} {part * 1000:9,.1f} ms {part / sum(kinds.values()):7.1%}")
     parameters = sum(p.numel() for p in model.parameters())
-    print0(f"{bench.preset}: {parameters:,} parameters, T={T}, {bench.optimizer}, {flops / 1e6:,.2f} MFLOP a token with full "
+    print0(f"{bench.preset}: {parameters:,} parameters, T={T}, {config.optimizer}, {flops / 1e6:,.2f} MFLOP a token with full "
            f"attention; {describe(device)}; torch {torch.__version__}; {world_size} process{'es' * (world_size > 1)}")
     print0("\n".join(table))
 

@@ -155,7 +155,7 @@ def restore(checkpoint, optimizers, scaler, config):
     if "state" in saved:  # as it was written when there was AdamW alone
         saved = {"adamw": saved}
     if saved.keys() != optimizers.keys():
-        raise UserError(f"the run in {config.log_dir} was trained with --optimizer {min(saved, key=len)}, not this one")
+        raise UserError(f"the run in {config.log_dir} is one of --optimizer {min(saved, key=len)}, not {config.optimizer}")
     for name, optimizer in optimizers.items():
         # Only the moments: rate, decay and kernel are those of this run's flags and device.
         groups = optimizer.state_dict()["param_groups"]

@@ -35,6 +35,7 @@ def parse_flags(doc, *configs, argv=None):
             kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else \
                 dict(nargs="+", metavar="FILE") if field.type is list else \
                 dict(nargs="+", metavar="INT", type=int) if field.type == list[int] else \
+                dict(nargs="+", metavar="NAME") if field.type == list[str] else \
                 dict(type=field.type, metavar=field.type.__name__.upper())
             group.add_argument(f"--{field.name}", help=help, **kind)
     given, unknown = parser.parse_known_args(argv)

@@ -275,7 +275,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, with_gradient):
         device, N, V = x.device.type, x.size(0), weight.size(0)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        rows = ROWS_AT_ONCE[device != "cpu"]
+        rows = ROWS_AT_ONCE[0 if device == "cpu" else 1]
         w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C): products work in tiles
         w[:V] = weight
         loss = torch.zeros((), device=x.device)

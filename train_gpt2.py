@@ -44,7 +44,7 @@ class TrainConfig:
     warmup_steps: int = 715  # the learning rate rises linearly for so long: 375M tokens
     optimizer: str = "adamw"  # adamw, or muon for the matrices of the blocks and adamw for the rest
     max_lr: float = 6e-4  # the peak of the learning rate
-    muon_lr: float = None  # the peak of muon's [max_lr]
+    muon_lr: float = None  # the peak of muon's, which rises and falls in proportion to the other [max_lr]
     min_lr: float = None  # its value at the last step [a tenth of max_lr]
     weight_decay: float = 0.1  # of matrices only, in units of the learning rate
     grad_clip: float = 1.0  # the gradient's norm is cut down to this; 0: never
@@ -103,8 +103,6 @@ def parse_args(argv=None):
         values["min_lr"] = values["max_lr"] / 10
     if "muon_lr" in given and values["optimizer"] != "muon":
         raise UserError(f"--muon_lr {given['muon_lr']} is for --optimizer muon alone; --max_lr is that of adamw")
-    if values["muon_lr"] is None:
-        values["muon_lr"] = values["max_lr"]
     if "evals" in given and "eval_every" not in given:  # who asks for benchmarks gets them, of the baby too
         values["eval_every"] = TrainConfig.eval_every
     if "vocab_size" not in given:  # the data decide: a text is read as bytes, shards hold GPT-2's ids
@@ -381,7 +379,7 @@ def prepare(raw_model, config, device, dtype, world_size):
         model = torch.compile(model, dynamic=False, fullgraph=True)  # forward, loss and backward as one graph each
     if world_size > 1:  # gradient_as_bucket_view: the buffers that are sent are the gradients, and not copies of them
         model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    muon_lr = config.muon_lr if config.optimizer == "muon" else None
+    muon_lr = (config.muon_lr or config.max_lr) if config.optimizer == "muon" else None
     optimizers = raw_model.configure_optimizers(config.weight_decay, config.max_lr, muon_lr)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     return model, optimizers, scaler, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
