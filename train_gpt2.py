@@ -447,6 +447,7 @@ def main(argv=None):
     stop, bad_steps, skipped, seconds = False, 0, 0, 0.0
     for step in range(first_step, config.max_steps + 1):
         last = step == config.max_steps
+        n_sequences, B = portion(step, config, T, world_size)
         evaluate = evals and (last or due(step, config.eval_every))
         if rank == 0 and step > first_step and (last or stop or evaluate or due(step, config.save_every)):
             save_checkpoint(run_dir, raw_model, optimizers, scaler, step, position, config, tokenizer)
@@ -454,7 +455,8 @@ def main(argv=None):
             print0(f"stopped by a signal; step {step} is saved, --resume goes on from there")
             break
         if last or step == 0 or due(step, config.val_every):
-            val_loss = estimate_loss(raw_model, val_loader, config, rank, world_size, device, autocast)
+            with memory_advice(config.batch_size, n_sequences // world_size):
+                val_loss = estimate_loss(raw_model, val_loader, config, rank, world_size, device, autocast)
             print0(f"step {step} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 99)):,.2f}")
             if rank == 0:
                 log.write(step, val=val_loss)
@@ -473,7 +475,6 @@ def main(argv=None):
         lr = get_lr(step, config)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * lr / config.max_lr
-        n_sequences, B = portion(step, config, T, world_size)
         with memory_advice(B, n_sequences // world_size):
             loss, norm, stop = train_step(model, optimizers, scaler, autocast, batches, n_sequences // (B * world_size),
                                           config.grad_clip, stop=bool(stop_signals))
