@@ -62,10 +62,10 @@ class PlainGPT(GPT):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def our_step(gpt_config, config, device, dtype, world_size, x, y):
+def our_step(gpt_config, config, device, dtype, x, y):
     """The step of train_gpt2.py, as a function that makes one and returns the loss."""
-    model, optimizers, scaler, autocast = prepare(GPT(gpt_config), config, device, dtype, world_size)
-    return lambda: train_step(model, optimizers, scaler, autocast, repeat((x, y)), 1, config.grad_clip)[0]
+    model, optimizers, _ = prepare(GPT(gpt_config), config, device, dtype)
+    return lambda: train_step(model, optimizers, repeat((x, y)), 1, config.grad_clip)[0]
 
 
 def peer_step(name, gpt_config, config, device, dtype, x, y):
@@ -100,7 +100,7 @@ def serve(pipe, name, gpt_config, config, B):
         dtype = choose_dtype(config.dtype, device)
         torch.manual_seed(rank)
         x, y = torch.randint(gpt_config.vocab_size, (2, B, gpt_config.block_size), device=device)
-        step = our_step(gpt_config, config, device, dtype, world_size, x, y) if ours else \
+        step = our_step(gpt_config, config, device, dtype, x, y) if ours else \
             peer_step(name, gpt_config, config, device, dtype, x, y)
         pipe.send([timed(step, device)])
         while (n := pipe.recv()) is not None:

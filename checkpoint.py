@@ -13,22 +13,27 @@ import torch
 import torch.distributed as dist
 
 from cli import UserError, first_line, print0, write_json
-from device import describe
+from device import describe, ranks
 from model import GPT, GPTConfig
 from tokenizer import name_for
 
-# How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # what a step itself logs; all else a checkpoint's model scored
-LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "log_dir", "resume"}
+# How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
+LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp", "log_dir", "resume"}
 
 
 def save_checkpoint(run_dir, model, optimizers, scaler, step, position, config, tokenizer):
-    """Writes a run's whole state, to a temporary name that is then renamed: a reader never meets half a file."""
+    """Writes a run's whole state, to a temporary name that is then renamed: a reader never meets half a file.
+
+    Every process calls it, since each may hold a part of the state, and rank 0 writes.
+    """
     path, temporary = run_dir / f"model_{step:06d}.pt", run_dir / "model.tmp"
     state = dict(model=model.state_dict(), optimizer={name_of(o): o.state_dict() for o in optimizers},
                  scaler=scaler.state_dict(), step=step, position=position, tokenizer=tokenizer,
                  model_config=asdict(model.config),
                  train_config={k: v for k, v in asdict(config).items() if k not in LAYOUT})
+    if ranks()[0] > 0:
+        return
     with open(temporary, "wb") as f:
         torch.save(state, f)
         f.flush()
@@ -218,9 +223,11 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None  # no git, or no clone
+    with torch.device("meta"):  # to count: this process may hold a part of the model
+        parameters = sum(p.numel() for p in GPT(model.config).parameters())
     facts = dict(
         model_config=asdict(model.config), train_config=asdict(config), tokenizer=tokenizer,
-        parameters=sum(p.numel() for p in model.parameters()), train_tokens=loader.starts[-1],
+        parameters=parameters, train_tokens=loader.starts[-1],
         device=f"{device.type}: {describe(device)}", dtype=str(dtype).removeprefix("torch."), processes=world_size,
         git_commit=commit,
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),

@@ -138,7 +138,7 @@ def make_rows(examples, tokenizer, config):
 
 def forward(model, rows):
     """A batch of rows through the model -> for all their scored tokens, in order: log-likelihoods, and whether greedy."""
-    device = model.lm_head.weight.device
+    device = next(model.parameters()).device
     idx, pos, part = np.zeros((3, len(rows), max(len(row.ids) for row in rows)), np.int64)  # (B, L) each
     for b, row in enumerate(rows):
         n = len(row.ids)  # what follows them stands at the end, where no scored token sees it
@@ -171,23 +171,26 @@ def tally(sums, examples, done):
 
 
 @torch.no_grad()
-def score(model, examples, rows, autocast, batch_size, report=None):
+def score(model, examples, rows, autocast, batch_size, report=None, share=None):
     """Scores every ending of the examples, whose rows make_rows made -> Scores, the same on every process.
 
     model: the raw GPT, neither compiled nor wrapped, on its device. autocast: the context to run it in. batch_size: how
     many tokens, padding included, a process takes through the model at a time, if more than one row. report: a benchmark's,
-    for a progress bar with its first figure so far. Every process makes the same number of forwards, and one reduction.
+    for a progress bar with its first figure so far. share: (number, of how many) of the rows this process takes, where some
+    hold parts of one model and so take the same [each its own]. Every process makes the same number of forwards, and one
+    reduction.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    number, of = share or (rank, world_size)
     sums = np.zeros((4, sum(len(example.endings) for example in examples)))  # log-likelihood, tokens, greedy, last greedy
     expected = np.bincount(np.concatenate([row.ending for row in rows]), minlength=sums.shape[1])
     rows, first = sorted(rows, key=lambda row: -len(row.ids)), 0  # the longest first: what fits then, fits to the end
     bar = tqdm(total=len(rows), unit="row", leave=False, disable=rank > 0 or report is None)
     with autocast, bar:  # entered once, so that the weights are converted once
         while first < len(rows):
-            batch = rows[first:first + max(1, batch_size // len(rows[first].ids)) * world_size]
+            batch = rows[first:first + max(1, batch_size // len(rows[first].ids)) * of]
             first += len(batch)
-            own = batch[rank::world_size]
+            own = batch[number::of]
             log_likelihood, greedy = forward(model, own or batch[:1])
             if own:
                 ending, final = np.concatenate([(row.ending, row.final) for row in own], axis=1)  # (M) each
@@ -199,9 +202,9 @@ def score(model, examples, rows, autocast, batch_size, report=None):
                 bar.set_postfix_str(f"{name} {value:.4f}", refresh=False)
             bar.update(len(batch))
     if world_size > 1:
-        total = torch.from_numpy(sums).to(model.lm_head.weight.device)
+        total = torch.from_numpy(sums).to(next(model.parameters()).device)
         dist.all_reduce(total)
-        sums = total.cpu().numpy()
+        sums = total.cpu().numpy() / (world_size // of)
     return tally(sums, examples, sums[1] == expected)[1]
 
 
@@ -288,7 +291,7 @@ class EvalConfig:
 
 def default_batch_size(model):
     """Tokens: on a GPU enough to keep it busy, on a CPU few enough for its caches, where 16384 take 1.7 times as long."""
-    return 2048 if model.lm_head.weight.device.type == "cpu" else 16384
+    return 2048 if next(model.parameters()).device.type == "cpu" else 16384
 
 
 def per_example(examples, scores):

@@ -53,14 +53,14 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
+        q, k, v = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C), or narrower where a process has some of the heads only
+        q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache is not None:
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(cache, (k, v))) if cache else (k, v)
             cache[:] = k, v  # (B, nh, T so far, hs)
         # A single new token may look at all that is cached; otherwise the mask is the lower triangle, unless one is given.
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and T > 1)  # (B, nh, T, hs)
-        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C): heads side by side again
         return self.c_proj(y)  # (B, T, C)
 
 
@@ -124,6 +124,8 @@ class GPT(nn.Module):
         idx: (B, T) ids. cache: None, or one list per block that holds the keys and values of the tokens before `idx`,
         empty at first; it is extended in place. Rows that are not simply one text bring the position of each token,
         pos: (B, T) below block_size, and what it may look at, mask: (B, 1, T, T) bool. Returns (B, T, C).
+        A stage of a pipeline (parallel.py) has None for the modules of the others: what it is given, and returns, is then
+        the residual stream between two blocks.
         """
         T = idx.size(1)
         if pos is None:
@@ -131,13 +133,15 @@ class GPT(nn.Module):
             if start + T > self.config.block_size:
                 raise ValueError(f"{start + T} tokens do not fit a block_size of {self.config.block_size}")
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        x = idx if self.transformer.wte is None else self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
+            if block is None:
+                continue
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, None if cache is None else cache[i], mask)
-        return self.transformer.ln_f(x)
+        return x if self.transformer.ln_f is None else self.transformer.ln_f(x)
 
     def logits(self, x):
         """The head: (..., C) -> (..., vocab_size).
@@ -158,7 +162,11 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None
-        return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
+        return None, self.loss(x, targets)
+
+    def loss(self, x, targets):
+        """(B, T, C) from `hidden` and the ids (B, T) to come -> the mean cross-entropy in nats."""
+        return LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
@@ -269,10 +277,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     gradient is formed at once from its logits, which are then gone (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989,
     section 3.2). The products follow the autocast; softmax, loss and the weight's gradient are summed in float32, since 8
     bits of mantissa would lose a sum over 50,000 terms. The mean's 1/N waits for the backward: float16 has no room for it.
+
+    A process may hold some rows of the weight only, and the targets counted from the first of them. It then gives a function
+    across(tensor, "sum" or "max") over all that hold some (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, with_gradient):
+    def forward(ctx, x, weight, targets, with_gradient, across=lambda tensor, op: tensor):
         device, N, V = x.device.type, x.size(0), weight.size(0)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         rows = ROWS_AT_ONCE[0 if device == "cpu" else 1]
@@ -285,24 +296,27 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = x_part @ w.t()  # (rows, padded V)
             logits[:, V:] = -math.inf
             p = logits.float()
-            p -= p.amax(1, keepdim=True)
-            loss -= p.gather(1, y).sum()
-            norm = p.exp_().sum(1, keepdim=True)  # (rows, 1)
+            p -= across(p.amax(1, keepdim=True), "max")
+            here = (0 <= y) & (y < V)  # (rows, 1) whether the target's logit is in this process
+            y = y.where(here, 0)
+            picked = p.gather(1, y) * here
+            norm, picked = across(torch.cat([p.exp_().sum(1, keepdim=True), picked], dim=1), "sum").split(1, dim=1)  # (rows, 1)
+            loss -= picked.sum()
             loss += norm.log().sum()
             if with_gradient:  # that of a row's loss by its logits is softmax - onehot
-                p = logits.copy_(p.div_(norm).scatter_add_(1, y, torch.full_like(norm, -1)))
+                p = logits.copy_(p.div_(norm).scatter_add_(1, y, -here.float()))
                 dx[i:i + rows] = p @ w
                 for total, part in zip(dw.split(8192), (p.t() @ x_part).split(8192)):
                     total += part  # in parts, because each is first turned into float32
         if with_gradient:
-            ctx.save_for_backward(dx, dw[:V])
+            ctx.save_for_backward(across(dx, "sum"), dw[:V])
         return loss / N
 
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         grad = grad / len(dx)
-        return grad * dx, grad * dw, None, None
+        return grad * dx, grad * dw, None, None, None
 
 
 def sample(logits, temperature, top_k, top_p, generator):

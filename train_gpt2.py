@@ -66,6 +66,9 @@ class TrainConfig:
     dtype: str = "auto"  # bfloat16, float16 (with a gradient scaler) or float32
     compile: bool = None  # torch.compile the model [on for cuda]
     activation_checkpointing: bool = False  # keep only what enters a block, and compute the rest again: memory for time
+    parallel: str = "ddp"  # each process holds the whole model, or with fsdp a share of every tensor
+    tp: int = 1  # processes that compute each layer together; divides n_head
+    pp: int = 1  # processes that have some of the blocks each, one after the other
 
 
 # What a preset changes beside the shape of the model: rates and batches as GPT-3's table 2.1 has them for the size; for the
@@ -115,7 +118,7 @@ def parse_args(argv=None):
 def check_config(gpt_config, config):
     """Raises UserError for the first value that cannot be, and names one that could."""
     positive = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size", "total_batch_size", "max_steps",
-                "rampup_batch_size", "val_tokens", "max_lr", "muon_lr"}
+                "rampup_batch_size", "val_tokens", "max_lr", "muon_lr", "tp", "pp"}
     g, c = gpt_config, config
     for name, value in {**asdict(g), **asdict(c)}.items():
         if type(value) in (int, float) and not (0 <= value < math.inf and (value or name not in positive)):
@@ -129,36 +132,60 @@ def check_config(gpt_config, config):
     for name, _ in split_evals(c):
         if name not in EVALS:
             raise UserError(f"--evals {name} is none of {', '.join(EVALS)}")
-    if c.optimizer not in ("adamw", "muon"):
-        raise UserError(f"--optimizer {c.optimizer} is none of adamw, muon")
+    for name, allowed in dict(optimizer=("adamw", "muon"), parallel=("ddp", "fsdp")).items():
+        if getattr(c, name) not in allowed:
+            raise UserError(f"--{name} {getattr(c, name)} is none of {', '.join(allowed)}")
     if c.seed >= 2**32:
         raise UserError(f"--seed {c.seed} cannot be: it is below 2^32, say 1337")
     if c.min_lr > c.max_lr:
         raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out for a tenth of that")
 
 
-def check_batches(config, T, world_size, n_sequences):
-    """Raises UserError unless the data fill a step, and each step is a whole number of micro-steps on every process."""
-    total, first, unit = config.total_batch_size, config.rampup_batch_size, T * world_size
+def check_layout(config, gpt_config, world_size):
+    """Raises UserError unless the processes, the heads and the blocks can be divided as --tp and --pp ask for."""
+    tp, pp, heads = config.tp, config.pp, gpt_config.n_head
+    if heads % tp:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UserError(f"--tp {tp} does not divide the {heads} heads of this model; {fits} do")
+    if pp > gpt_config.n_layer:
+        raise UserError(f"--pp {pp} is more than the {gpt_config.n_layer} blocks of this model, which is the most")
+    if world_size % (tp * pp):
+        raise UserError(f"--tp {tp} x --pp {pp} takes a multiple of {tp * pp} processes, and there are {world_size}: "
+                        f"torchrun --nproc_per_node={tp * pp * max(1, world_size // (tp * pp))} train_gpt2.py would do")
+
+
+def data_share(config, rank, world_size):
+    """Which share of the data a process takes, and of how many: on a mesh of pp x dp x tp processes, its place along dp."""
+    dp = world_size // (config.pp * config.tp)
+    return rank // config.tp % dp, dp
+
+
+def check_batches(config, T, dp, n_sequences):
+    """Raises UserError unless the data fill a step, and each of its dp shares is a whole number of micro-steps."""
+    total, first, unit = config.total_batch_size, config.rampup_batch_size, T * dp
     if n_sequences * T < total:
         raise UserError(f"--total_batch_size {total} is more than the {n_sequences * T} tokens of the training split; "
-                        f"{max(1, n_sequences // world_size) * unit} would do")
+                        f"{max(1, n_sequences * T // unit) * unit} would do")
     if config.rampup_steps and total % first:
         raise UserError(f"--rampup_batch_size {first} does not divide --total_batch_size {total}; "
                         f"{math.gcd(total, first)} would")
     name, smallest = ("rampup_batch_size", first) if config.rampup_steps else ("total_batch_size", total)
     if smallest % unit:
-        raise UserError(f"--{name} {smallest} is no multiple of block_size {T} x {world_size} processes; "
+        raise UserError(f"--{name} {smallest} is no multiple of block_size {T} x {dp} processes; "
                         f"{max(1, smallest // unit) * unit} would be")
     shares = {get_batch_tokens(step, config) // unit for step in range(config.rampup_steps + 1)}  # sequences of each process
+    if min(shares) < config.pp:
+        raise UserError(f"--{name} {smallest} is {min(shares)} sequences for each of {dp} pipelines, whose {config.pp} "
+                        f"stages need as many; {config.pp * unit} would do")
 
     def divides(B):
-        return not any(share % min(B, share) for share in shares)
+        return not any(share % min(B, share // config.pp) for share in shares)
 
     if not divides(config.batch_size):
         fits = max(b for b in range(1, config.batch_size) if divides(b))
         raise UserError(f"--batch_size {config.batch_size} does not divide the {max(shares)} sequences that each of "
-                        f"{world_size} processes has in a step; --batch_size {fits} would")
+                        f"{dp} processes has in a step" + f", or leaves some of --pp {config.pp} idle" * (config.pp > 1)
+                        + f"; --batch_size {fits} would")
 
 
 class DataLoaderLite:
@@ -294,17 +321,19 @@ def get_batch_tokens(step, config):
 
 
 @torch.no_grad()
-def estimate_loss(model, loader, config, rank, world_size, device, autocast):
+def estimate_loss(model, loader, config, share, device, autocast):
     """Mean loss in nats over the first val_tokens tokens of the loader: the same tokens, however they are portioned out."""
-    B, n = config.batch_size, max(1, min(config.val_tokens // loader.T, loader.n_sequences))
-    total = torch.zeros((), device=device)
-    for start in range(rank * B, n, world_size * B):
-        rows = min(B, n - start)
+    (number, dp), B, n = share, config.batch_size, max(1, min(config.val_tokens // loader.T, loader.n_sequences))
+    total = torch.zeros(2, device=device)  # loss, sequences
+    for start in range(0, n, dp * B):
+        first = start + number * B
+        rows = max(0, min(B, n - first))
+        x, y = loader.batch(min(first, n - 1), max(rows, 1), device)  # who has none left helps the others with theirs
         with autocast:
-            total += model(*loader.batch(start, rows, device))[1] * rows
-    if world_size > 1:
+            total += torch.stack([model.loss(model.hidden(x), y), torch.ones_like(total[0])]) * rows
+    if dist.is_initialized():
         dist.all_reduce(total)
-    return total.item() / n
+    return (total[0] / total[1]).item()
 
 
 def split_evals(config):
@@ -328,13 +357,13 @@ def load_evals(config, tokenizer, gpt_config):
     return evals
 
 
-def run_evals(evals, model, autocast, config):
+def run_evals(evals, model, autocast, config, share):
     """Scores the raw model on each benchmark -> {stream: its first figure}, the same on every process."""
     figures = {}
     for module, examples, rows in evals:
         batch_size = min(config.batch_size * model.config.block_size, module.evaluation.default_batch_size(model))
         report = module.report if sys.stderr.isatty() else None
-        scores = module.evaluation.score(model, examples, rows, autocast, batch_size, report)
+        scores = module.evaluation.score(model, examples, rows, autocast, batch_size, report, share)
         figures[module.STREAM] = next(iter(module.report(examples, scores).values()))
     return figures
 
@@ -344,20 +373,21 @@ def print_samples(model, tokenizer, step, device):
     idx = torch.full((2, 1), start_id(tokenizer, model.config.vocab_size), device=device)  # (B, T)
     texts = model.generate(idx, 500 if tokenizer == "bytes" else 64, temperature=0.8, top_k=50, seed=42)[:, 1:]
     for i, ids in enumerate(texts.tolist()):
-        print(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n", flush=True)
+        print0(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n")
 
 
-def portion(step, config, T, world_size):
-    """Sequences in a step, and how many of them a process takes through the model at a time."""
+def portion(step, config, T, dp):
+    """Sequences in a step, and how many of them a process is given at a time: a pipeline, its whole share."""
     n_sequences = get_batch_tokens(step, config) // T
-    return n_sequences, min(config.batch_size, n_sequences // world_size)
+    return n_sequences, n_sequences // dp if config.pp > 1 else min(config.batch_size, n_sequences // dp)
 
 
-def micro_batches(loader, config, first_step, position, rank, world_size, device):
+def micro_batches(loader, config, first_step, position, share, device):
     """This process's pairs (x, y), each (B, T), from a step on to the end of the run."""
+    number, dp = share
     for step in range(first_step, config.max_steps):
-        n_sequences, B = portion(step, config, loader.T, world_size)
-        for start in range(position + rank * B, position + n_sequences, world_size * B):
+        n_sequences, B = portion(step, config, loader.T, dp)
+        for start in range(position + number * B, position + n_sequences, dp * B):
             yield loader.batch(start, B, device)
         position += n_sequences
 
@@ -371,49 +401,70 @@ def prefetch(batches):
             yield batch
 
 
-def prepare(raw_model, config, device, dtype, world_size):
-    """What a step needs -> (the model as it is trained, its optimizers, the gradient scaler, the autocast)."""
-    raw_model.activation_checkpointing = config.activation_checkpointing
-    model = raw_model.to(device)
-    if config.compile or (config.compile is None and device.type == "cuda"):
-        model = torch.compile(model, dynamic=False, fullgraph=True)  # forward, loss and backward as one graph each
-    if world_size > 1:  # gradient_as_bucket_view: the buffers that are sent are the gradients, and not copies of them
-        model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+class Replica:
+    """The model as it is trained by processes that each hold all of it: one process, or DDP. parallel.py has the other ways."""
+
+    def __init__(self, raw_model, config, device, dtype, autocast):
+        self.autocast, self.scaler = autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        raw_model.activation_checkpointing = config.activation_checkpointing
+        self.model = raw_model.to(device)
+        if config.compile or (config.compile is None and device.type == "cuda"):
+            self.model = torch.compile(self.model, dynamic=False, fullgraph=True)  # forward, loss and backward as a graph each
+        if dist.is_initialized():  # gradient_as_bucket_view: the buffers that are sent are the gradients, and not copies
+            ids = [device.index] if device.type == "cuda" else None
+            self.model = DDP(self.model, device_ids=ids, gradient_as_bucket_view=True)
+
+    def sync(self, on):
+        """Whether the next backward averages the gradients over the processes. DDP reads it in the forward before."""
+        self.model.require_backward_grad_sync = on
+
+    def forward_backward(self, x, y, micro_steps):
+        """Adds a micro-batch's part to the gradients -> its part of the loss."""
+        with self.autocast:
+            _, loss = self.model(x, y)
+        loss = loss / micro_steps  # cross-entropy is a mean: the mean over the whole batch is the mean of these
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def clip(self, max_norm):
+        """Cuts the gradient's norm down to max_norm -> what it was."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+
+def prepare(raw_model, config, device, dtype):
+    """What a step needs -> (the model as it is trained, its optimizers, the autocast)."""
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    in_parts = dist.is_initialized() and (config.parallel == "fsdp" or config.tp * config.pp > 1)
+    kind = importlib.import_module("parallel").Parts if in_parts else Replica
+    model = kind(raw_model, config, device, dtype, autocast)
     muon_lr = (config.muon_lr or config.max_lr) if config.optimizer == "muon" else None
-    optimizers = raw_model.configure_optimizers(config.weight_decay, config.max_lr, muon_lr)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    return model, optimizers, scaler, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    return model, raw_model.configure_optimizers(config.weight_decay, config.max_lr, muon_lr), autocast
 
 
-def train_step(model, optimizers, scaler, autocast, batches, micro_steps, grad_clip, stop=False):
+def train_step(model, optimizers, batches, micro_steps, grad_clip, stop=False):
     """One step: accumulate, average, clip, update -> (mean loss, gradient norm, whether any process wants to stop).
 
     Takes `micro_steps` pairs (x, y) from the iterator batches, this process's share of the batch. A gradient that is not
     finite is dropped.
     """
-    ddp, world_size = isinstance(model, DDP), dist.get_world_size() if dist.is_initialized() else 1
     loss_sum = 0.0
     for micro_step, (x, y) in enumerate(itertools.islice(batches, micro_steps), start=1):
-        if ddp:  # backward averages the gradients over the processes; only the last needs to. It is read in forward.
-            model.require_backward_grad_sync = micro_step == micro_steps
-        with autocast:
-            _, loss = model(x, y)
-        loss = loss / micro_steps  # cross-entropy is a mean: the mean over the whole batch is the mean of these
-        loss_sum += loss.detach()
-        scaler.scale(loss).backward()
+        model.sync(micro_step == micro_steps)
+        loss_sum += model.forward_backward(x, y, micro_steps)
     for optimizer in optimizers:
-        scaler.unscale_(optimizer)  # before clipping, which is about the true gradient
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    stats = torch.stack([loss_sum, torch.full_like(loss_sum, stop)])
-    if world_size > 1:
-        dist.all_reduce(stats)  # a sum: gloo has no average
-    loss_sum, stop, norm = torch.cat([stats, norm.view(1)]).tolist()  # the one synchronisation of the step
+        model.scaler.unscale_(optimizer)  # before clipping, which is about the true gradient
+    norm = model.clip(grad_clip or math.inf)
+    stats = torch.stack([loss_sum, torch.full_like(loss_sum, stop), torch.ones_like(loss_sum)])
+    if dist.is_initialized():
+        dist.all_reduce(stats)  # sums: gloo has no average
+    loss_sum, stop, processes, norm = torch.cat([stats, norm.view(1)]).tolist()  # the one synchronisation of the step
     if math.isfinite(norm):  # which scaler.step would ask the device once more
         for optimizer in optimizers:
             optimizer.step()
-    scaler.update()  # halves float16's scale after an overflow
-    model.zero_grad(set_to_none=True)
-    return loss_sum / world_size, norm, stop > 0
+    model.scaler.update()  # halves float16's scale after an overflow
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return loss_sum / processes, norm, stop > 0
 
 
 def due(step, every):
@@ -428,44 +479,46 @@ def main(argv=None):
     checkpoint = find_checkpoint(run_dir, rank, world_size) if config.resume else None
     raw_model, tokenizer = init_model(gpt_config, config, given, checkpoint)
     T, vocab_size = raw_model.config.block_size, raw_model.config.vocab_size
+    check_layout(config, raw_model.config, world_size)
+    share = _, dp = data_share(config, rank, world_size)
     train_loader = DataLoaderLite(config.data, "train", T, vocab_size, config.seed, config.shuffle, tokenizer)
     val_loader = DataLoaderLite(config.data, "val", T, vocab_size, shuffle=False, tokenizer=tokenizer)
-    check_batches(config, T, world_size, train_loader.n_sequences)
+    check_batches(config, T, dp, train_loader.n_sequences)
     evals = load_evals(config, tokenizer, raw_model.config)
 
     dtype = choose_dtype(config.dtype, device)
-    model, optimizers, scaler, autocast = prepare(raw_model, config, device, dtype, world_size)
-    first_step, position = restore(checkpoint, optimizers, scaler, config) if checkpoint else (0, 0)
+    model, optimizers, autocast = prepare(raw_model, config, device, dtype)
+    first_step, position = restore(checkpoint, optimizers, model.scaler, config) if checkpoint else (0, 0)
     if rank == 0:
         log = RunLog(run_dir, first_step)
         if first_step < config.max_steps:  # a finished run keeps the facts of its making
             write_run_json(run_dir, raw_model, config, tokenizer, device, dtype, world_size, train_loader)
     del checkpoint  # its tensors have been copied: give the memory back
-    batches = prefetch(micro_batches(train_loader, config, first_step, position, rank, world_size, device))
+    batches = prefetch(micro_batches(train_loader, config, first_step, position, share, device))
     flops, peak = raw_model.flops_per_token(), peak_flops(device, dtype, world_size)
 
     stop, bad_steps, skipped, seconds = False, 0, 0, 0.0
     for step in range(first_step, config.max_steps + 1):
         last = step == config.max_steps
-        n_sequences, B = portion(step, config, T, world_size)
+        n_sequences, B = portion(step, config, T, dp)
         evaluate = evals and (last or due(step, config.eval_every))
-        if rank == 0 and step > first_step and (last or stop or evaluate or due(step, config.save_every)):
-            save_checkpoint(run_dir, raw_model, optimizers, scaler, step, position, config, tokenizer)
+        if step > first_step and (last or stop or evaluate or due(step, config.save_every)):
+            save_checkpoint(run_dir, raw_model, optimizers, model.scaler, step, position, config, tokenizer)
         if stop:
             print0(f"stopped by a signal; step {step} is saved, --resume goes on from there")
             break
         if last or step == 0 or due(step, config.val_every):
-            with memory_advice(config.batch_size, n_sequences // world_size):
-                val_loss = estimate_loss(raw_model, val_loader, config, rank, world_size, device, autocast)
+            with memory_advice(config.batch_size, n_sequences // dp):
+                val_loss = estimate_loss(raw_model, val_loader, config, share, device, autocast)
             print0(f"step {step} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 99)):,.2f}")
             if rank == 0:
                 log.write(step, val=val_loss)
         if evaluate:
-            figures = run_evals(evals, raw_model, autocast, config)
+            figures = run_evals(evals, raw_model, autocast, config, share)
             print0(f"step {step} | " + " | ".join(f"{stream} {value:.4f}" for stream, value in figures.items()))
             if rank == 0:
                 log.write(step, **figures)
-        if rank == 0 and (last or due(step, config.sample_every)):
+        if last or due(step, config.sample_every):
             print_samples(raw_model, tokenizer, step, device)
         if last:
             print0(f"done: {run_dir} holds the log and the checkpoints; python generate.py --checkpoint {run_dir} writes more")
@@ -475,9 +528,9 @@ def main(argv=None):
         lr = get_lr(step, config)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * lr / config.max_lr
-        with memory_advice(B, n_sequences // world_size):
-            loss, norm, stop = train_step(model, optimizers, scaler, autocast, batches, n_sequences // (B * world_size),
-                                          config.grad_clip, stop=bool(stop_signals))
+        with memory_advice(min(B, config.batch_size), n_sequences // dp):
+            loss, norm, stop = train_step(model, optimizers, batches, n_sequences // (B * dp), config.grad_clip,
+                                          stop=bool(stop_signals))
         position += n_sequences
         bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
         skipped += bad_steps > 0
