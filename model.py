@@ -209,10 +209,10 @@ class GPT(nn.Module):
         named = list(self.named_parameters())
         hidden = [(n, p) for n, p in named if muon_lr and p.dim() >= 2 and ".h." in n]
         taken = {n for n, _ in hidden}
-        groups = [
-            dict(params=[(n, p) for n, p in named if p.dim() >= 2 and n not in taken], weight_decay=weight_decay),
-            dict(params=[(n, p) for n, p in named if p.dim() < 2], weight_decay=0.0),
-        ]
+        matrices, vectors = ([(n, p) for n, p in named if (p.dim() >= 2) == m and n not in taken] for m in (True, False))
+        groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
+        for group in groups:
+            group["param_names"] = []  # filled by the optimizer, unless there are none: not every stage of a pipeline has both
         fused = named[0][1].device.type in ("cuda", "cpu", "mps")
         optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)]
         if muon_lr:

@@ -18,11 +18,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from model import LinearCrossEntropy
@@ -47,7 +49,10 @@ class Parts:
         self.hidden, self.logits, self.loss = model.hidden, model.logits, model.loss  # those of this process
         if config.tp > 1:
             divide_layers(model, self.tp)
+            self.first_row = self.tp.get_local_rank() * math.ceil(self.vocab_size / config.tp)  # of embedding and head
             self.logits, self.loss = lambda x: model.lm_head(x), self.divided_loss
+            if self.first:
+                model.transformer.wte.forward = self.divided_embedding
         model.to(device)
         model.activation_checkpointing = config.activation_checkpointing
         blocks = [block for block in model.transformer.h if block is not None]
@@ -113,7 +118,8 @@ class Parts:
             self.loss_sum += loss.detach() / n
             return self.scaler.scale(loss / n)
 
-        ids, stream = torch.empty((B, T), dtype=torch.long, device="meta"), torch.empty((B, T, self.n_embd), device="meta", requires_grad=True)
+        ids = torch.empty((B, T), dtype=torch.long, device="meta")
+        stream = torch.empty((B, T, self.n_embd), device="meta", requires_grad=True)
         stage = PipelineStage(self.model, self.stage, self.n_stages, self.device, group=self.column,
                               input_args=ids if self.first else stream,
                               output_args=torch.empty((), device="meta") if self.last else stream)
@@ -148,9 +154,15 @@ class Parts:
             dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.tp.get_group())
             return tensor
 
-        targets = targets.flatten() - self.tp.get_local_rank() * math.ceil(self.vocab_size / self.tp.size())
-        weight = self.model.lm_head.weight.to_local()  # (V of this process, C)
+        weight, targets = self.model.lm_head.weight.to_local(), targets.flatten() - self.first_row  # (V of this process, C)
         return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets, torch.is_grad_enabled(), across)
+
+    def divided_embedding(self, idx):
+        """wte where each process has some rows. (RowwiseParallel would form the gradient of all of them on each.)"""
+        weight, idx = self.model.transformer.wte.weight.to_local(), idx - self.first_row
+        here = (0 <= idx) & (idx < len(weight))  # (B, T)
+        x = F.embedding(idx.where(here, 0), weight) * here[..., None]  # (B, T, C), zeros where another process has the row
+        return DTensor.from_local(x, self.tp, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
     # --- the whole model, for those who evaluate, sample, save and load: every process has to call ------------------------
 
@@ -216,7 +228,7 @@ class Parts:
 
     def gather_optimizer(self, names, optimizer, state_dict):
         """A state dict of this process's parts -> one of the whole model, whose groups hold these names."""
-        own = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
+        own = [name for group in optimizer.param_groups for name in group["param_names"]]
         state, order = state_dict["state"], [name for group in names for name in group]
         first = next(iter(state.values()), {})  # all have the same entries: moments, and the count of steps
         moments = {key: self.gather(order, {own[i]: entry[key] for i, entry in state.items()})
@@ -234,7 +246,7 @@ class Parts:
         state, groups, i = {}, [], 0
         for group in optimizer.param_groups:
             groups.append({**group, "params": list(range(i, i + len(group["params"])))})
-            for name, p in zip(group.get("param_names", []), group["params"]):
+            for name, p in zip(group["param_names"], group["params"]):
                 entry = state_dict["state"].get(number["transformer.wte.weight" if name == "lm_head.weight" else name], {})
                 state[i] = {key: self.part(value, p, name) if value.dim() else value for key, value in entry.items()}
                 i += 1
@@ -274,16 +286,17 @@ def divide_layers(model, mesh):
         if ".c_attn." in name:
             p.data = by_heads(p.data, mesh.size())
     column, row = ColwiseParallel(), RowwiseParallel()
-    styles = dict(c_attn=column, c_fc=column, c_proj=row, wte=RowwiseParallel(input_layouts=Replicate()),
-                  lm_head=ColwiseParallel(output_layouts=Replicate()))
-    modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+    styles = dict(c_attn=column, c_fc=column, c_proj=row, lm_head=ColwiseParallel(output_layouts=Replicate()))
+    wte, modules = model.transformer.wte, {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
     plan = {name: styles[kind] for name in modules if (kind := name.rpartition(".")[2]) in styles}
     parallelize_module(model, mesh, plan, src_data_rank=None)  # the weights are the same everywhere: none need be sent
-    for module in (module for name, module in modules.items() if name not in plan):  # norms and positions, whole everywhere
-        distribute_module(module, mesh, None, lambda module, inputs, mesh: tuple(
-            DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs), lambda module, x, mesh: x.to_local())
-    if model.lm_head and model.transformer.wte:
-        model.lm_head.weight = model.transformer.wte.weight
+    if wte:
+        wte.weight = model.lm_head.weight if model.lm_head else nn.Parameter(
+            distribute_tensor(wte.weight, mesh, [Shard(0)], src_data_rank=None))
+    for name, module in modules.items():  # norms and positions, whole everywhere
+        if name not in plan and module is not wte:
+            distribute_module(module, mesh, None, lambda _, inputs, mesh: tuple(
+                DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs), lambda _, x, mesh: x.to_local())
 
 
 def by_heads(tensor, tp, back=False):
