@@ -65,9 +65,11 @@ class Parts:
             for block in blocks:
                 fully_shard(block, **kind, mp_policy=policy)
             fully_shard(model, **kind)  # what is left, embedding and head together; float32, as is the residual stream
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and device.type == "cpu":
+        for module in model.modules() if device.type == "cpu" else []:
+            if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+            if isinstance(module, nn.LayerNorm):
+                module.forward = partial(float_norm, module)
 
         # The model from outside: a call is a micro-batch in training, the methods are those of the whole model.
         model.forward, model.run = self.forward, lambda function, *args: function(*args)
@@ -107,6 +109,7 @@ class Parts:
         if n not in self.schedules:
             self.schedules[n] = self.make_schedule(n, len(x) // n, x.size(1))
         self.loss_sum = torch.zeros((), device=self.device)
+        self.scaler.scale(self.loss_sum)  # makes the scale, on the stages too that have no loss
         self.schedules[n].step(*[x] * self.first, return_outputs=False, **dict(targets=y, target=y) if self.last else {})
         if self.first or self.last:  # embedding and head are one matrix in two places
             exchange_and_add(local(self.tied().grad), self.ranks[-1 if self.first else 0])
@@ -179,7 +182,8 @@ class Parts:
     def whole_hidden(self, idx, *args, **kwargs):
         x = idx
         for stage in range(self.n_stages):
-            x = self.of_stage(stage, (*idx.shape, self.n_embd), partial(self.hidden, x, *args, **kwargs))
+            with self.autocast:  # in whose dtype the shards are sent
+                x = self.of_stage(stage, (*idx.shape, self.n_embd), partial(self.hidden, x, *args, **kwargs))
         return x
 
     def whole_logits(self, x):
@@ -303,6 +307,11 @@ def by_heads(tensor, tp, back=False):
     """c_attn's rows, of query, key and value one below the other, in an order that gives each of tp processes all three of
     its heads as one piece; or back."""
     return tensor.unflatten(0, (tp, 3, -1) if back else (3, tp, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def float_norm(module, x):
+    """A norm in float32, whatever its weights were sent as: on a GPU autocast does that."""
+    return F.layer_norm(x, module.normalized_shape, module.weight.float(), module.bias.float(), module.eps)
 
 
 def local(tensor):
