@@ -57,8 +57,10 @@ class Parts:
         model.activation_checkpointing = config.activation_checkpointing
         blocks = [block for block in model.transformer.h if block is not None]
         self.compiled = config.compile or (config.compile is None and device.type == "cuda")
-        for block in blocks if self.compiled else []:
-            block.compile(dynamic=False, fullgraph=True)
+        if self.compiled:  # block by block, since what is shared out must be called for in between
+            self.loss = torch.compile(self.loss, dynamic=False, fullgraph=True)
+            for block in blocks:
+                block.compile(dynamic=False, fullgraph=True)
         if dp > 1:
             kind = dict(mesh=mesh["shards"] if fsdp else mesh["copies", "shards"])  # shards of 1 are whole copies: DDP
             policy = MixedPrecisionPolicy(dtype if fsdp else None, torch.float32, cast_forward_inputs=False)
@@ -110,7 +112,8 @@ class Parts:
             self.schedules[n] = self.make_schedule(n, len(x) // n, x.size(1))
         self.loss_sum = torch.zeros((), device=self.device)
         self.scaler.scale(self.loss_sum)  # makes the scale, on the stages too that have no loss
-        self.schedules[n].step(*[x] * self.first, return_outputs=False, **dict(targets=y, target=y) if self.last else {})
+        ids, loss_of = (x.contiguous(),) if self.first else (), dict(targets=y, target=y) if self.last else {}
+        self.schedules[n].step(*ids, return_outputs=False, **loss_of)
         if self.first or self.last:  # embedding and head are one matrix in two places
             exchange_and_add(local(self.tied().grad), self.ranks[-1 if self.first else 0])
         return self.loss_sum * self.n_stages
