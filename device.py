@@ -45,10 +45,10 @@ def find_device(name, rank=0, world_size=1):
         raise UserError(f"--device {name} cannot be used by process {rank} ({first_line(error)}); --device cpu can") from error
 
 
-def setup(name):
-    """Joins the processes that torchrun started, if any, and chooses the device.
+def setup(name, keep_memory=True):
+    """Joins the processes that torchrun started, if any, and chooses the device -> (rank, world_size, device).
 
-    Returns (rank, world_size, device).
+    keep_memory: whether a CPU's process is to hold on to what it has freed, for speed.
     """
     rank, local_rank, world_size = ranks()
     device = find_device(name, local_rank, world_size)
@@ -56,10 +56,12 @@ def setup(name):
         raise UserError(f"--device {name} is one device, which {world_size} processes cannot share; use one process, or cpu")
     if device.type == "cpu" and sys.platform == "linux":
         # glibc gives freed memory back to the system and gets it anew, page by page and zeroed, a third of a step's time.
-        # Let it keep what it has: M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3 (malloc.h).
-        libc = ctypes.CDLL(None)
-        for option in (-1, -3) if hasattr(libc, "mallopt") else ():
-            libc.mallopt(option, 2**31 - 1)
+        # Let it keep what it has: M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3 (malloc.h). Or give back at once all of 128 KiB
+        # or more: under FSDP, where whole tensors come and go between parts, what is kept falls to pieces, to three times
+        # the memory.
+        libc, most = ctypes.CDLL(None), 2**31 - 1
+        for option, size in ({-1: most, -3: most} if keep_memory else {-3: 2**17}).items() if hasattr(libc, "mallopt") else ():
+            libc.mallopt(option, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 on tensor cores: float32's range, 10 bits of mantissa

@@ -13,7 +13,9 @@ its `Replica`. The raw model and its optimizers, asked for their states or a for
 """
 
 import contextlib
+import logging
 import math
+import warnings
 from functools import partial
 
 import torch
@@ -36,6 +38,10 @@ class Parts:
     def __init__(self, model, config, device, dtype, autocast):
         self.model, self.autocast, self.device, self.batch_size = model, autocast, device, config.batch_size
         self.scaler = ShardedGradScaler(device.type, enabled=dtype == torch.float16)
+        # PyTorch would point out two things that are as they should be: FSDP's and TP's parts of a tensor are gathered one
+        # after the other, and what the scaler finds is a tensor of one element.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")
         self.n_stages, self.n_embd, self.vocab_size = config.pp, model.config.n_embd, model.config.vocab_size
         dp, fsdp = dist.get_world_size() // (config.pp * config.tp), config.parallel == "fsdp"
         mesh = init_device_mesh(device.type, (config.pp, 1 if fsdp else dp, dp if fsdp else 1, config.tp),

@@ -473,7 +473,7 @@ def due(step, every):
 
 def main(argv=None):
     gpt_config, config, given = parse_args(argv)
-    rank, world_size, device = setup(config.device)
+    rank, world_size, device = setup(config.device, keep_memory=config.parallel != "fsdp")
     stop_signals = catch_stop_signals()
     run_dir = Path(config.log_dir)
     checkpoint = find_checkpoint(run_dir, rank, world_size) if config.resume else None
