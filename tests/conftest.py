@@ -70,6 +70,12 @@ def write_bin(path, tokens, magic=20240520, version=1, count=None):
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """choose_dtype("bfloat16") lets float32 products round their factors, for the rest of the process."""
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture
 def shards(tmp_path):
     """A directory with three training shards of uneven length and one for validation, ids below 256."""

@@ -1,5 +1,6 @@
 """parallel.py: whatever a model is cut into, it is the same model. Each case is the real program on gloo processes."""
 
+import json
 import os
 import re
 import signal
@@ -172,3 +173,21 @@ def test_fsdp_takes_the_memory_that_arithmetic_says(tmp_path):
         before, most = re.search(r"MB (\S+) (\S+)", outputs[1][0]).groups()  # rank 0 also gathers the checkpoint, on the CPU
         taken[way] = (float(most) - float(before)) * 1e6 / n  # bytes a parameter
     assert 16 < taken["ddp"] < 20 and 8 < taken["fsdp"] < 8 + 2 + 2, taken
+
+
+@pytest.mark.parametrize("way, expected", [
+    # The weights of each of 3 blocks twice a micro-step, in bfloat16; those of embedding, head and last norm once, in float32;
+    # their gradients once a step, in float32.
+    (("fsdp", 1, 1), {"allgatherbase bfloat16 49984": 3 * 2 * 2, "allgatherbase float32 18560": 2,
+                      "reducescatterbase float32 24992": 3, "reducescatterbase float32 9280": 1}),
+    # The sums behind attention and MLP of each block, for each micro-step: forward in bfloat16, backward in float32; one
+    # behind the embedding and one before the head; the largest logit, the norm and the target's logit of each of 64 positions.
+    (("ddp", 2, 1), {"allreduce bfloat16 4096": 3 * 2 * 2, "allreduce float32 4096": (3 * 2 + 2) * 2,
+                     "allreduce float32 64": 2, "allreduce float32 128": 2}),
+    # The residual stream of each micro-batch forward, its gradient backward; the embedding's gradient once a step, both ways.
+    (("ddp", 1, 2), {"send float32 4096": 2, "recv float32 4096": 2, "send float32 16384": 1, "recv float32 16384": 1}),
+], ids=["fsdp", "tp", "pp"])
+def test_what_a_step_sends(tmp_path, way, expected):
+    """Two micro-steps of 2 x 32 tokens, 64 wide: 4,096 numbers; 49,984 weights in a block, 256 x 64 in the embedding."""
+    out, _ = program(*way, cwd=tmp_path, processes=2, program="tests/collectives.py")
+    assert json.loads(out) == {**expected, "allreduce float32 1": 1, "allreduce float32 3": 1}  # the norm; the loss and two more

@@ -1,5 +1,6 @@
 """The real program, run as a user runs it: curves, layouts, resuming, being killed, and the flags."""
 
+import dataclasses
 import json
 import math
 import os
@@ -21,7 +22,18 @@ from checkpoint import load_checkpoint
 from cli import UserError
 from device import memory_advice, prefer_attention
 from model import GPT, GPTConfig
-from train_gpt2 import DataLoaderLite, TrainConfig, get_batch_tokens, get_lr, parse_args, prefetch, prepare, train_step
+from train_gpt2 import (
+    DataLoaderLite,
+    TrainConfig,
+    check_batches,
+    get_batch_tokens,
+    get_lr,
+    parse_args,
+    portion,
+    prefetch,
+    prepare,
+    train_step,
+)
 
 
 def checkpoint(directory, step):
@@ -475,9 +487,9 @@ def test_ten_bad_gradients_in_a_row_end_the_run(tmp_path):
 
 
 def test_training_from_shards_imports_torch_and_numpy_alone(shards, tmp_path):
-    flags = [*TINY, "--data", str(shards), "--vocab_size", "256", "--max_steps", "2", "--val_tokens", "256"]
+    flags = [*TINY, "--data", str(shards), "--vocab_size", "256", "--max_steps", "2", "--val_tokens", "256", "--parallel", "fsdp"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2; train_gpt2.main({flags!r}); "
-            "print('loaded:', *{'tiktoken', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules))")
+            "print('loaded:', *{'parallel', 'tiktoken', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -491,6 +503,17 @@ def test_step_line_says_what_a_person_wants_to_know(tmp_path):
 
 
 # Schedules and flags
+
+
+def test_a_pipeline_has_a_micro_batch_for_each_stage():
+    config = TrainConfig(total_batch_size=16 * 64, batch_size=16, pp=2)
+    check_batches(config, 64, 1, 100)  # 16 sequences: two micro-batches of 8
+    assert portion(0, config, 64, 1) == (16, 16)
+    for change, sentence in ((dict(pp=3), "--batch_size 16 does not divide the 16 sequences that each of 1 processes has in a step, "
+                              "or leaves some of --pp 3 idle; --batch_size 4 would"),
+                             (dict(total_batch_size=64), "whose 2 stages need as many; 128 would do")):
+        with pytest.raises(UserError, match=sentence):
+            check_batches(dataclasses.replace(config, **change), 64, 1, 100)
 
 
 def test_learning_rate_by_hand():
@@ -533,6 +556,11 @@ def test_precedence_defaults_then_preset_then_flags():
     (["--grad_clip", "-1"], "--grad_clip -1.0 cannot be: it is a number from 0 up"),
     (["--max_lr", "nan"], "--max_lr nan cannot be"),
     (["--optimizer", "sgd"], "--optimizer sgd is none of adamw, muon"),
+    (["--parallel", "zero"], "--parallel zero is none of ddp, fsdp"),
+    (["--tp", "0"], "--tp 0 cannot be: it is a number above 0"),
+    (["--tp", "4"], "--tp 4 does not divide the 2 heads of this model; 1, 2 do"),
+    (["--pp", "3"], "--pp 3 is more than the 2 blocks of this model"),
+    (["--tp", "2", "--pp", "2"], "--tp 2 x --pp 2 takes a multiple of 4 processes, and there are 1: torchrun --nproc_per_node=4"),
     (["--optimizer", "adamw", "--muon_lr", "1e-3"], "--muon_lr 0.001 is for --optimizer muon alone"),
     (["--muon_lr", "0"], "--muon_lr 0.0 cannot be: it is a number above 0"),
     (["--preset", "gpt5"], "--preset gpt5 is none of auto, gpt2"),

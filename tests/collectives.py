@@ -1,0 +1,42 @@
+"""Counts what a step of two micro-steps sends, in bfloat16: prints {"collective dtype elements": how often} as JSON."""
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from itertools import repeat
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from device import setup, shut_down  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from train_gpt2 import TrainConfig, prepare, train_step  # noqa: E402
+
+counts = Counter()
+
+
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        namespace, name, _ = str(function).split(".") if str(function).count(".") == 2 else ("", "", "")
+        if "c10d" in namespace and "wait" not in name and "wrap" not in name:
+            sent = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            counts[f"{name.strip('_').replace('_', '')} {str(sent.dtype)[6:]} {sent.numel()}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rank, world_size, device = setup("cpu")
+config = TrainConfig(batch_size=2, min_lr=0.0, parallel=parallel, tp=tp, pp=pp)
+model, optimizers, _ = prepare(GPT(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=32, vocab_size=256)), config, device,
+                               torch.bfloat16)
+x = torch.zeros((4 if pp > 1 else 2, 32), dtype=torch.long)  # a pipeline takes the two micro-batches in one
+for counting in (False, True):  # not the first step, which sets things up
+    with Count() if counting else contextlib.nullcontext():
+        train_step(model, optimizers, repeat((x, x)), 1 if pp > 1 else 2, 1.0)
+if rank == 0:
+    print(json.dumps(counts))
+shut_down(world_size)
