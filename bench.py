@@ -4,6 +4,7 @@
   python bench.py --batch_size 16 32 64 128 --peer plain transformers     beside a plain step and Hugging Face's GPT-2
   python bench.py --profile                                               where the time goes, and a trace to look at
   torchrun --nproc_per_node=8 bench.py --profile                          the same with communication
+  torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp   a model in parts
 
 Every contestant lives in a process of its own, so that its memory can be told and no setting is shared, and they take
 turns: a few steps of each, then a few of each again. In the table, last:
@@ -34,7 +35,7 @@ from tqdm import tqdm
 from cli import UserError, first_line, parse_flags, print0, run
 from device import choose_dtype, describe, find_device, out_of_memory, peak_flops, ranks, setup, shut_down
 from model import GPT, PRESETS, GPTConfig
-from train_gpt2 import RECIPES, TrainConfig, check_config, prepare, train_step
+from train_gpt2 import RECIPES, TrainConfig, check_config, check_layout, data_share, prepare, train_step
 
 ROUNDS, TRACE = 3, "bench_trace.json"
 
@@ -42,7 +43,7 @@ ROUNDS, TRACE = 3, "bench_trace.json"
 @dataclass
 class BenchConfig:
     preset: str = "gpt2"  # the model and its recipe, as in train_gpt2.py
-    batch_size: list[int] = None  # sequences that a process has in a step; several make a table [64 on cuda, else 4]
+    batch_size: list[int] = None  # sequences in a step of one process, or of those that share a model [64 on cuda, else 4]
     block_size: int = None  # tokens in a sequence [the preset's]
     steps: int = None  # timed in each of three rounds [20 on cuda, else 2]
     optimizer: str = None  # adamw or muon [the preset's]; the peers' is adamw
@@ -50,6 +51,9 @@ class BenchConfig:
     dtype: str = "auto"  # bfloat16, float16 or float32
     compile: bool = None  # torch.compile our step [on for cuda]
     activation_checkpointing: bool = False  # keep only what enters a block, and compute the rest again
+    parallel: str = "ddp"  # or fsdp; this and the next two as in train_gpt2.py
+    tp: int = 1  # processes that compute each layer together
+    pp: int = 1  # processes that have some of the blocks each
     peer: list[str] = None  # plain (as build-nanogpt does it), transformers (Hugging Face's GPT-2): each eager and compiled
     profile: bool = False  # say where our time goes, and write a trace for chrome://tracing to bench_trace.json
 
@@ -96,9 +100,10 @@ def serve(pipe, name, gpt_config, config, B):
     """A contestant's process: steps whenever the pipe asks for some, a profile when it asks for 0, the end at None."""
     try:
         ours = name == "plainGPT"
-        rank, world_size, device = setup(config.device) if ours else (0, 1, find_device(config.device))
+        rank, world_size, device = setup(config.device, config.parallel != "fsdp") if ours else \
+            (0, 1, find_device(config.device))
         dtype = choose_dtype(config.dtype, device)
-        torch.manual_seed(rank)
+        torch.manual_seed(data_share(config, rank, world_size)[0])
         x, y = torch.randint(gpt_config.vocab_size, (2, B, gpt_config.block_size), device=device)
         step = our_step(gpt_config, config, device, dtype, x, y) if ours else \
             peer_step(name, gpt_config, config, device, dtype, x, y)
@@ -221,7 +226,7 @@ def label(name, config):
 
 def rows(entries, results, B, T, world_size, flops, peak):
     """The lines of the table for one batch size. flops: of one token. peak: FLOP/s of the data sheet, or None."""
-    ours, rate, lines, tokens = None, None, [], B * T * world_size
+    ours, rate, lines, tokens = None, None, [], B * T * data_share(entries[0][1], 0, world_size)[1]
     for (name, config), answers in zip(entries, results):
         if isinstance(answers[-1], str):
             lines.append(f"{B:4} {label(name, config):31} {answers[-1]}")
@@ -261,9 +266,12 @@ def main(argv=None):
     gpt_config.block_size = bench.block_size or gpt_config.block_size
     config = TrainConfig(**{**RECIPES[bench.preset], "device": bench.device, "dtype": str(dtype).removeprefix("torch."),
                             "min_lr": 0.0, "compile": cuda if bench.compile is None else bench.compile,
-                            "activation_checkpointing": bench.activation_checkpointing})
+                            **{name: getattr(bench, name) for name in ("activation_checkpointing", "parallel", "tp", "pp")}})
     config.optimizer = bench.optimizer or config.optimizer
     check_config(gpt_config, config)
+    check_layout(config, gpt_config, world_size)
+    if small := [B for B in bench.batch_size or [] if B < config.pp]:
+        raise UserError(f"--batch_size {small[0]} leaves some of --pp {config.pp} idle; {config.pp} would do")
     entries = [("plainGPT", config)]
     for peer in dict.fromkeys(bench.peer or []):
         entries.append((peer, replace(config, compile=False, dtype="float32" if peer == "transformers" else config.dtype)))

@@ -233,5 +233,6 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     write_json(run_dir / "run.json", facts)
+    layout = f" (pp {config.pp} x {config.parallel} {world_size // (config.pp * config.tp)} x tp {config.tp})"
     print(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, {facts['dtype']} on "
-          f"{world_size} x {facts['device']}; log and checkpoints in {run_dir}", flush=True)
+          f"{world_size} x {facts['device']}{layout * (world_size > 1)}; log and checkpoints in {run_dir}", flush=True)

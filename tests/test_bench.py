@@ -63,9 +63,10 @@ def test_bench_times_ours_and_a_peer_and_profiles(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["bench_trace.json"]
 
 
-def test_bench_on_two_processes(tmp_path):
+@pytest.mark.parametrize("way", [[], ["--pp", 2]], ids=["ddp", "pp"])
+def test_bench_on_two_processes(tmp_path, way):
     out, _ = program("--preset", "baby", "--batch_size", 2, "--block_size", 32, "--steps", 1, "--dtype", "float32", "--profile",
-                     "--device", "cpu", cwd=tmp_path, processes=2, program="bench.py")
+                     "--device", "cpu", *way, cwd=tmp_path, processes=2, program="bench.py")
     assert re.search(ROW.format(B=2, name="plainGPT eager float32"), out, re.M) and "muon" in out and "2 processes" in out
     assert float(re.search(r"communication +[\d.]+ ms +([\d.]+)%", out)[1]) > 0
 
@@ -74,7 +75,7 @@ def test_bench_on_two_processes(tmp_path):
     (["--preset", "gpt5"], "--preset gpt5 is none of gpt2"), (["--peer", "megatron"], "--peer megatron is none of plain, transformers"),
     (["--dtype", "fp8"], "--dtype fp8 is none of"), (["--batch_size", "many"], "--batch_size: invalid int value"),
     (["--batch_size", "0"], "--batch_size 0 cannot be"), (["--steps", "0"], "--steps 0 cannot be"),
-    (["--optimizer", "sgd"], "--optimizer sgd is none of"), (["--device", "toaster"], "--device toaster cannot be used"),
+    (["--optimizer", "sgd"], "--optimizer sgd is none of"), (["--pp", "2"], "--pp 2 takes a multiple of 2 processes"), (["--device", "toaster"], "--device toaster cannot be used"),
 ])
 def test_mistakes_are_answered_by_one_sentence(tmp_path, flags, sentence):
     _, err = program(*flags, cwd=tmp_path, program="bench.py", status=2)
