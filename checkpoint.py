@@ -54,7 +54,8 @@ def load_checkpoint(path):
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, and with it a CRC-32 of everything inside
             if damaged := archive.testzip():
                 raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        # mapped: the processes of a machine share the pages, and take from them what is theirs
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         keys = {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer"}
         missing = keys - set(checkpoint)
     except UserError:

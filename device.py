@@ -110,8 +110,9 @@ def memory_advice(batch_size, share):
 
 
 def shut_down(world_size):
-    """Takes leave of the other processes."""
+    """Takes leave of the other processes, when all are done: a machine may be taken away as soon as its own have ended."""
     if world_size > 1:
+        dist.barrier()
         dist.destroy_process_group()
         # gloo's threads drop their last tensors only while the interpreter is idle; if it ends first, they abort it
         # (pytorch/pytorch#179291; about one run in twenty without this)

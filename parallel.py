@@ -48,8 +48,9 @@ class Parts:
                                 mesh_dim_names=("pp", "copies", "shards", "tp"))
         self.stage, self.column, self.tp, self.dp = mesh.get_local_rank("pp"), mesh.get_group("pp"), mesh["tp"], dp
         self.ranks = dist.get_process_group_ranks(self.column)  # the stages that have our part of the data and of the layers
-        self.first, self.last, self.schedules = self.stage == 0, self.stage == config.pp - 1, {}
+        self.first, self.last, self.schedules, self.shares = self.stage == 0, self.stage == config.pp - 1, {}, None
 
+        # The model from inside, in this order. It stays on the CPU until what is cut off is gone.
         if config.pp > 1:
             cut_into_stages(model, self.stage, config.pp)
         self.hidden, self.logits, self.loss = model.hidden, model.logits, model.loss  # those of this process
@@ -59,11 +60,10 @@ class Parts:
             self.logits, self.loss = lambda x: model.lm_head(x), self.divided_loss
             if self.first:
                 model.transformer.wte.forward = self.divided_embedding
-        model.to(device)
         model.activation_checkpointing = config.activation_checkpointing
         blocks = [block for block in model.transformer.h if block is not None]
         self.compiled = config.compile or (config.compile is None and device.type == "cuda")
-        if self.compiled:  # block by block, since what is shared out must be called for in between
+        if self.compiled:  # block by block: what is borrowed is called for in between
             self.loss = torch.compile(self.loss, dynamic=False, fullgraph=True)
             for block in blocks:
                 block.compile(dynamic=False, fullgraph=True)
@@ -73,6 +73,8 @@ class Parts:
             for block in blocks:
                 fully_shard(block, **kind, mp_policy=policy)
             fully_shard(model, **kind)  # what is left, embedding and head together; float32, as is the residual stream
+        else:
+            model.to(device)
         for module in model.modules() if device.type == "cpu" else []:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no average
@@ -113,13 +115,13 @@ class Parts:
             loss = self.model(x, y) / micro_steps
             self.scaler.scale(loss).backward()
             return loss.detach()
-        n = len(x) // pipeline_batch(self.batch_size, len(x), self.n_stages)
-        if n not in self.schedules:
-            self.schedules[n] = self.make_schedule(n, len(x) // n, x.size(1))
+        if len(x) not in self.schedules:  # while the batch grows there are several
+            B = min(self.batch_size, len(x) // self.n_stages)  # so that no stage is without work
+            self.schedules[len(x)] = self.make_schedule(len(x) // B, B, x.size(1))
         self.loss_sum = torch.zeros((), device=self.device)
         self.scaler.scale(self.loss_sum)  # makes the scale, on the stages too that have no loss
         ids, loss_of = (x.contiguous(),) if self.first else (), dict(targets=y, target=y) if self.last else {}
-        self.schedules[n].step(*ids, return_outputs=False, **loss_of)
+        self.schedules[len(x)].step(*ids, return_outputs=False, **loss_of)
         if self.first or self.last:  # embedding and head are one matrix in two places
             exchange_and_add(local(self.tied().grad), self.ranks[-1 if self.first else 0])
         return self.loss_sum * self.n_stages
@@ -145,9 +147,9 @@ class Parts:
         """Cuts the gradient's norm, that of all parts together, down to max_norm -> the norm it had, on the device."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         grads = [local(p.grad) for p in parameters]
-        norm = torch.zeros((), device=self.device)
-        for p, part in zip(parameters, torch._foreach_norm(grads)):
-            norm += part**2 / self.holders(p)
+        if self.shares is None:
+            self.shares = torch.tensor([1 / self.holders(p) for p in parameters], device=self.device)
+        norm = (torch.stack(torch._foreach_norm(grads)) ** 2 * self.shares).sum()
         dist.all_reduce(norm)
         norm = norm.sqrt()
         torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -179,9 +181,10 @@ class Parts:
     # --- the whole model, for those who evaluate, sample, save and load: every process has to call ------------------------
 
     def of_stage(self, stage, shape, function, *args):
-        """What a function returns on one stage, on all of them. What is compiled for training would be so for each length."""
-        result = torch.empty(shape, device=self.device)
-        if stage == self.stage:
+        """What a function returns on one stage, on all stages. Not compiled: rows of any length come through here."""
+        if stage != self.stage:
+            result = torch.empty(shape, device=self.device)
+        else:
             with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
                 result = self.model.run(function, *args).float().contiguous()
         if self.n_stages > 1:
@@ -269,11 +272,6 @@ class Parts:
         tensor = by_heads(tensor, self.tp.size()) if ".c_attn." in name else tensor
         return distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None).clone() if isinstance(p, DTensor) \
             else tensor
-
-
-def pipeline_batch(batch_size, n_sequences, n_stages):
-    """Sequences in a micro-batch: batch_size, if that makes enough micro-batches to keep every stage busy."""
-    return min(batch_size, n_sequences // n_stages)
 
 
 def cut_into_stages(model, stage, n_stages):

@@ -85,6 +85,14 @@ def test_a_checkpoint_goes_from_layout_to_layout(tmp_path, alone):
         assert_same_run(run, alone[0])
 
 
+def test_a_batch_that_grows_in_a_pipeline(tmp_path):
+    """8 and then 16 sequences, in micro-batches of 4 and then 8: as many each time, and not of the same size."""
+    flags = ["--rampup_steps", 4, "--rampup_batch_size", 256, "--batch_size", 8, "--max_steps", 8, "--evals", ""]
+    for name, processes, way in (("one", 1, []), ("two", 2, PP)):
+        run_small(tmp_path, processes, *flags, *way, "--log_dir", name)
+    assert_same_run(tmp_path / "two", tmp_path / "one", steps=8)
+
+
 def test_float16_overflows_are_noticed_by_all(tmp_path, alone):
     """A scale that is too large for eight steps: every part drops them, and all halve the scale alike."""
     saved = checkpoint(alone[0], 5)
