@@ -294,7 +294,8 @@ def main(argv=None):
                 print0(f"  {name:24} {part * 1000:9,.1f} ms {part / sum(kinds.values()):7.1%}")
     parameters = sum(p.numel() for p in model.parameters())
     print0(f"{bench.preset}: {parameters:,} parameters, T={T}, {config.optimizer}, {flops / 1e6:,.2f} MFLOP a token with full "
-           f"attention; {describe(device)}; torch {torch.__version__}; {world_size} process{'es' * (world_size > 1)}")
+           f"attention; {describe(device)}; torch {torch.__version__}; {world_size} process{'es' * (world_size > 1)}"
+           + f": {config.parallel}, tp {config.tp}, pp {config.pp}" * (world_size > 1))
     print0("\n".join(table))
 
 

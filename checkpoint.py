@@ -234,6 +234,7 @@ def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size,
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     write_json(run_dir / "run.json", facts)
-    layout = f" (pp {config.pp} x {config.parallel} {world_size // (config.pp * config.tp)} x tp {config.tp})"
+    sizes = {"pp": config.pp, config.parallel: world_size // (config.pp * config.tp), "tp": config.tp}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     print(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, {facts['dtype']} on "
-          f"{world_size} x {facts['device']}{layout * (world_size > 1)}; log and checkpoints in {run_dir}", flush=True)
+          f"{world_size} x {facts['device']}{layout and f' ({layout})'}; log and checkpoints in {run_dir}", flush=True)

@@ -29,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from cli import print0
 from model import LinearCrossEntropy
 
 
@@ -128,6 +129,9 @@ class Parts:
 
     def make_schedule(self, n, B, T):
         """1F1B for n micro-batches of (B, T)."""
+        print0(f"pipeline: {n} micro-batches of {B} through {self.n_stages} stages, which wait for each other "
+               f"{(self.n_stages - 1) / (n + self.n_stages - 1):.0%} of the time; a smaller --batch_size makes more of them")
+
         def loss_of(loss, _):
             self.loss_sum += loss.detach() / n
             return self.scaler.scale(loss / n)

@@ -67,8 +67,8 @@ class TrainConfig:
     compile: bool = None  # torch.compile the model [on for cuda]
     activation_checkpointing: bool = False  # keep only what enters a block, and compute the rest again: memory for time
     parallel: str = "ddp"  # each process holds the whole model, or with fsdp a share of every tensor
-    tp: int = 1  # processes that compute each layer together; divides n_head
-    pp: int = 1  # processes that have some of the blocks each, one after the other
+    tp: int = 1  # processes, started by torchrun, that compute each layer together; divides n_head
+    pp: int = 1  # processes that have some of the blocks each, one after the other; at most n_layer
 
 
 # What a preset changes beside the shape of the model: rates and batches as GPT-3's table 2.1 has them for the size; for the
@@ -152,6 +152,8 @@ def check_layout(config, gpt_config, world_size):
     if world_size % (tp * pp):
         raise UserError(f"--tp {tp} x --pp {pp} takes a multiple of {tp * pp} processes, and there are {world_size}: "
                         f"torchrun --nproc_per_node={tp * pp * max(1, world_size // (tp * pp))} train_gpt2.py would do")
+    if config.parallel == "fsdp" and world_size == tp * pp:
+        print0("note: --parallel fsdp shares a model out among processes with different data, and here there is one such")
 
 
 def data_share(config, rank, world_size):
@@ -175,8 +177,8 @@ def check_batches(config, T, dp, n_sequences):
                         f"{max(1, smallest // unit) * unit} would be")
     shares = {get_batch_tokens(step, config) // unit for step in range(config.rampup_steps + 1)}  # sequences of each process
     if min(shares) < config.pp:
-        raise UserError(f"--{name} {smallest} is {min(shares)} sequences for each of {dp} pipelines, whose {config.pp} "
-                        f"stages need as many; {config.pp * unit} would do")
+        raise UserError(f"--{name} {smallest} gives each stage of --pp {config.pp} less than one sequence to work on; "
+                        f"{config.pp * unit} would do")
 
     def divides(B):
         return not any(share % min(B, share // config.pp) for share in shares)

@@ -511,7 +511,7 @@ def test_a_pipeline_has_a_micro_batch_for_each_stage():
     assert portion(0, config, 64, 1) == (16, 16)
     for change, sentence in ((dict(pp=3), "--batch_size 16 does not divide the 16 sequences that each of 1 processes has in a step, "
                               "or leaves some of --pp 3 idle; --batch_size 4 would"),
-                             (dict(total_batch_size=64), "whose 2 stages need as many; 128 would do")):
+                             (dict(total_batch_size=64), "--pp 2 less than one sequence to work on; 128 would do")):
         with pytest.raises(UserError, match=sentence):
             check_batches(dataclasses.replace(config, **change), 64, 1, 100)
 
