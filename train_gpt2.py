@@ -418,7 +418,8 @@ class Replica:
 
     def sync(self, on):
         """Whether the next backward averages the gradients over the processes. DDP reads it in the forward before."""
-        self.model.require_backward_grad_sync = on
+        if isinstance(self.model, DDP):
+            self.model.require_backward_grad_sync = on
 
     def forward_backward(self, x, y, micro_steps):
         """Adds a micro-batch's part to the gradients -> its part of the loss."""
@@ -451,7 +452,7 @@ def train_step(model, optimizers, batches, micro_steps, grad_clip, stop=False):
     """
     loss_sum = 0.0
     for micro_step, (x, y) in enumerate(itertools.islice(batches, micro_steps), start=1):
-        model.sync(micro_step == micro_steps)
+        model.sync(micro_step == micro_steps)  # only the sum of all is of interest
         loss_sum += model.forward_backward(x, y, micro_steps)
     for optimizer in optimizers:
         model.scaler.unscale_(optimizer)  # before clipping, which is about the true gradient
