@@ -35,7 +35,7 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False):
 def program(*flags, cwd, processes=1, program="train_gpt2.py", status=0, online=False):
     """Runs a program to its end -> (stdout, stderr) of rank 0; every process must exit with `status`."""
     running = spawn(*flags, cwd=cwd, processes=processes, program=program, online=online)
-    outputs = [p.communicate(timeout=120) for p in running]
+    outputs = [p.communicate(timeout=300) for p in running]
     for p, (out, err) in zip(running, outputs):
         assert p.returncode == status, f"exit status {p.returncode}\n{out[-2000:]}\n{err[-4000:]}"
     return outputs[0]
