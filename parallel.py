@@ -61,9 +61,8 @@ class Parts:
             self.logits, self.loss = lambda x: model.lm_head(x), self.divided_loss
             if self.first:
                 model.transformer.wte.forward = self.divided_embedding
-        model.activation_checkpointing = config.activation_checkpointing
         blocks = [block for block in model.transformer.h if block is not None]
-        self.compiled = config.compile or (config.compile is None and device.type == "cuda")
+        self.compiled = config.compile
         if self.compiled:  # block by block: what is borrowed is called for in between
             self.loss = torch.compile(self.loss, dynamic=False, fullgraph=True)
             for block in blocks:

@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -408,9 +408,8 @@ class Replica:
 
     def __init__(self, raw_model, config, device, dtype, autocast):
         self.autocast, self.scaler = autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        raw_model.activation_checkpointing = config.activation_checkpointing
         self.model = raw_model.to(device)
-        if config.compile or (config.compile is None and device.type == "cuda"):
+        if config.compile:
             self.model = torch.compile(self.model, dynamic=False, fullgraph=True)  # forward, loss and backward as a graph each
         if dist.is_initialized():  # gradient_as_bucket_view: the buffers that are sent are the gradients, and not copies
             ids = [device.index] if device.type == "cuda" else None
@@ -437,6 +436,9 @@ class Replica:
 def prepare(raw_model, config, device, dtype):
     """What a step needs -> (the model as it is trained, its optimizers, the autocast)."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    if config.compile is None:
+        config = replace(config, compile=device.type == "cuda")
     in_parts = dist.is_initialized() and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     kind = importlib.import_module("parallel").Parts if in_parts else Replica
     model = kind(raw_model, config, device, dtype, autocast)
