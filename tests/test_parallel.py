@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,7 +155,9 @@ def test_two_machines_one_killed_both_restarted(tmp_path, alone):
     deadline = time.time() + 300
     while not (tmp_path / "run" / "model_000004.pt").exists() and time.time() < deadline:
         time.sleep(0.01)
-    os.killpg(running[1].pid, signal.SIGKILL)  # the machine is gone: torchrun and what it started
+    # The machine is gone: torchrun, and what it started, which it puts into process groups of their own.
+    for pid in (running[1].pid, *Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children").read_text().split()):
+        os.kill(int(pid), signal.SIGKILL)
     out, _ = running[0].communicate(timeout=300)
     running[1].communicate()
     assert running[0].returncode != 0 and not (tmp_path / "run" / "model_000020.pt").exists(), out[-3000:]
