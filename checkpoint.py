@@ -12,33 +12,43 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cli import UserError, first_line, print0, write_json
+from cli import UserError, first_line, print0, write_json, writing
 from device import describe, ranks
 from model import GPT, GPTConfig
-from tokenizer import name_for
+from tokenizer import name_for, token_bytes
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # what a step itself logs; all else a checkpoint's model scored
 # How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
 LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp", "log_dir", "resume"}
 
 
-def save_checkpoint(run_dir, model, optimizers, scaler, step, position, config, tokenizer):
+def save_checkpoint(run_dir, model, optimizers, scaler, step, position, config, tokenizer, contents):
     """Writes a run's whole state, to a temporary name that is then renamed: a reader never meets half a file.
 
-    Every process calls it, since each may hold a part of the state, and rank 0 writes.
+    Every process calls it, since each may hold a part of the state, and rank 0 writes. contents: what the data are, a text
+    for each split, by which a resumed run knows them again. Raises UserError if the disk is full.
     """
     path, temporary = run_dir / f"model_{step:06d}.pt", run_dir / "model.tmp"
     state = dict(model=model.state_dict(), optimizer={name_of(o): o.state_dict() for o in optimizers},
                  scaler=scaler.state_dict(), step=step, position=position, tokenizer=tokenizer,
                  model_config=asdict(model.config),
-                 train_config={k: v for k, v in asdict(config).items() if k not in LAYOUT})
+                 train_config={k: v for k, v in {**asdict(config), **contents}.items() if k not in LAYOUT})
     if ranks()[0] > 0:
         return
-    with open(temporary, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    with writing(path, "the checkpoints before it are whole: make room, and --resume goes on from the last"):
+        try:
+            with open(temporary, "wb") as f:
+                torch.save(state, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     if config.keep:
         for old in checkpoints(run_dir)[:-config.keep]:
             old.unlink()
@@ -53,7 +63,7 @@ def load_checkpoint(path):
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, and with it a CRC-32 of everything inside
             if damaged := archive.testzip():
-                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong")
+                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong; delete it, and the one before it counts")
         # mapped: the processes of a machine share the pages, and take from them what is theirs
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         keys = {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer"}
@@ -61,9 +71,10 @@ def load_checkpoint(path):
     except UserError:
         raise
     except Exception as error:  # a damaged file may fail anywhere in zipfile, pickle or torch
-        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)})") from error
+        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); delete it, and the one before it counts") \
+            from error
     if missing:
-        raise UserError(f"{path}: not a checkpoint of this program, it lacks {', '.join(sorted(missing))}")
+        raise UserError(f"{path}: not a checkpoint of this program, it lacks {', '.join(sorted(missing))}; give another")
     return checkpoint
 
 
@@ -73,10 +84,14 @@ def checkpoints(directory):
     return sorted(paths, key=lambda p: int(p.stem[6:]))
 
 
-def model_from(checkpoint):
-    """A checkpoint's dict -> (GPT, its tokenizer's name)."""
-    model = GPT(GPTConfig(**checkpoint["model_config"]))
-    model.load_state_dict(checkpoint["model"])
+def model_from(checkpoint, source):
+    """A checkpoint's dict -> (GPT, its tokenizer's name). source: where it is from. Raises UserError if it makes no sense."""
+    try:
+        model = GPT(GPTConfig(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"])
+        token_bytes(checkpoint["tokenizer"])
+    except Exception as error:  # somebody else's file may hold anything
+        raise UserError(f"{source}: its model cannot be built ({first_line(error)}); give another checkpoint") from error
     return model, checkpoint["tokenizer"]
 
 
@@ -88,9 +103,9 @@ def load_model(name):
     if newest := checkpoints(name)[-1:]:
         name = newest[0]
     if Path(name).is_file():
-        return model_from(load_checkpoint(name))
+        return model_from(load_checkpoint(name), name)
     if Path(name).suffix == ".pt":
-        raise UserError(f"{name}: no such checkpoint")
+        raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     try:
         model = GPT.from_pretrained(name)
     except (ImportError, OSError, ValueError) as error:
@@ -107,7 +122,8 @@ def find_model(config):
     place = Path(config.checkpoint or "log")
     if place.is_file():
         return place
-    newest = max((p for d in (place, *place.glob("*/")) for p in checkpoints(d)), key=lambda p: p.stat().st_mtime, default=None)
+    last = [path for d in (place, *place.glob("*/")) for path in checkpoints(d)[-1:]]  # of each run, by its step
+    newest = max(last, key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
         raise UserError(f"no checkpoint in {place}: python train_gpt2.py makes one, or give --checkpoint FILE or --model gpt2")
     return newest
@@ -120,7 +136,7 @@ def init_model(gpt_config, config, given, checkpoint):
     """
     torch.manual_seed(config.seed)
     if checkpoint:
-        (model, tokenizer), source = model_from(checkpoint), config.log_dir
+        (model, tokenizer), source = model_from(checkpoint, config.log_dir), config.log_dir
     elif config.init_from:
         (model, tokenizer), source = load_model(config.init_from), config.init_from
         if "block_size" in given and gpt_config.block_size < model.config.block_size:
@@ -131,7 +147,8 @@ def init_model(gpt_config, config, given, checkpoint):
     want, have = asdict(gpt_config), asdict(model.config)
     differ = [name for name in have if have[name] != want[name] and (name in given or not config.init_from)]
     if differ:
-        raise UserError(f"{source} holds another model: " + ", ".join(f"{n} is {have[n]}, not {want[n]}" for n in differ))
+        raise UserError(f"{source} holds another model: " + ", ".join(f"{n} is {have[n]}, not {want[n]}" for n in differ)
+                        + "; give the same, or leave the flags out")
     return model, tokenizer
 
 
@@ -152,11 +169,18 @@ def find_checkpoint(directory, rank, world_size):
     return checkpoint or load_checkpoint(choice[0])
 
 
-def restore(checkpoint, optimizers, scaler, config):
-    """Puts the optimizers and the scaler of a checkpoint back -> (step, position); says which settings have changed."""
+def restore(checkpoint, optimizers, scaler, config, contents):
+    """Puts the optimizers and the scaler of a checkpoint back -> (step, position); says which settings have changed.
+
+    Raises UserError if it is not this run's: its data, its optimizer, or a step beyond the last.
+    """
     if checkpoint["step"] > config.max_steps:
         raise UserError(f"the run in {config.log_dir} is at step {checkpoint['step']} already, "
-                        f"past --max_steps {config.max_steps}")
+                        f"past --max_steps {config.max_steps}; give more")
+    before = checkpoint["train_config"]
+    if differ := [f"its {k} was {before[k]} and is {now}" for k, now in contents.items() if before.get(k, now) != now]:
+        raise UserError(f"--data {config.data} is not what the run in {config.log_dir} was trained on: {', '.join(differ)}; "
+                        f"--init_from {config.log_dir} takes its weights into a new run")
     saved, optimizers = checkpoint["optimizer"], {name_of(optimizer): optimizer for optimizer in optimizers}
     if "state" in saved:  # as it was written when there was AdamW alone
         saved = {"adamw": saved}
@@ -168,12 +192,27 @@ def restore(checkpoint, optimizers, scaler, config):
         optimizer.load_state_dict(dict(state=saved[name]["state"], param_groups=groups))
     if checkpoint["scaler"]:  # empty unless the dtype was float16
         scaler.load_state_dict(checkpoint["scaler"])
-    before = checkpoint["train_config"]
     print0(f"resumed from step {checkpoint['step']} in {config.log_dir}")
     for name, now in asdict(config).items():
         if name in before and before[name] != now:
             print0(f"note: {name} was {before[name]} until here and is {now} from here on")
     return checkpoint["step"], checkpoint["position"]
+
+
+def lock(directory):
+    """Until it ends, this process alone writes to a run directory -> what holds the lock.
+
+    Raises UserError if another one does.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)  # the lock is on the directory itself, and leaves no file behind
+    try:
+        if fcntl:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"--log_dir {directory}: another run is writing there; stop it, or give another directory") from error
+    except OSError as error:  # on some network file systems
+        print0(f"note: {directory} cannot be locked ({error.strerror}): see to it that no second run writes there")
+    return descriptor
 
 
 def move_aside(directory):
@@ -186,7 +225,6 @@ def move_aside(directory):
         for p in old:
             p.rename(aside / p.name)
         print0(f"the run in {directory} was moved to {aside}")
-    directory.mkdir(parents=True, exist_ok=True)
 
 
 class RunLog:
@@ -194,27 +232,31 @@ class RunLog:
 
     A log that starts at step 0 is a new run's, and an old one is moved aside. Otherwise the lines of steps taken after the
     checkpoint at `step` are cut off, to be written again. What that very checkpoint scored stays: it is not written twice.
+    Raises UserError if the directory cannot be written, or if another run is writing there.
     """
 
     def __init__(self, directory, step):
-        path, temporary = directory / "log.txt", directory / "log.tmp"
-        try:
+        self.path, temporary = directory / "log.txt", directory / "log.tmp"
+        with writing(f"--log_dir {directory}"):
+            directory.mkdir(parents=True, exist_ok=True)
+            self.lock = lock(directory)
             if step == 0:
                 move_aside(directory)
-            text = path.read_text() if path.exists() else ""
+            text = self.path.read_text(errors="replace") if self.path.exists() else ""
             lines = [line.split() for line in text[:text.rfind("\n") + 1].splitlines()]
-            kept = [line for line in lines if len(line) == 3 and (int(line[0]), line[1] in STEP_STREAMS) < (step, True)]
+            lines = [line for line in lines if len(line) == 3 and line[0].isdecimal()]
+            kept = [line for line in lines if (int(line[0]), line[1] in STEP_STREAMS) < (step, True)]
             self.known = {(step, line[1]) for line in kept if int(line[0]) == step}
             temporary.write_text("".join(" ".join(line) + "\n" for line in kept))
-            os.replace(temporary, path)
-            self.file = open(path, "a")
-        except OSError as error:
-            raise UserError(f"--log_dir {directory}: cannot be written ({first_line(error)})") from error
+            os.replace(temporary, self.path)
+            self.file = open(self.path, "ab", buffering=0)  # what cannot be written is not tried again at the end
 
     def write(self, step, **values):
         new = {stream: value for stream, value in values.items() if (step, stream) not in self.known}
-        self.file.write("".join(f"{step} {stream} {value:.8g}\n" for stream, value in new.items()))
-        self.file.flush()
+        data = "".join(f"{step} {stream} {value:.8g}\n" for stream, value in new.items()).encode()
+        with writing(self.path, "make room, and --resume goes on from the last checkpoint"):
+            while data:
+                data = data[self.file.write(data):]  # a nearly full disk may take less than all
 
 
 def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size, loader):

@@ -1,6 +1,7 @@
 """The command line of every program here: a dataclass field is a flag, its default the default, its comment the help."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -10,6 +11,13 @@ import re
 import signal
 import sys
 from pathlib import Path
+
+# What ends a program from outside, by what PyTorch says of it.
+CAUSES = {
+    r"out of memory|DefaultCPUAllocator": "there is not enough memory: take a smaller model or a smaller batch",
+    r"gloo|NCCL|TCPStore|[Cc]onnection|Broken pipe": "another process of this run has ended, and this one with it: see what "
+    "that one says; the same command with --resume goes on from the last checkpoint",
+}
 
 
 class UserError(Exception):
@@ -51,17 +59,31 @@ def fail(message):
 
 
 def run(main):
-    """Calls main(); a UserError or a missing package becomes one line on standard error and exit status 2."""
+    """Calls main(). What is not a bug of ours becomes one line on standard error.
+
+    The exit status is 2 for a mistake (a UserError, a missing package, a file that cannot be used), 1 for want of memory or
+    of another process.
+    """
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        end(2, error)
     except ModuleNotFoundError as error:
-        print(f"error: the package {error.name} is missing: pip install {error.name}", file=sys.stderr)
-        sys.exit(2)
+        end(2, f"the package {error.name} is missing: pip install {error.name}")
+    except OSError as error:
+        end(2, f"{error.filename or 'a file'}: {error.strerror or first_line(error)}")
+    except RuntimeError as error:
+        cause = next((sentence for pattern, sentence in CAUSES.items() if re.search(pattern, str(error))), None)
+        if cause is None:
+            raise
+        end(1, f"{cause} ({first_line(error)})")
     except KeyboardInterrupt:
         sys.exit(130)  # as the shell counts it: 128 + SIGINT
+
+
+def end(status, message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 def catch_stop_signals():
@@ -78,19 +100,34 @@ def print0(*args):
         print(*args, flush=True)
 
 
+@contextlib.contextmanager
+def writing(path, remedy="make room, or give another place"):
+    """What goes wrong while something is written becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or first_line(error)}); {remedy}") from error
+
+
 def check_json(path):
     """Raises UserError, before the work and not after it, if a --json FILE could not be written."""
     if path and Path(path).is_dir():
         raise UserError(f"--json {path}: that is a directory; give a file")
     if path and not Path(path).parent.is_dir():
-        raise UserError(f"--json {path}: there is no directory {Path(path).parent}")
+        raise UserError(f"--json {path}: there is no directory {Path(path).parent}; make it first")
+    if path and not os.access(Path(path).parent, os.W_OK):
+        raise UserError(f"--json {path}: {Path(path).parent} cannot be written to; give another place")
 
 
 def write_json(path, value):
     """Under a temporary name first: nobody finds half a file, and an old one lives until the new one is whole."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with writing(path):
+        try:
+            temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def first_line(error):

@@ -81,6 +81,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
     import pyarrow as pa
     from huggingface_hub import constants
 
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # datasets 3 would run a data set's own script, if asked to
     constants.DOWNLOAD_CHUNK_SIZE = BLOCK  # a chunk cut short is fetched again: let it be one megabyte, not ten
     for attempt in range(RETRIES + 1):
         try:

@@ -45,11 +45,16 @@ def find_device(name, rank=0, world_size=1):
         raise UserError(f"--device {name} cannot be used by process {rank} ({first_line(error)}); --device cpu can") from error
 
 
-def setup(name, keep_memory=True):
+def setup(name, keep_memory=True, deterministic=False):
     """Joins the processes that torchrun started, if any, and chooses the device -> (rank, world_size, device).
 
-    keep_memory: whether a CPU's process is to hold on to what it has freed, for speed.
+    keep_memory: whether a CPU's process is to hold on to what it has freed, for speed. deterministic: whether PyTorch may
+    use only algorithms that always give the same bits, and is to refuse where it has none.
     """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS wants for it, before its first product
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # we read none
     rank, local_rank, world_size = ranks()
     device = find_device(name, local_rank, world_size)
     if world_size > 1 and device.type == "mps":

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, run
+from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, run, write_json
 from corpus import find_files, load_hub, parse_table, parse_text, read_blocks, texts_of
 from tokenizer import RANKS, RANKS_SHA256, START, get_encoding
 
@@ -206,7 +206,7 @@ class ShardWriter:
 
     def is_whole(self, facts, index):
         try:
-            tokens = np.load(self.path(facts, index), mmap_mode="r")
+            tokens = np.load(self.path(facts, index), mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError):
             return False
         return len(tokens) == min(facts["shard_size"], facts["tokens"] - index * facts["shard_size"])
@@ -291,12 +291,6 @@ def commit(file, path, progress, facts):
     file.close()
     os.replace(file.name, path)
     write_json(progress, facts)
-
-
-def write_json(path, facts):
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Without a prompt the model starts from nothing. A file of prompts holds one a li
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,14 @@ import torch
 from checkpoint import find_model, load_model
 from cli import UserError, check_json, parse_flags, print0, run, write_json
 from device import setup
-from tokenizer import decode, get_encoding, start_id
+from tokenizer import SPECIAL_TOKENS, decode, get_encoding, start_id
 
 
 @dataclass
 class GenerateConfig:
     checkpoint: str = None  # a checkpoint, or a run directory, whose newest counts [the newest under log/]
     model: str = None  # or weights of Hugging Face's GPT-2: a name, such as gpt2-xl, or a directory
-    prompt: str = ""  # the text to go on from
+    prompt: str = None  # the text to go on from
     prompts: str = None  # or a file of such texts, one a line
     num_samples: int = 2  # texts for each prompt
     max_new_tokens: int = 500  # tokens to add; nothing stops earlier
@@ -36,18 +37,36 @@ class GenerateConfig:
 
 
 def read_prompts(config):
-    """The prompts that the flags mean, at least one. Raises UserError."""
+    """The prompts that the flags mean -> [(where it is given, prompt)], at least one. Raises UserError."""
     if config.prompts is None:
-        return [config.prompt]
-    if config.prompt:
+        return [("--prompt" if config.prompt is not None else "", config.prompt or "")]
+    if config.prompt is not None:
         raise UserError("--prompt and --prompts exclude each other: give one")
     try:
         lines = Path(config.prompts).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {config.prompts}: cannot be read as text ({error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {config.prompts}: is not UTF-8 (byte {error.start}); give a text") from error
+    except OSError as error:
+        raise UserError(f"--prompts {config.prompts}: cannot be read ({error.strerror}); give a text file") from error
     if not lines:
         raise UserError(f"--prompts {config.prompts}: is empty; write one prompt a line")
-    return lines
+    return [(f"--prompts {config.prompts}, line {n}", line) for n, line in enumerate(lines, start=1)]
+
+
+def encode(where, prompt, tokenizer, gpt_config):
+    """A prompt -> its ids, after the one that starts a text. Raises UserError if the model cannot go on from it."""
+    if where and not re.sub("|".join(map(re.escape, SPECIAL_TOKENS[tokenizer])), "", prompt):
+        raise UserError(f"{where} {prompt!r}: there is nothing to go on from; leave it out, and a text is begun")
+    try:
+        ids = [start_id(tokenizer, gpt_config.vocab_size), *get_encoding(tokenizer).encode_ordinary(prompt)]
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: is not UTF-8 (character {error.start}); write it in UTF-8") from error
+    if max(ids) >= gpt_config.vocab_size:
+        raise UserError(f"{where}: has token id {max(ids)}, but this model knows {gpt_config.vocab_size} ids only; write it "
+                        "otherwise")
+    if len(ids) > gpt_config.block_size:
+        raise UserError(f"{where}: has {len(ids) - 1} tokens, and this model reads {gpt_config.block_size - 1}; give less")
+    return ids
 
 
 def main(argv=None):
@@ -61,13 +80,11 @@ def main(argv=None):
     prompts, name = read_prompts(config), find_model(config)
     _, _, device = setup(config.device)
     model, tokenizer = load_model(name)
-    model, encoding = model.to(device), get_encoding(tokenizer)
+    model.to(device)
+    prompts = [(prompt, encode(where, prompt, tokenizer, model.config)) for where, prompt in prompts]
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
-    for number, prompt in enumerate(prompts):
-        ids = [start_id(tokenizer, model.config.vocab_size), *encoding.encode_ordinary(prompt)]
-        if max(ids) >= model.config.vocab_size:
-            raise UserError(f"prompt {prompt!r} has token id {max(ids)}, this model knows {model.config.vocab_size} ids only")
+    for number, (prompt, ids) in enumerate(prompts):
         idx = torch.tensor([ids] * config.num_samples, device=device)  # (num_samples, T)
         out = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
         texts = [decode(tokenizer, row[1:]) for row in out.tolist()]

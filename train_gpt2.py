@@ -15,9 +15,13 @@ import bisect
 import importlib
 import itertools
 import math
+import os
 import re
+import statistics
 import sys
 import time
+import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -65,6 +69,7 @@ class TrainConfig:
     device: str = "auto"  # cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # bfloat16, float16 (with a gradient scaler) or float32
     compile: bool = None  # torch.compile the model [on for cuda]
+    deterministic: bool = False  # only algorithms that give the same bits every time: slower on a GPU
     activation_checkpointing: bool = False  # keep only what enters a block, and compute the rest again: memory for time
     parallel: str = "ddp"  # each process holds the whole model, or with fsdp a share of every tensor
     tp: int = 1  # processes, started by torchrun, that compute each layer together; divides n_head
@@ -86,6 +91,8 @@ RECIPES = {
 SHARDS, TEXT = "edu_fineweb10B", Path(__file__).with_name("input.txt")
 EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # modules beside this one
 MAX_BAD_STEPS = 10  # steps in a row whose gradient is not finite, after which a run is given up
+JUMP, RECENT = 10, 100  # a gradient's norm jumps if it is so many times the median of so many before it
+ENDS = 2**16  # tokens of each shard, at its start and at its end, that are looked at before the run
 
 
 def parse_args(argv=None):
@@ -217,14 +224,34 @@ class DataLoaderLite:
             text = read_text(path, tokenizer)
             cut = len(text) * 9 // 10
             self.text = text[:cut] if split == "train" else text[cut:]
-            self.shards = [(path, 0, len(self.text))]
+            self.shards = [(path, 0, len(self.text), None)]
         else:
             raise UserError(f"--data {data}: no such file or directory; it is a text or fineweb.py's directory of shards")
-        self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens in self.shards]).tolist()
+        self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens, _ in self.shards]).tolist()
         self.n_sequences = (self.starts[-1] - 1) // T
         if self.n_sequences < 1:
             raise UserError(f"--data {data}: the {self.starts[-1]} tokens of its {split} split are too few for one sequence of "
                             f"block_size {T} + 1; give more, or a smaller --block_size")
+
+    def contents(self):
+        """What tells these tokens from others, in words. Raises UserError if some of them are outside the vocabulary."""
+        crc, most = 0, ENDS if self.text is None else self.starts[-1]
+        for number, (path, _, n_tokens, _) in enumerate(self.shards):
+            n = min(n_tokens, most)
+            for start in sorted({0, n_tokens - n}):
+                tokens = self.read(number, start, n)
+                self.check(tokens, path)
+                crc = zlib.crc32(tokens.astype("<u2"), crc)
+        return f"{self.starts[-1]:,} tokens with CRC-32 {crc:08x}"
+
+    def check(self, tokens, path):
+        if tokens.max(initial=0) >= self.vocab_size:
+            raise UserError(f"{path}: token id {tokens.max()} is outside the vocabulary of {self.vocab_size}: "
+                            "made with another encoding, or --vocab_size is wrong")
+
+    def read(self, number, start, count):
+        """`count` tokens of a shard from `start` on."""
+        return self.text[start:start + count] if self.text is not None else read_shard(self.shards[number], start, count)
 
     def sequence(self, position):
         """The T+1 tokens at a position of the run, and the shard they begin in."""
@@ -238,11 +265,9 @@ class DataLoaderLite:
         start, end, parts = i * self.T, (i + 1) * self.T + 1, []
         shard = bisect.bisect_right(self.starts, start) - 1
         path = self.shards[shard][0]
-        if self.text is not None:
-            return self.text[start:end], path
         while start < end:  # a sequence may run on into the next shards
             stop = min(end, self.starts[shard + 1])
-            parts.append(read_shard(self.shards[shard], start - self.starts[shard], stop - start))
+            parts.append(self.read(shard, start - self.starts[shard], stop - start))
             start, shard = stop, shard + 1
         return np.concatenate(parts), path
 
@@ -251,9 +276,7 @@ class DataLoaderLite:
         tokens = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
             tokens[b], path = self.sequence(position + b)
-            if tokens[b].max() >= self.vocab_size:
-                raise UserError(f"{path}: token id {tokens[b].max()} is outside the vocabulary of {self.vocab_size}: "
-                                "made with another encoding, or --vocab_size is wrong")
+            self.check(tokens[b], path)
         tokens = torch.from_numpy(tokens)
         if torch.device(device).type == "cuda":
             tokens = tokens.pin_memory()  # page-locked memory is copied while the GPU computes
@@ -262,13 +285,17 @@ class DataLoaderLite:
 
 
 def open_shard(path):
-    """Checks a shard's header and size -> (path, byte offset of the first token, number of tokens). Raises UserError."""
+    """Checks a shard's header and size -> (path, byte offset of the first token, number of tokens, time of its last change).
+
+    Raises UserError.
+    """
     try:
+        changed = path.stat().st_mtime_ns
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
             if tokens.dtype != np.uint16 or tokens.ndim != 1:
                 raise UserError(f"{path}: {tokens.dtype} of shape {tokens.shape}, but a shard is one-dimensional uint16")
-            return path, tokens.offset, len(tokens)
+            return path, tokens.offset, len(tokens), changed
         header, size = np.fromfile(path, "<i4", 256).tolist(), path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path}: not a readable shard ({first_line(error)}); fetch or make it again") from error
@@ -277,7 +304,7 @@ def open_shard(path):
     if size != 1024 + 2 * header[2]:
         raise UserError(f"{path}: {size} bytes, but the {header[2]} tokens that its header promises take "
                         f"{1024 + 2 * header[2]}: truncated or damaged, fetch or make it again")
-    return path, 1024, header[2]
+    return path, 1024, header[2], changed
 
 
 def read_shard(shard, start, count):
@@ -285,13 +312,15 @@ def read_shard(shard, start, count):
 
     Read, not mapped: the pages of a map count as the process's memory and grow until it has touched them all.
     """
-    path, offset, _ = shard
+    path, offset, _, changed = shard
     try:
-        tokens = np.fromfile(path, "<u2", count, offset=offset + 2 * start)
+        with open(path, "rb") as file:
+            same = os.fstat(file.fileno()).st_mtime_ns == changed
+            tokens = np.fromfile(file, "<u2", count, offset=offset + 2 * start)
     except OSError as error:
         raise UserError(f"{path}: became unreadable during the run ({first_line(error)}); mend it, then --resume") from error
-    if len(tokens) < count:
-        raise UserError(f"{path}: became shorter during the run; make it again, then --resume")
+    if not same or len(tokens) < count:
+        raise UserError(f"{path}: was changed during the run; make it again as it was, then --resume")
     return tokens
 
 
@@ -300,7 +329,9 @@ def read_text(path, tokenizer):
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"--data {path}: cannot be read ({first_line(error)})") from error
+        raise UserError(f"--data {path}: cannot be read ({first_line(error)}); give a text or a directory of shards") from error
+    if b"\0" in data:
+        raise UserError(f"--data {path}: is no text, it holds zero bytes; give one in UTF-8, or the directory of shards")
     if tokenizer == "bytes":
         return np.frombuffer(data, np.uint8)
     return np.array(get_encoding(tokenizer).encode_ordinary(data.decode("utf-8", errors="replace")), np.uint16)
@@ -472,13 +503,35 @@ def train_step(model, optimizers, batches, micro_steps, grad_clip, stop=False):
     return loss_sum / processes, norm, stop > 0
 
 
+class Watch:
+    """Over the gradient norms of a run: which steps were skipped, and where the norm jumped."""
+
+    def __init__(self):
+        self.recent, self.bad_in_a_row, self.skipped, self.jumps = deque(maxlen=RECENT), 0, 0, 0
+
+    def mark(self, norm):
+        """What a step's line is to say of its norm, most often nothing."""
+        mark, finite = "", math.isfinite(norm)
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        self.skipped += not finite
+        if finite:
+            usual = statistics.median(self.recent) if len(self.recent) >= RECENT // 10 else math.inf
+            if norm > JUMP * usual:
+                self.jumps, mark = self.jumps + 1, f" | jump: norm {norm / usual:.0f} x its median"
+            self.recent.append(norm)
+        return mark + f" | {self.skipped} skipped" * (self.skipped > 0)
+
+    def summary(self):
+        return f"{self.skipped} steps skipped, {self.jumps} jumps of the gradient norm"
+
+
 def due(step, every):
     return every > 0 and step > 0 and step % every == 0
 
 
 def main(argv=None):
     gpt_config, config, given = parse_args(argv)
-    rank, world_size, device = setup(config.device, keep_memory=config.parallel != "fsdp")
+    rank, world_size, device = setup(config.device, config.parallel != "fsdp", config.deterministic)
     stop_signals = catch_stop_signals()
     run_dir = Path(config.log_dir)
     checkpoint = find_checkpoint(run_dir, rank, world_size) if config.resume else None
@@ -488,12 +541,13 @@ def main(argv=None):
     share = _, dp = data_share(config, rank, world_size)
     train_loader = DataLoaderLite(config.data, "train", T, vocab_size, config.seed, config.shuffle, tokenizer)
     val_loader = DataLoaderLite(config.data, "val", T, vocab_size, shuffle=False, tokenizer=tokenizer)
+    contents = {"training split": train_loader.contents(), "validation split": val_loader.contents()}
     check_batches(config, T, dp, train_loader.n_sequences)
     evals = load_evals(config, tokenizer, raw_model.config)
 
     dtype = choose_dtype(config.dtype, device)
     model, optimizers, autocast = prepare(raw_model, config, device, dtype)
-    first_step, position = restore(checkpoint, optimizers, model.scaler, config) if checkpoint else (0, 0)
+    first_step, position = restore(checkpoint, optimizers, model.scaler, config, contents) if checkpoint else (0, 0)
     if rank == 0:
         log = RunLog(run_dir, first_step)
         if first_step < config.max_steps:  # a finished run keeps the facts of its making
@@ -502,15 +556,15 @@ def main(argv=None):
     batches = prefetch(micro_batches(train_loader, config, first_step, position, share, device))
     flops, peak = raw_model.flops_per_token(), peak_flops(device, dtype, world_size)
 
-    stop, bad_steps, skipped, seconds = False, 0, 0, 0.0
+    stop, watch, seconds = False, Watch(), 0.0
     for step in range(first_step, config.max_steps + 1):
         last = step == config.max_steps
         n_sequences, B = portion(step, config, T, dp)
         evaluate = evals and (last or due(step, config.eval_every))
         if step > first_step and (last or stop or evaluate or due(step, config.save_every)):
-            save_checkpoint(run_dir, raw_model, optimizers, model.scaler, step, position, config, tokenizer)
+            save_checkpoint(run_dir, raw_model, optimizers, model.scaler, step, position, config, tokenizer, contents)
         if stop:
-            print0(f"stopped by a signal; step {step} is saved, --resume goes on from there")
+            print0(f"stopped by a signal; step {step} is saved, --resume goes on from there; {watch.summary()}")
             break
         if last or step == 0 or due(step, config.val_every):
             with memory_advice(config.batch_size, n_sequences // dp):
@@ -526,7 +580,8 @@ def main(argv=None):
         if last or due(step, config.sample_every):
             print_samples(raw_model, tokenizer, step, device)
         if last:
-            print0(f"done: {run_dir} holds the log and the checkpoints; python generate.py --checkpoint {run_dir} writes more")
+            print0(f"done: {watch.summary()}; {run_dir} holds the log and the checkpoints; python generate.py --checkpoint "
+                   f"{run_dir} writes more")
             break
 
         start = time.perf_counter()  # the clock runs in the step alone, not while evaluating or saving
@@ -537,8 +592,7 @@ def main(argv=None):
             loss, norm, stop = train_step(model, optimizers, batches, n_sequences // (B * dp), config.grad_clip,
                                           stop=bool(stop_signals))
         position += n_sequences
-        bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
-        skipped += bad_steps > 0
+        mark = watch.mark(norm)
         dt = time.perf_counter() - start
         seconds += dt if step > first_step else 0.0  # the first one compiles
         if rank == 0:
@@ -547,9 +601,9 @@ def main(argv=None):
             use = f"mfu {tok_s * flops / peak:.1%}" if peak else f"{tok_s * flops / 1e12:.2f} TFLOP/s"
             to_go = duration((seconds / (step - first_step) if step > first_step else dt) * (config.max_steps - step - 1))
             print0(f"step {step:5d}/{config.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {dt * 1000:.0f} ms "
-                   f"| {tok_s:,.0f} tok/s | {use} | {to_go} to go" + f" | {skipped} skipped" * (skipped > 0))
-        if bad_steps == MAX_BAD_STEPS:
-            raise UserError(f"no finite gradient in {bad_steps} steps in a row, up to step {step}: the run has diverged; the "
+                   f"| {tok_s:,.0f} tok/s | {use} | {to_go} to go{mark}")
+        if watch.bad_in_a_row == MAX_BAD_STEPS:
+            raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step {step}: the run has diverged; "
                             f"checkpoints in {run_dir} are from before, --resume --max_lr {config.max_lr / 2:g} may save it")
     shut_down(world_size)
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked import Program  # isort: skip  before torch, whose number of threads it sets
+
 import numpy as np
 import pytest
 import torch
@@ -17,24 +19,30 @@ TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --tota
         "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu --optimizer adamw --max_lr 4e-3").split()
 
 
-def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False):
-    """Starts a program, in as many processes as torchrun would start, with torchrun's environment -> list of Popen."""
+def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh=False, **options):
+    """Starts a program, in as many processes as torchrun would start, with torchrun's environment -> list of Program.
+
+    fresh: as a Popen, whose Python starts from nothing. options: of Program.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
-           "HF_HUB_OFFLINE": str(int(not online))}
-    return [subprocess.Popen([sys.executable, str(ROOT / program), *map(str, flags)], cwd=cwd, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             env=env if processes == 1 else {
-                                 **env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
-                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-            for rank in range(processes)]
+    running, path, flags = [], ROOT / program, list(map(str, flags))
+    for rank in range(processes):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
+               "HF_HUB_OFFLINE": str(int(not online))}
+        if processes > 1:
+            env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(port))
+        running.append(subprocess.Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                       if fresh else Program(path, flags, cwd, env, **options))
+    return running
 
 
-def program(*flags, cwd, processes=1, program="train_gpt2.py", status=0, online=False):
-    """Runs a program to its end -> (stdout, stderr) of rank 0; every process must exit with `status`."""
-    running = spawn(*flags, cwd=cwd, processes=processes, program=program, online=online)
+def program(*flags, cwd, status=0, **options):
+    """Runs a program to its end -> (stdout, stderr) of rank 0; every process must exit with `status`. options: of spawn."""
+    running = spawn(*flags, cwd=cwd, **options)
     outputs = [p.communicate(timeout=300) for p in running]
     for p, (out, err) in zip(running, outputs):
         assert p.returncode == status, f"exit status {p.returncode}\n{out[-2000:]}\n{err[-4000:]}"

@@ -450,7 +450,7 @@ def test_the_newest_checkpoint_in_bytes_is_scored_from_any_format(baby, tiny, mo
     results = {}
     monkeypatch.setenv("TQDM_MININTERVAL", "0")
     for name, data in (("hellaswag", "h.jsonl"), ("hellaswag", "h.parquet"), ("lambada", tiny[1]["lambada"]), ("lambada", "l.txt")):
-        out, err = program("--data", data, "--json", "o.json", "--limit", 5, cwd=baby, program=f"{name}.py")
+        out, err = program("--data", data, "--json", "o.json", "--limit", 5, cwd=baby, program=f"{name}.py", fresh=True)
         assert f"{name} " in out and "of log/baby/model_000010.pt\n34,688 parameters, tokens of bytes, " in out
         assert "; 5 examples in " in out and "endings, with their context, are longer than the 32 tokens" in out  # more than 32 bytes
         figure = "acc_norm_token" if name == "hellaswag" else "acc"

@@ -179,7 +179,8 @@ def test_fsdp_takes_the_memory_that_arithmetic_says(tmp_path):
         n = sum(p.numel() for p in GPT(GPTConfig(n_layer=16, n_head=6, n_embd=384, block_size=32, vocab_size=256)).parameters())
     taken = {}
     for way in ("ddp", "fsdp"):
-        running = spawn(*SMALL, *WAYS[way][1], *flags, "", "--log_dir", way, cwd=tmp_path, processes=2, program="tests/quick.py")
+        running = spawn(*SMALL, *WAYS[way][1], *flags, "", "--log_dir", way, cwd=tmp_path, processes=2, program="tests/quick.py",
+                        fresh=True)
         outputs = [p.communicate(timeout=300) for p in running]
         before, most = re.search(r"MB (\S+) (\S+)", outputs[1][0]).groups()  # rank 0 also gathers the checkpoint, on the CPU
         taken[way] = (float(most) - float(before)) * 1e6 / n  # bytes a parameter

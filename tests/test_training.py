@@ -197,7 +197,7 @@ def test_resume_says_what_differs(tmp_path):
     out, _ = train("--log_dir", "run", "--resume", "--max_steps", 4, cwd=tmp_path)
     assert "note: max_steps was 2 until here and is 4 from here on" in out
     _, err = train("--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path, status=2)
-    assert err == "error: the run in run is at step 4 already, past --max_steps 3\n"
+    assert err == "error: the run in run is at step 4 already, past --max_steps 3; give more\n"
     assert max(step for step, _ in read_log(tmp_path / "run")) == 4
 
 

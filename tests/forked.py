@@ -1,0 +1,87 @@
+"""Programs without the seconds that importing torch takes: each is forked from a process that has imported it already.
+
+Apart from that they are what the shell would start: the file is run as __main__, in a process with its own directory,
+environment, output and exit status. A Program is used like a subprocess.Popen.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import runpy
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
+                                "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm"])
+
+
+class Program:
+    """limits: {resource of setrlimit: bytes}. root: whether a test that runs as root may read and write what modes forbid."""
+
+    def __init__(self, path, flags, cwd, env, limits=None, root=True):
+        self.args, ends = [str(path), *flags], [CONTEXT.Pipe(duplex=False) for _ in range(2)]
+        writers = [writer for _, writer in ends]
+        self.process = CONTEXT.Process(target=become, args=(self.args, str(cwd), env, *writers, limits or {}, root))
+        self.process.start()
+        self.stdout, self.stderr = (open(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader, _ in ends)
+        for end in (end for pair in ends for end in pair):
+            end.close()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout=None):
+        """-> (stdout, stderr). Raises TimeoutExpired, and then the process is gone, too."""
+        texts = {}
+        readers = [threading.Thread(target=lambda name=name: texts.update({name: getattr(self, name).read()}), daemon=True)
+                   for name in ("stdout", "stderr")]
+        for reader in readers:
+            reader.start()
+        self.process.join(timeout)
+        if self.returncode is None:
+            self.process.kill()
+            self.process.join()
+            readers[0].join(10)
+            raise subprocess.TimeoutExpired(self.args, timeout, texts.get("stdout"))
+        for reader in readers:
+            reader.join()
+        return texts["stdout"], texts["stderr"]
+
+
+def become(argv, cwd, env, out, err, limits, root):
+    """In the new process: what the shell and Python do before the program's first line."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for end, number in ((out, 1), (err, 2)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False)
+    for name, size in limits.items():
+        resource.setrlimit(name, (size, size))
+    if not root and os.geteuid() == 0:
+        drop_override()
+    sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *(p for p in sys.path if "tests" not in p)]
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def drop_override():
+    """Takes from root, for this process, the right to read and write everything."""
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())
+    for i in (0, 1):  # effective, permitted
+        data[i] &= ~(1 << DAC_OVERRIDE | 1 << DAC_READ_SEARCH)
+    assert libc.capset(header, data) == 0, os.strerror(ctypes.get_errno())
