@@ -240,6 +240,7 @@ class RunLog:
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             self.lock = lock(directory)
+            temporary.touch()  # where nothing may be written, nothing is moved
             if step == 0:
                 move_aside(directory)
             text = self.path.read_text(errors="replace") if self.path.exists() else ""

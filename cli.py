@@ -15,8 +15,8 @@ from pathlib import Path
 # What ends a program from outside, by what PyTorch says of it.
 CAUSES = {
     r"out of memory|DefaultCPUAllocator": "there is not enough memory: take a smaller model or a smaller batch",
-    r"gloo|NCCL|TCPStore|[Cc]onnection|Broken pipe": "another process of this run has ended, and this one with it: see what "
-    "that one says; the same command with --resume goes on from the last checkpoint",
+    r"gloo|NCCL|TCPStore|Connection (closed|reset|refused)|Broken pipe": "another process of this run has ended, and this one "
+    "with it; see what that one says, and go on from the last checkpoint with --resume",
 }
 
 
@@ -33,7 +33,7 @@ def parse_flags(doc, *configs, argv=None):
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = fail  # argparse would print the whole usage first
+    parser.error = wrong_value  # argparse would print the whole usage first
     for config in configs:
         group = parser.add_argument_group(config.__name__)
         comments = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(config), re.M))
@@ -50,12 +50,12 @@ def parse_flags(doc, *configs, argv=None):
     if unknown:
         flag = unknown[0].split("=")[0]
         close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
-        fail(f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them all"))
+        raise UserError(f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them all"))
     return vars(given)
 
 
-def fail(message):
-    raise UserError(message.removeprefix("argument "))  # argparse's word for a flag
+def wrong_value(message):
+    raise UserError(message.removeprefix("argument ") + "; --help says what it takes")  # "argument": argparse's word for a flag
 
 
 def run(main):
@@ -76,7 +76,8 @@ def run(main):
         cause = next((sentence for pattern, sentence in CAUSES.items() if re.search(pattern, str(error))), None)
         if cause is None:
             raise
-        end(1, f"{cause} ({first_line(error)})")
+        detail = re.sub(r"^\[.*?\] ", "", first_line(error)).split(". ")[0]  # without the line of C++
+        end(1, f"{cause} ({detail})")
     except KeyboardInterrupt:
         sys.exit(130)  # as the shell counts it: 128 + SIGINT
 
@@ -105,8 +106,11 @@ def writing(path, remedy="make room, or give another place"):
     """What goes wrong while something is written becomes a UserError."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or first_line(error)}); {remedy}") from error
+    except (OSError, RuntimeError) as error:
+        reason = error if isinstance(error, OSError) else error.__context__  # torch.save hides it behind one of its own
+        if not isinstance(reason, OSError):
+            raise
+        raise UserError(f"{path}: cannot be written ({reason.strerror or first_line(reason)}); {remedy}") from error
 
 
 def check_json(path):

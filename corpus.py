@@ -227,13 +227,15 @@ def end_of_documents(data):
 def array_lines(chunks):
     """A JSON array in chunks of bytes -> chunks of JSON lines, without ever holding the whole of it."""
     decoder, find_value = codecs.getincrementaldecoder("utf-8")("surrogateescape"), json.JSONDecoder().raw_decode
-    text, between = "", re.compile(r"\s*\[\s*")
+    text, between, after = "", re.compile(r"\s*\[\s*"), re.compile(r"\s*[],]")
     for chunk in chunks:
         text, at, lines = text + decoder.decode(chunk), 0, []
         while start := between.match(text, at):
             try:
                 _, end = find_value(text, start.end())
             except (ValueError, RecursionError):  # it goes on in the next chunk
+                break
+            if not after.match(text, end):  # so may a number
                 break
             lines.append(text[start.end():end].replace("\n", " ") + "\n")  # a line break is never inside a string
             at, between = end, re.compile(r"\s*,\s*")
@@ -263,7 +265,7 @@ def text_of(line, text_key):
     if not isinstance(record, dict):
         raise ValueError(f"not an object with fields, but a {type(record).__name__}")
     if text_key not in record:
-        raise ValueError(f"no key {text_key!r}, but {', '.join(record) or 'none at all'} (--text_key)")
+        raise ValueError(f"no key {text_key!r}, but {first_line(', '.join(record) or 'none at all')} (--text_key)")
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{text_key!r} is not a string, but a {type(text).__name__}")

@@ -171,29 +171,28 @@ def data_share(config, rank, world_size):
 
 def check_batches(config, T, dp, n_sequences):
     """Raises UserError unless the data fill a step, and each of its dp shares is a whole number of micro-steps."""
-    total, first, unit = config.total_batch_size, config.rampup_batch_size, T * dp
-    if n_sequences * T < total:
-        raise UserError(f"--total_batch_size {total} is more than the {n_sequences * T} tokens of the training split; "
-                        f"{max(1, n_sequences * T // unit) * unit} would do")
-    if config.rampup_steps and total % first:
-        raise UserError(f"--rampup_batch_size {first} does not divide --total_batch_size {total}; "
-                        f"{math.gcd(total, first)} would")
-    name, smallest = ("rampup_batch_size", first) if config.rampup_steps else ("total_batch_size", total)
-    if smallest % unit:
-        raise UserError(f"--{name} {smallest} is no multiple of block_size {T} x {dp} processes; "
-                        f"{max(1, smallest // unit) * unit} would be")
+    total, first, pp, unit = config.total_batch_size, config.rampup_batch_size, config.pp, T * dp
+    most, least = n_sequences // dp * unit, pp * unit  # tokens in a step: a sequence for each process, and for each stage
+    if most < least:
+        raise UserError(f"--data {config.data}: its training split of {n_sequences} sequences is too small for {dp} processes"
+                        + f" x {pp} stages" * (pp > 1) + "; give more, a smaller --block_size, or take fewer processes")
+    for name, size, allowed in (("total_batch_size", total, range(least, most + 1, unit)),
+                                ("rampup_batch_size", first, [n for n in range(least, total + 1, unit) if total % n == 0])):
+        if size not in allowed and (name == "total_batch_size" or config.rampup_steps):
+            reason = f"is more than the {n_sequences * T} tokens of the training split" if size > n_sequences * T else \
+                f"is no multiple of block_size {T} x {dp} processes" if size % unit else \
+                f"gives each stage of --pp {pp} less than one sequence to work on" if size < least else \
+                f"does not divide --total_batch_size {total}" if size <= most else "leaves some processes without a sequence"
+            raise UserError(f"--{name} {size} {reason}; {max((n for n in allowed if n <= size), default=allowed[0])} would do")
     shares = {get_batch_tokens(step, config) // unit for step in range(config.rampup_steps + 1)}  # sequences of each process
-    if min(shares) < config.pp:
-        raise UserError(f"--{name} {smallest} gives each stage of --pp {config.pp} less than one sequence to work on; "
-                        f"{config.pp * unit} would do")
 
-    def divides(B):
-        return not any(share % min(B, share // config.pp) for share in shares)
+    def undivided(B):
+        return [share for share in sorted(shares) if share % min(B, share // pp)]
 
-    if not divides(config.batch_size):
-        fits = max(b for b in range(1, config.batch_size) if divides(b))
-        raise UserError(f"--batch_size {config.batch_size} does not divide the {max(shares)} sequences that each of "
-                        f"{dp} processes has in a step" + f", or leaves some of --pp {config.pp} idle" * (config.pp > 1)
+    if odd := undivided(config.batch_size):
+        fits = max(b for b in range(1, config.batch_size) if not undivided(b))
+        raise UserError(f"--batch_size {config.batch_size} does not divide the {odd[0]} sequences that each of "
+                        f"{dp} processes has in a step" + f", or leaves some of --pp {pp} idle" * (pp > 1)
                         + f"; --batch_size {fits} would")
 
 
@@ -297,7 +296,9 @@ def open_shard(path):
                 raise UserError(f"{path}: {tokens.dtype} of shape {tokens.shape}, but a shard is one-dimensional uint16")
             return path, tokens.offset, len(tokens), changed
         header, size = np.fromfile(path, "<i4", 256).tolist(), path.stat().st_size
-    except (OSError, ValueError, EOFError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # np.load parses the header, and raises whatever a damaged one leads to
         raise UserError(f"{path}: not a readable shard ({first_line(error)}); fetch or make it again") from error
     if len(header) < 256 or header[:2] != [20240520, 1]:
         raise UserError(f"{path}: not a shard as llm.c writes them, beginning with 20240520 and 1, but with {header[:2]}")
@@ -477,11 +478,11 @@ def prepare(raw_model, config, device, dtype):
     return model, raw_model.configure_optimizers(config.weight_decay, config.max_lr, muon_lr), autocast
 
 
-def train_step(model, optimizers, batches, micro_steps, grad_clip, stop=False):
+def train_step(model, optimizers, batches, micro_steps, grad_clip, stop=()):
     """One step: accumulate, average, clip, update -> (mean loss, gradient norm, whether any process wants to stop).
 
     Takes `micro_steps` pairs (x, y) from the iterator batches, this process's share of the batch. A gradient that is not
-    finite is dropped.
+    finite is dropped. stop: a list, which may be filled during the step; this process wants to stop if it is not empty.
     """
     loss_sum = 0.0
     for micro_step, (x, y) in enumerate(itertools.islice(batches, micro_steps), start=1):
@@ -490,7 +491,7 @@ def train_step(model, optimizers, batches, micro_steps, grad_clip, stop=False):
     for optimizer in optimizers:
         model.scaler.unscale_(optimizer)  # before clipping, which is about the true gradient
     norm = model.clip(grad_clip or math.inf)
-    stats = torch.stack([loss_sum, torch.full_like(loss_sum, stop), torch.ones_like(loss_sum)])
+    stats = torch.stack([loss_sum, torch.full_like(loss_sum, len(stop) > 0), torch.ones_like(loss_sum)])
     if dist.is_initialized():
         dist.all_reduce(stats)  # sums: gloo has no average
     loss_sum, stop, processes, norm = torch.cat([stats, norm.view(1)]).tolist()  # the one synchronisation of the step
@@ -522,7 +523,7 @@ class Watch:
         return mark + f" | {self.skipped} skipped" * (self.skipped > 0)
 
     def summary(self):
-        return f"{self.skipped} steps skipped, {self.jumps} jumps of the gradient norm"
+        return f"steps skipped: {self.skipped}, jumps of the gradient norm: {self.jumps}"
 
 
 def due(step, every):
@@ -590,7 +591,7 @@ def main(argv=None):
             group["lr"] = group["initial_lr"] * lr / config.max_lr
         with memory_advice(min(B, config.batch_size), n_sequences // dp):
             loss, norm, stop = train_step(model, optimizers, batches, n_sequences // (B * dp), config.grad_clip,
-                                          stop=bool(stop_signals))
+                                          stop_signals)
         position += n_sequences
         mark = watch.mark(norm)
         dt = time.perf_counter() - start

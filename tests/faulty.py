@@ -1,0 +1,52 @@
+"""train_gpt2.py with something going wrong at a moment of its own choice: faulty.py FAULT FLAGS…"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import checkpoint  # noqa: E402
+import cli  # noqa: E402
+import train_gpt2  # noqa: E402
+
+calls = 0
+
+
+def nth(n, function, then):
+    """The function, with something happening just before its n-th call."""
+    def wrapped(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == n:
+            then(*args)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def jump(replica, _):
+    for p in replica.model.parameters():
+        p.grad *= 1000
+
+
+fault, Replica = sys.argv.pop(1), train_gpt2.Replica
+if fault == "signal in a step":  # each has four micro-steps
+    Replica.forward_backward = nth(10, Replica.forward_backward, terminate)
+elif fault == "signal in an evaluation":
+    train_gpt2.estimate_loss = nth(2, train_gpt2.estimate_loss, terminate)
+elif fault == "signal in a save":
+    checkpoint.os.fsync = nth(2, os.fsync, terminate)
+elif fault == "jump":
+    Replica.clip = nth(31, Replica.clip, jump)
+elif fault == "clock":
+    now, ticks = time.time(), iter(range(10**9))
+    time.time = lambda: now - 3600 * next(ticks)
+else:
+    sys.exit(f"no such fault: {fault}")
+cli.run(train_gpt2.main)

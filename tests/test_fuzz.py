@@ -1,0 +1,329 @@
+"""What holds for any input: for damaged shards, the order of the data, JSON lines, and the schedules."""
+
+import ast
+import contextlib
+import gzip
+import json
+import math
+import re
+import struct
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import write_bin
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+
+import corpus
+import train_gpt2
+from cli import UserError
+from train_gpt2 import DataLoaderLite, TrainConfig, check_batches, get_batch_tokens, get_lr, open_shard, read_shard
+
+set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))  # what it knows of Unicode: not in the repository
+
+
+def fuzz(examples, *inputs):
+    slow = [HealthCheck.too_slow]  # a busy machine is no defect
+    how = settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
+    return lambda test: how(given(*inputs)(test))
+
+
+@contextlib.contextmanager
+def file_of(name, data):
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, name)
+        path.write_bytes(data)
+        yield path
+
+
+def assert_sentence(error, path):
+    assert len(str(error).splitlines()) == 1 and str(path) in str(error)
+
+
+# --- shards ---------------------------------------------------------------------------------------------------------------
+
+def npy(header):
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n" + bytes(range(40))
+
+
+BIN = struct.pack("<256i", 20240520, 1, 20, *[0] * 253) + bytes(range(40))
+NPY = npy("{'descr': '<u2', 'fortran_order': False, 'shape': (20,), }")
+PIECES = st.binary(max_size=4) | st.text("{}[]()'\"\\\n:,-#0123456789L<>uOTF ", max_size=4).map(str.encode)
+NUMBERS = st.integers(-1, 21) | st.integers() | st.sampled_from([2**31, 2**62, 2**63, 2**64]) | st.booleans() | st.floats()
+HEADER = {
+    "descr": st.sampled_from(["<u2", "u2", ">u2", "<i4", "|O", "V0", ",<u2", (), ("<u2", (2,)), [("a", "<u2")], {}, 1, None]),
+    "fortran_order": st.sampled_from([False, True, None]),
+    "shape": st.tuples(st.integers(0, 21)) | st.lists(NUMBERS, max_size=2).map(tuple) | NUMBERS}
+HEADERS = st.builds(repr, st.fixed_dictionaries(HEADER) | st.fixed_dictionaries(HEADER | {1: st.none()}))
+
+
+def edits(end):
+    """Changes to a file, most of them before `end`: (position, bytes removed there, bytes inserted)."""
+    over = st.tuples(st.integers(0, end), PIECES).map(lambda change: (change[0], len(change[1]), change[1]))
+    return st.lists(over | st.tuples(st.integers(0, end) | st.integers(0, 1100), st.integers(0, 9) | st.just(2000), PIECES),
+                    min_size=1, max_size=3)
+
+
+def edit(data, changes):
+    for at, removed, inserted in changes:
+        data = data[:at] + inserted + data[at + removed:]
+    return data
+
+
+def opened(name, data):
+    """Whether open_shard takes these bytes; if so the tokens must be there, and if not it must say so in one line."""
+    with file_of(name, data) as path:
+        try:
+            shard = open_shard(path)
+        except UserError as error:
+            assert_sentence(error, path)
+            return False
+        _, offset, n_tokens = shard[:3]
+        assert offset >= 0 and n_tokens >= 0 and offset + 2 * n_tokens <= len(data)
+        assert read_shard(shard, 0, n_tokens).tobytes() == data[offset:offset + 2 * n_tokens]
+        return True
+
+
+@example("x.npy", b"PK\3\4", b"")
+@example("x.npy", b"PK\5\6", bytes(18))
+@fuzz(200, st.sampled_from(["x.npy", "x.bin"]), st.sampled_from([b"", b"\x93NUMPY", b"PK\3\4"]), st.binary(max_size=200))
+def test_any_bytes_for_a_shard(name, start, data):
+    assert not opened(name, start + data)
+
+
+@fuzz(200, edits(12))
+def test_a_changed_bin(changes):
+    data = edit(BIN, changes)
+    good = len(data) >= 1024 and struct.unpack("<3i", data[:12]) == (20240520, 1, len(data) / 2 - 512)
+    assert opened("x.bin", data) == good
+
+
+@example([(60, 1, b"0")])
+@example([(64, 2, b"")])
+@pytest.mark.filterwarnings("ignore")
+@fuzz(400, edits(70))
+def test_a_changed_npy(changes):
+    data = edit(NPY, changes)
+    taken = opened("x.npy", data)
+    if data.startswith(NPY[:-40]):
+        assert taken == (len(data) >= len(NPY))
+
+
+@example("{'descr': '<u2', 'fortran_order': False, 'shape': (4611686018427387904,)}")
+@example("{'descr': '<u2', 'fortran_order': False, 'shape': (" + "-" * 5000 + "1,)}")
+@pytest.mark.filterwarnings("ignore")
+@fuzz(400, HEADERS)
+def test_a_npy_header_of_any_values(header):
+    if opened("x.npy", npy(header)):
+        values = ast.literal_eval(header)
+        tokens = np.empty(values["shape"], np.dtype(values["descr"]))
+        assert tokens.dtype == np.uint16 and tokens.ndim == 1 and len(tokens) <= 20
+
+
+# --- the order of the data ------------------------------------------------------------------------------------------------
+
+LAYOUTS = [(dp, tp, pp) for dp in range(1, 5) for tp in range(1, 5) for pp in range(1, 5) if dp * tp * pp <= 4]
+SHARDS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([".npy", ".bin"])), min_size=1, max_size=6)
+
+
+def write_shards(directory, shards):
+    """Shards of these lengths and kinds -> all their tokens, no two the same."""
+    lengths = [n for n, _ in shards]
+    tokens = np.arange(60_000, 60_000 + sum(lengths), dtype=np.uint16)
+    for i, (cut, (_, kind)) in enumerate(zip(np.split(tokens, np.cumsum(lengths)[:-1]), shards)):
+        path = Path(directory, f"x_train_{i:06d}{kind}")
+        np.save(path, cut) if kind == ".npy" else write_bin(path, cut)
+    return tokens.tolist()
+
+
+@fuzz(150, SHARDS, st.integers(1, 20), st.sampled_from(LAYOUTS), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4),
+      st.integers(0, 2**32 - 1), st.booleans())
+def test_two_epochs_have_every_sequence_twice_in_any_layout(shards, T, layout, B, growth, rampup_steps, seed, shuffle):
+    def numbers(x, y):
+        """Which sequences these are, after a look at every token."""
+        found = [(row[0] - 60_000) // T for row in x.tolist()]
+        assert x.tolist() == [tokens[i * T:(i + 1) * T] for i in found]
+        assert y.tolist() == [tokens[i * T + 1:(i + 1) * T + 1] for i in found]
+        return found
+
+    dp, tp, pp = layout
+    with tempfile.TemporaryDirectory() as directory:
+        tokens = write_shards(directory, shards)
+        n = (len(tokens) - 1) // T
+        if n < 1:
+            with pytest.raises(UserError, match=f"the {len(tokens)} tokens .* too few") as error:
+                DataLoaderLite(directory, "train", T, 65536, seed, shuffle)
+            return assert_sentence(error.value, directory)
+        loader = DataLoaderLite(directory, "train", T, 65536, seed, shuffle)
+        order = [i for p in range(2 * n) for i in numbers(*loader.batch(p, 1))]
+        for epoch in (order[:n], order[n:]):
+            assert (sorted(epoch) if shuffle else epoch) == list(range(n))
+
+        first = dp * pp * B  # sequences in the first step
+        config = TrainConfig(batch_size=B, total_batch_size=growth * first * T, rampup_steps=rampup_steps, tp=tp, pp=pp,
+                             rampup_batch_size=first * T, max_steps=-(-2 * n // first))
+        shares = [(number, dp) for number in range(dp)]
+        assert [train_gpt2.data_share(config, rank, dp * tp * pp) for rank in range(dp * tp * pp)] == \
+            [share for _ in range(pp) for share in shares for _ in range(tp)]
+        streams = [[i for batch in train_gpt2.micro_batches(loader, config, 0, 0, share, "cpu") for i in numbers(*batch)]
+                   for share in shares]
+    position = 0
+    for step in range(config.max_steps):
+        end = position + first * (1 + (growth - 1) * step // rampup_steps if step < rampup_steps else growth)
+        seen = Counter(i for stream in streams for i in stream[position // dp:end // dp])
+        assert seen.total() == end - position
+        assert not Counter(order[position:end]) - seen  # the last steps go on into the third epoch
+        position = end
+    assert [len(stream) for stream in streams] == [position // dp] * dp
+
+
+# --- JSON lines -----------------------------------------------------------------------------------------------------------
+
+BOM = b"\xef\xbb\xbf"
+TEXTS = st.text(st.characters(), max_size=12)  # with halves of surrogate pairs
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | TEXTS, max_leaves=4,
+                      extend=lambda values: st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3))
+RECORDS = st.fixed_dictionaries({"text": TEXTS}) | st.dictionaries(st.just("text") | TEXTS, VALUES, max_size=3)
+GOOD = st.builds(lambda record, escape: json.dumps(record, ensure_ascii=escape).encode(errors="surrogatepass"),
+                 RECORDS, st.booleans())
+ODD = [b"", b" \t", b"\x1c", "\u3000".encode(), b"1" * 5000, b"[" * 10**5,
+       BOM + b"{}", rb'{"text": "\ufeff\ud83d\ude00\ud83d"}']
+LINES = GOOD | VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=12) | st.sampled_from(ODD)
+FILES = st.builds(lambda bom, end, lines: bom + end.join(lines), st.sampled_from([b"", BOM]),
+                  st.sampled_from([b"\n", b"\r\n", b"\n\n"]), st.lists(GOOD, max_size=3) | st.lists(LINES, max_size=6))
+BLOCKS = st.integers(4, 60) | st.just(2**20)  # from 4: a byte order mark is taken off the first block
+PACK = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
+
+
+def read(name, data, block):
+    """A file in blocks of this size, as the workers would take them -> its texts, and the lines of the skipped records."""
+    with file_of(name, data) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "BLOCK", block)
+        found = [corpus.texts_of(b, "text") for b in corpus.read_blocks([path], "text")]
+    return [text for texts, _ in found for text in texts], [line for _, skipped in found for line, _ in skipped]
+
+
+def text_of(data):
+    """The text of a record; None if it has none. Half a surrogate pair is no character."""
+    try:
+        text = json.loads(data.decode())["text"]
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+@fuzz(400, st.sampled_from(list(PACK)), FILES, BLOCKS)
+def test_texts_of_json_lines(name, data, block):
+    lines = enumerate(data.removeprefix(BOM).split(b"\n"), start=1)
+    expected = [(n, text_of(line)) for n, line in lines if line.strip()]
+    texts, skipped = read("x" + name, PACK[name](data), block)
+    assert texts == [text for _, text in expected if text is not None]
+    assert skipped == [n for n, text in expected if text is None]
+
+
+@example([12345678, {"text": "a"}], True, None, 4)
+@example([1e16], True, None, 4)
+@fuzz(200, st.lists(RECORDS | VALUES, max_size=5), st.booleans(), st.sampled_from([None, 0, 2]), BLOCKS)
+def test_texts_of_a_json_array(records, escape, indent, block):
+    data = json.dumps(records, ensure_ascii=escape, indent=indent).encode(errors="replace")
+    expected = [text_of(json.dumps(record).encode()) for record in json.loads(data)]
+    texts, skipped = read("x.json", data, block)
+    assert texts == [text for text in expected if text is not None] and len(skipped) == expected.count(None)
+
+
+@fuzz(300, FILES)
+def test_records_of_json_lines(data):
+    expected, bad, found = [], None, []
+    for n, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            if text := line.decode("utf-8-sig").strip():
+                expected.append((f"line {n}", {**json.loads(text)}))
+        except (ValueError, TypeError, RecursionError):
+            bad = n
+            break
+    with file_of("x.jsonl", data) as path:
+        try:
+            for record in corpus.read_records(path):
+                found.append(record)
+            assert bad is None
+        except UserError as error:
+            assert_sentence(error, f"{path}, line {bad}: ")
+    assert repr(found) == repr(expected)
+
+
+# --- schedules ------------------------------------------------------------------------------------------------------------
+
+@fuzz(300, st.integers(0, 60), st.integers(1, 120), st.floats(1e-9, 1e3), st.floats(0, 1))
+def test_learning_rate(warmup_steps, max_steps, max_lr, fraction):
+    config = TrainConfig(warmup_steps=warmup_steps, max_steps=max_steps, max_lr=max_lr, min_lr=fraction * max_lr)
+    rates = [get_lr(step, config) / max_lr for step in range(max_steps + 3)]
+    rise, fall, length = rates[:warmup_steps], rates[warmup_steps:], max_steps - warmup_steps
+    rounding = 1e-15
+    assert 0 <= min(rates) and max(rates) <= 1 + rounding
+    assert all(a < b for a, b in zip(rise, rise[1:])) and all(a >= b - rounding for a, b in zip(fall, fall[1:]))
+    assert rise == pytest.approx([(step + 1) / warmup_steps for step in range(len(rise))], rel=1e-12)
+    if length > 0:
+        cosine = [math.cos(math.pi / 2 * min(1, i / length))**2 for i in range(length + 3)]
+        assert fall == pytest.approx([fraction + (1 - fraction) * c for c in cosine], rel=1e-9, abs=1e-15)
+
+
+def batch_tokens(step, total, first, rampup_steps):
+    return first * (1 + (total // first - 1) * step // rampup_steps) if step < rampup_steps else total
+
+
+@fuzz(200, st.integers(0, 40), st.integers(1, 50), st.integers(1, 30))
+def test_the_batch_grows(rampup_steps, first, times):
+    config = TrainConfig(rampup_steps=rampup_steps, rampup_batch_size=first, total_batch_size=first * times)
+    sizes = [get_batch_tokens(step, config) for step in range(rampup_steps + 3)]
+    assert sizes == sorted(sizes) and sizes[-3:] == [first * times] * 3 and not any(size % first for size in sizes)
+    assert sizes == [batch_tokens(step, first * times, first, rampup_steps) for step in range(rampup_steps + 3)]
+
+
+def refusal(config, T, dp, n_sequences):
+    """What check_batches proposes when it refuses: (flag, value), or ("", 0) for nothing. None if it accepts."""
+    try:
+        check_batches(config, T, dp, n_sequences)
+    except UserError as error:
+        assert_sentence(error, "--")
+        proposal = re.search(r"^--(\w+) .* (\d+) would( do)?$", str(error))
+        return (proposal[1], int(proposal[2])) if proposal else ("", 0)
+
+
+@fuzz(600, st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(0, 6),
+      st.sampled_from([(0, 0)] * 3 + [(0, 1), (1, 0)]), st.integers(1, 20), st.integers(1, 400))
+def test_accepted_batches_can_be_portioned_out(T, dp, pp, share, times, rampup_steps, odd, batch_size, n_sequences):
+    first = share * T * dp + odd[0]
+    total = first * times + odd[1]
+    config = TrainConfig(batch_size=batch_size, total_batch_size=total, pp=pp, rampup_batch_size=first,
+                         rampup_steps=rampup_steps)
+    sizes = [batch_tokens(step, total, first, rampup_steps) for step in range(rampup_steps + 2)]
+    shares = [size // (T * dp) for size in sizes]
+    possible = n_sequences * T >= total and not (rampup_steps and total % first) and min(shares) >= pp and \
+        all(size % (T * dp) == 0 for size in sizes)
+    even = possible and all(share % min(batch_size, share // pp) == 0 for share in shares)
+    refused = refusal(config, T, dp, n_sequences)
+    assert (refused is None) == even
+    if possible and refused:
+        assert refused[0] == "batch_size" and refused[1] < batch_size
+        config = replace(config, batch_size=refused[1])
+        assert refusal(config, T, dp, n_sequences) is None
+    if possible:
+        for step, size in enumerate(sizes):
+            n, B = train_gpt2.portion(step, config, T, dp)
+            assert n * T == size and n % (B * dp) == 0 and (B * dp == n if pp > 1 else 1 <= B <= config.batch_size)
+
+
+@example(6, 4, 24, 2)
+@fuzz(300, st.integers(1, 8), st.integers(1, 4), st.integers(1, 100), st.integers(1, 20))
+def test_a_total_batch_size_that_is_proposed_is_accepted(T, dp, total, n_sequences):
+    config = TrainConfig(batch_size=1, total_batch_size=total)
+    flag, value = refusal(config, T, dp, n_sequences) or ("", 0)
+    assert flag in ("", "total_batch_size")
+    if flag:
+        assert refusal(replace(config, total_batch_size=value), T, dp, n_sequences) is None
