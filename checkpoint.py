@@ -108,8 +108,9 @@ def load_model(name):
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     try:
         model = GPT.from_pretrained(name)
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{name}: neither a checkpoint nor a GPT-2 that transformers can load ({first_line(error)})") from error
+    except Exception as error:  # of transformers, and of whatever reads its files
+        raise UserError(f"{name}: neither a checkpoint nor a GPT-2 that transformers can load ({first_line(error)}); give "
+                        "a file, a run directory, a name such as gpt2, or a directory of transformers") from error
     return model, name_for(model.config.vocab_size)
 
 

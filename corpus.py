@@ -47,7 +47,7 @@ def find_files(patterns):
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
         if not found:
-            raise UserError(f"{pattern}: no such file")
+            raise UserError(f"{pattern}: no such file; give one, or a quoted glob such as 'texts/*.jsonl'")
         paths += map(Path, found)
     for path in paths:
         if path.is_dir():
@@ -56,7 +56,7 @@ def find_files(patterns):
         if kind not in TEXTS and (compression or kind not in TABLES):
             raise UserError(f"{path}: not a .jsonl, .json or .txt file, these also with .gz or .zst, nor a .parquet file")
         if not path.is_file() or not os.access(path, os.R_OK):
-            raise UserError(f"{path}: not a file that can be read")
+            raise UserError(f"{path}: not a file that can be read; give another, or the right to read it")
     return paths
 
 
@@ -156,7 +156,8 @@ def read_records(path):
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, {where}: not UTF-8") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)}); give a .jsonl, .csv, .parquet or "
+                        "text file") from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise UserError(f"{path}, {where}: {first_line(error)}") from error
 
@@ -170,7 +171,7 @@ def read_blocks(paths, text_key, file=0, number=0):
                 if i > file or n >= number:
                     yield Block(i, n, *block)
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{paths[i]}: cannot be read ({first_line(error)})") from error
+            raise UserError(f"{paths[i]}: cannot be read ({first_line(error)}); fetch or make it again") from error
 
 
 def texts_of(block, text_key):

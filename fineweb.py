@@ -348,7 +348,7 @@ def fill(writer, config, paths):
             for line, reason in skipped[:SHOWN - len(shown)]:
                 shown.append(f"{paths[block.file]}, {'row' if block.parse is parse_table else 'line'} {line}: {reason}")
                 if config.strict:
-                    raise UserError(shown[0])
+                    raise UserError(f"{shown[0]}; mend it, or leave --strict out to skip it")
                 tqdm.write(f"skipped {shown[-1]}", file=sys.stderr)
             writer.add(block, tokens, n_skipped)
             bar.total = round(expected(writer.tokens, block))
@@ -360,7 +360,7 @@ def fill(writer, config, paths):
                 sys.exit(128 + stop_signals[0])  # as the shell counts it
     if not writer.tokens:
         raise UserError(f"no text in {paths[0]}" + f" and {len(paths) - 1} more files" * (len(paths) > 1) + (
-            f": {writer.facts['skipped']:,} records skipped, the first {shown[0]}" if shown else ", which is empty"))
+            f": {writer.facts['skipped']:,} records skipped, the first {shown[0]}" if shown else ", which is empty; give more"))
     seconds = time.monotonic() - start
     print(f"{backend}: {duration(seconds)}, {(writer.tokens - first) / seconds / 1e6:.1f} million tokens a second")
 

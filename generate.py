@@ -58,6 +58,7 @@ def encode(where, prompt, tokenizer, gpt_config):
     if where and not re.sub("|".join(map(re.escape, SPECIAL_TOKENS[tokenizer])), "", prompt):
         raise UserError(f"{where} {prompt!r}: there is nothing to go on from; leave it out, and a text is begun")
     try:
+        prompt.encode()  # tiktoken would replace what is none
         ids = [start_id(tokenizer, gpt_config.vocab_size), *get_encoding(tokenizer).encode_ordinary(prompt)]
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: is not UTF-8 (character {error.start}); write it in UTF-8") from error

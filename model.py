@@ -242,6 +242,7 @@ class GPT(nn.Module):
         """
         transformers = import_transformers()
         transformers.utils.logging.disable_progress_bar()  # weights load at once; a download has a bar of its own
+        transformers.utils.logging.set_verbosity_error()  # what else it says, the checks below say in a line
         hf_config = transformers.AutoConfig.from_pretrained(name_or_dir, trust_remote_code=False)
         plain = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True,
                      scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)

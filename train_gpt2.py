@@ -176,14 +176,17 @@ def check_batches(config, T, dp, n_sequences):
     if most < least:
         raise UserError(f"--data {config.data}: its training split of {n_sequences} sequences is too small for {dp} processes"
                         + f" x {pp} stages" * (pp > 1) + "; give more, a smaller --block_size, or take fewer processes")
-    for name, size, allowed in (("total_batch_size", total, range(least, most + 1, unit)),
-                                ("rampup_batch_size", first, [n for n in range(least, total + 1, unit) if total % n == 0])):
-        if size not in allowed and (name == "total_batch_size" or config.rampup_steps):
+    sizes = [("total_batch_size", total, range(least, most + 1, unit))]
+    if config.rampup_steps and total <= most:
+        sizes.append(("rampup_batch_size", first, [n for n in range(least, total + 1, unit) if total % n == 0]))
+    for name, size, allowed in sizes:
+        if size not in allowed:
             reason = f"is more than the {n_sequences * T} tokens of the training split" if size > n_sequences * T else \
                 f"is no multiple of block_size {T} x {dp} processes" if size % unit else \
                 f"gives each stage of --pp {pp} less than one sequence to work on" if size < least else \
-                f"does not divide --total_batch_size {total}" if size <= most else "leaves some processes without a sequence"
-            raise UserError(f"--{name} {size} {reason}; {max((n for n in allowed if n <= size), default=allowed[0])} would do")
+                f"does not divide --total_batch_size {total}"
+            fits = allowed[max(0, bisect.bisect_right(allowed, size) - 1)]
+            raise UserError(f"--{name} {size} {reason}; {fits} would do")
     shares = {get_batch_tokens(step, config) // unit for step in range(config.rampup_steps + 1)}  # sequences of each process
 
     def undivided(B):
