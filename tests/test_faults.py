@@ -69,7 +69,7 @@ def test_killed_at_fifty_random_moments(tmp_path):
 
 
 @pytest.mark.parametrize("victim, flags", [(0, []), (1, []), (1, ["--parallel", "fsdp"]), (0, ["--pp", 2])])
-def test_one_of_two_processes_is_killed(tmp_path, whole, victim, flags):
+def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     flags = [*TINY, "--log_dir", "run", "--save_every", 1, "--keep", 0, *flags]
     running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
     wait_for(running[0], "step     4/")
@@ -79,9 +79,10 @@ def test_one_of_two_processes_is_killed(tmp_path, whole, victim, flags):
     assert err.startswith("error: another process of this run has ended, and this one with it; see what that one says, and go on "
                           "from the last checkpoint with --resume (") and err.count("\n") == 1, err
     running[victim].communicate()
-    for path in (tmp_path / "run").glob("model_*.pt"):
-        assert int(path.stem[6:]) <= 5 or path.unlink() is None  # of the run of ten steps, its schedule being another
-    assert max(step for step, _ in read_log(tmp_path / "run")) >= 4
+    saved = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
+    out, _ = program(*flags, "--resume", "--max_steps", saved + 2, cwd=tmp_path, processes=2)
+    assert saved >= 4 and f"resumed from step {saved} " in out
+    assert {step for step, stream in read_log(tmp_path / "run") if stream == "train"} == set(range(saved + 2))
 
 
 @pytest.mark.parametrize("moment, at_least", [("step", 3), ("evaluation", 6), ("save", 5)])
@@ -262,16 +263,13 @@ def test_the_clock_goes_backwards(tmp_path, whole):
 def test_a_run_goes_on_under_other_circumstances(tmp_path, whole):
     """Stopped after 3, 5 and 7 steps of ten, and taken up with another micro-batch, number of processes, device and dtype."""
     for stop, processes, flags in ((3, 1, []), (5, 2, ["--batch_size", 2]), (7, 1, ["--batch_size", 16, "--device", "auto"])):
-        train("--log_dir", "run", "--resume", "--save_every", stop, "--keep", 1, *flags, cwd=tmp_path, processes=processes)
-        (tmp_path / "run" / "model_000010.pt").unlink(missing_ok=True)
         train("--log_dir", "run", "--resume", "--save_every", stop, "--keep", 0, *flags, cwd=tmp_path, processes=processes)
         for path in (tmp_path / "run").glob("model_*.pt"):
-            assert int(path.stem[6:]) <= stop or path.unlink() is None
+            if int(path.stem[6:]) > stop:  # as if killed after it had been written
+                path.unlink()
     out, _ = train("--log_dir", "run", "--resume", cwd=tmp_path)
     assert "resumed from step 7 " in out
     assert_close_logs(tmp_path / "run", whole, rel=1e-5)
-    (tmp_path / "run" / "model_000010.pt").unlink()
-    shutil.copy(whole / "model_000010.pt", tmp_path / "run")
     for dtype, step in (("bfloat16", 12), ("float16", 14), ("float32", 16)):
         out, _ = train("--log_dir", "run", "--resume", "--max_steps", step, "--dtype", dtype, cwd=tmp_path)
         assert f"resumed from step {step - 2} in run\n" in out and "note: dtype was " in out
@@ -281,7 +279,7 @@ def test_a_run_goes_on_under_other_circumstances(tmp_path, whole):
 # Numbers
 
 
-def test_a_jump_of_the_norm_is_marked_and_counted(tmp_path, whole):
+def test_a_jump_of_the_norm_is_marked_and_counted(tmp_path):
     out, _ = program("jump", *TINY, "--log_dir", "run", "--total_batch_size", 128, "--max_steps", 40, cwd=tmp_path,
                      program="tests/faulty.py")
     marked = [line for line in out.splitlines() if " | jump: " in line]
