@@ -70,6 +70,9 @@ def run(main):
         end(2, error)
     except ModuleNotFoundError as error:
         end(2, f"the package {error.name} is missing: pip install {error.name}")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush finds somebody
+        sys.exit(128 + 13)  # as the shell counts SIGPIPE
     except OSError as error:
         end(2, f"{error.filename or 'a file'}: {error.strerror or first_line(error)}")
     except RuntimeError as error:
@@ -88,17 +91,24 @@ def end(status, message):
 
 
 def catch_stop_signals():
-    """From now on SIGTERM and Ctrl-C interrupt nothing, but add their numbers to the list returned: a loop looks at it."""
+    """From now on SIGTERM, Ctrl-C and the loss of the terminal interrupt nothing, but add their numbers to the list returned.
+
+    A loop looks at it. What is ignored already, as nohup has it, stays so.
+    """
     received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: received.append(number))
+    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: received.append(number))
     return received
 
 
 def print0(*args):
-    """Rank 0 alone talks."""
+    """Rank 0 alone talks; if nobody is there to listen any more, a run need not end for that."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(*args, flush=True)
+        try:
+            print(*args, flush=True)
+        except OSError:  # the terminal or the pipe is gone
+            sys.stdout = open(os.devnull, "w")
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ def test_the_plain_step_is_the_same_model():
 ROW = (r"^ +{B} {name} +[\d,]+ +[\d,]+-[\d,]+ +(?P<tok_s>[\d,]+) +\d+\.\d\d +(?P<matmul>\d+\.\d)% +- +\d+\.\d\d +\d+\.\d +(?P<ratio>\d+\.\d\d)$")
 
 
+@pytest.mark.slow
 def test_bench_times_ours_and_a_peer_and_profiles(tmp_path):
     """Two batch sizes, one of which no machine can hold: the other's rows are there all the same."""
     out, _ = program("--preset", "baby", "--batch_size", 2, 10**12, "--block_size", 32, "--steps", 1, "--dtype", "float32",

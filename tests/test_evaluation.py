@@ -492,6 +492,7 @@ def test_data_come_from_the_hub_once(hub, baby):
     assert sum(".parquet" in path and command == "GET" and "/resolve/" in path for command, path, _ in hub) == 3
 
 
+@pytest.mark.slow
 def test_training_with_benchmarks_gives_the_same_curve(hub, tmp_path):
     """All of them, from the hub and from a file, at every fifth step; without any the losses are the same to the bit."""
     (tmp_path / "s.csv").write_text(",".join(STORIES[0]) + "\n" + "".join(",".join(map(str, r.values())) + "\n" for r in STORIES))

@@ -96,6 +96,25 @@ def test_a_signal_at_an_awkward_moment(tmp_path, whole, moment, at_least):
     assert read_log(tmp_path / "run") == read_log(whole)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, None])
+def test_the_terminal_goes_away(tmp_path, whole, number):
+    """The reader of the output is gone, with a signal or without one: the run saves and stops, or goes on to its end."""
+    flags = [*TINY, "--log_dir", "run"]
+    (process,) = spawn(*flags, *(LONG if number else []), cwd=tmp_path)
+    wait_for(process, "step     2/")
+    process.stdout.close()
+    if number:
+        process.send_signal(number)
+    process.process.join(60)
+    assert process.returncode == 0 and process.stderr.read() == ""
+    if number:
+        (saved,) = (tmp_path / "run").glob("model_*.pt")
+        out, _ = program(*flags, "--resume", "--max_steps", int(saved.stem[6:]) + 1, cwd=tmp_path)
+        assert f"resumed from step {int(saved.stem[6:])} " in out
+    else:
+        assert read_log(tmp_path / "run") == read_log(whole)
+
+
 # Disks
 
 

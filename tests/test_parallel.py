@@ -149,6 +149,7 @@ def agents(directory, *flags):
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_two_machines_one_killed_both_restarted(tmp_path, alone):
     flags = [*SMALL, *FSDP, "--log_dir", "run", "--save_every", 1, "--keep", 0, "--evals", "", "--resume"]
     running = agents(tmp_path, *flags)
@@ -170,6 +171,7 @@ def test_two_machines_one_killed_both_restarted(tmp_path, alone):
     assert all(float(a[key]) == pytest.approx(float(b[key]), rel=1e-5) for key in a) and len(a) > 60
 
 
+@pytest.mark.slow
 def test_fsdp_takes_the_memory_that_arithmetic_says(tmp_path):
     """28.5M parameters in float32. DDP keeps 16 bytes of each in every process: the weight, its gradient, two moments. FSDP
     halves them, and borrows the other halves of two blocks, their gradients and what is being sent: 2 more at the most."""
