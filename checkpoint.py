@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import time
 import zipfile
@@ -63,7 +64,7 @@ def load_checkpoint(path):
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, and with it a CRC-32 of everything inside
             if damaged := archive.testzip():
-                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong; delete it, and the one before it counts")
+                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong; give another")
         # mapped: the processes of a machine share the pages, and take from them what is theirs
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         keys = {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer"}
@@ -71,8 +72,7 @@ def load_checkpoint(path):
     except UserError:
         raise
     except Exception as error:  # a damaged file may fail anywhere in zipfile, pickle or torch
-        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); delete it, and the one before it counts") \
-            from error
+        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); give another") from error
     if missing:
         raise UserError(f"{path}: not a checkpoint of this program, it lacks {', '.join(sorted(missing))}; give another")
     return checkpoint
@@ -161,7 +161,7 @@ def find_checkpoint(directory, rank, world_size):
             checkpoint, choice = load_checkpoint(path), [path]
             break
         except UserError as error:
-            print0(f"passed over {error}")
+            print0(f"passed over {error}".removesuffix("; give another"))
     if world_size > 1:
         dist.broadcast_object_list(choice)
     if choice[0] is None:
@@ -220,11 +220,12 @@ def move_aside(directory):
     """Makes way for a fresh run: the files of a run that lies in `directory` go to directory.1, or .2, …"""
     old = [p for p in (*checkpoints(directory), directory / "run.json", directory / "log.txt") if p.exists()]
     if old:
-        base = directory if directory.name.strip(".") else directory.resolve()  # "." has no name to add to
+        # "." has no name to add to, and what a link points to may be on another disk
+        base = directory if directory.name.strip(".") and not directory.is_symlink() else directory.resolve()
         aside = next(p for i in range(1, 10**6) if not (p := base.with_name(f"{base.name}.{i}")).exists())
         aside.mkdir()
         for p in old:
-            p.rename(aside / p.name)
+            shutil.move(p, aside / p.name)  # the directory may be a disk of its own
         print0(f"the run in {directory} was moved to {aside}")
 
 
@@ -242,6 +243,7 @@ class RunLog:
             directory.mkdir(parents=True, exist_ok=True)
             self.lock = lock(directory)
             temporary.touch()  # where nothing may be written, nothing is moved
+            temporary.unlink()
             if step == 0:
                 move_aside(directory)
             text = self.path.read_text(errors="replace") if self.path.exists() else ""

@@ -12,12 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-# What ends a program from outside, by what PyTorch says of it.
-CAUSES = {
-    r"out of memory|DefaultCPUAllocator": "there is not enough memory: take a smaller model or a smaller batch",
-    r"gloo|NCCL|TCPStore|Connection (closed|reset|refused)|Broken pipe": "another process of this run has ended, and this one "
-    "with it; see what that one says, and go on from the last checkpoint with --resume",
-}
+# What PyTorch says when a program is ended from outside.
+NO_MEMORY, NO_PROCESS = "out of memory|DefaultCPUAllocator", "gloo|NCCL|TCPStore|Connection (closed|reset|refused)|Broken pipe"
 
 
 class UserError(Exception):
@@ -64,6 +60,9 @@ def run(main):
     The exit status is 2 for a mistake (a UserError, a missing package, a file that cannot be used), 1 for want of memory or
     of another process.
     """
+    for stream in (sys.stdout, sys.stderr):  # a character that a terminal has not is no reason to stop
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UserError as error:
@@ -75,12 +74,14 @@ def run(main):
         sys.exit(128 + 13)  # as the shell counts SIGPIPE
     except OSError as error:
         end(2, f"{error.filename or 'a file'}: {error.strerror or first_line(error)}")
-    except RuntimeError as error:
-        cause = next((sentence for pattern, sentence in CAUSES.items() if re.search(pattern, str(error))), None)
-        if cause is None:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
+            end(1, "there is not enough memory: take a smaller model, or less at a time")
+        if not re.search(NO_PROCESS, str(error)):
             raise
         detail = re.sub(r"^\[.*?\] ", "", first_line(error)).split(". ")[0]  # without the line of C++
-        end(1, f"{cause} ({detail})")
+        end(1, "another process of this run has ended, and this one with it; see what that one says, and go on from the last "
+            f"checkpoint with --resume ({detail})")
     except KeyboardInterrupt:
         sys.exit(130)  # as the shell counts it: 128 + SIGINT
 
@@ -104,7 +105,7 @@ def catch_stop_signals():
 
 def print0(*args):
     """Rank 0 alone talks; if nobody is there to listen any more, a run need not end for that."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if os.environ.get("RANK", "0") == "0":
         try:
             print(*args, flush=True)
         except OSError:  # the terminal or the pipe is gone
@@ -135,10 +136,15 @@ def check_json(path):
 
 def write_json(path, value):
     """Under a temporary name first: nobody finds half a file, and an old one lives until the new one is whole."""
-    temporary = Path(f"{path}.tmp")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with writing(path):
+        if Path(path).exists() and not Path(path).is_file():  # such as /dev/stdout: not to be replaced by a file
+            Path(path).write_text(text, encoding="utf-8")
+            return
+        path = Path(path).resolve()  # a link stays one
+        temporary = Path(f"{path}.tmp")
         try:
-            temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -152,14 +152,14 @@ def read_records(path):
             else:
                 yield from ((where, {"text": line}) for line in lines(file))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, {where}: not JSON ({error.msg} at column {error.colno})") from error
+        raise UserError(f"{path}, {where}: not JSON ({error.msg} at column {error.colno}); mend it") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, {where}: not UTF-8") from error
+        raise UserError(f"{path}, {where}: not UTF-8; mend it") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)}); give a .jsonl, .csv, .parquet or "
                         "text file") from error
     except (ValueError, RecursionError, csv.Error) as error:
-        raise UserError(f"{path}, {where}: {first_line(error)}") from error
+        raise UserError(f"{path}, {where}: {first_line(error)}; mend or fetch it again") from error
 
 
 def read_blocks(paths, text_key, file=0, number=0):

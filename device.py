@@ -22,7 +22,11 @@ from cli import UserError, first_line, print0
 
 def ranks():
     """(rank, rank on this machine, world size), as torchrun says in environment variables; one process needs none."""
-    return tuple(int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    values = {name: os.environ.get(name, default) for name, default in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "001")}
+    for name, value in values.items():
+        if not value.isdecimal():
+            raise UserError(f"{name}={value} is no number; unset {name}, torchrun sets it itself")
+    return tuple(map(int, values.values()))
 
 
 def describe(device):
@@ -71,10 +75,14 @@ def setup(name, keep_memory=True, deterministic=False):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 on tensor cores: float32's range, 10 bits of mantissa
         prefer_attention(torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0)
-    if world_size > 1 and device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    elif world_size > 1:
-        dist.init_process_group("gloo")
+    try:
+        if world_size > 1 and device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        elif world_size > 1:
+            dist.init_process_group("gloo")
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE={world_size} asks for other processes ({first_line(error)}); start them with torchrun, or "
+                        "unset WORLD_SIZE") from error
     return rank, world_size, device
 
 

@@ -252,9 +252,9 @@ def read_examples(module, path, limit, options):
     try:
         examples = list(itertools.islice(module.examples(records(), **options), limit or None))
     except ValueError as error:
-        raise UserError(f"{here}: {error}") from error
+        raise UserError(f"{here}: {error}; --help shows what a record looks like") from error
     if not examples:
-        raise UserError(f"{here}: there is no example in it")
+        raise UserError(f"{here}: there is no example in it; --help shows what a record looks like")
     return examples
 
 

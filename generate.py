@@ -75,6 +75,8 @@ def main(argv=None):
     for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0, seed=0).items():
         if not least <= getattr(config, name) < math.inf:
             raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {least} up")
+    if 0 < config.temperature < 1e-3:
+        raise UserError(f"--temperature {config.temperature} cannot be: it is 0, for always the likeliest, or from 0.001 up")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top_p {config.top_p} cannot be: it is above 0 and at most 1, say 0.9")
     check_json(config.json)

@@ -136,6 +136,10 @@ def check_config(gpt_config, config):
     if g.vocab_size > 50257:
         raise UserError(f"--vocab_size {g.vocab_size} is more than the 50257 ids of GPT-2; leave the flag out, the padding for "
                         "speed is done inside the model")
+    weights = 4 * g.n_embd * (12 * g.n_layer * g.n_embd + g.block_size + g.vocab_size)  # bytes, in the CPU's memory first
+    if hasattr(os, "sysconf") and weights > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise UserError(f"--n_layer {g.n_layer} of --n_embd {g.n_embd}: the weights alone take {weights / 1e9:,.0f} GB, and "
+                        f"this machine has {memory / 1e9:,.0f}; take fewer")
     for name, _ in split_evals(c):
         if name not in EVALS:
             raise UserError(f"--evals {name} is none of {', '.join(EVALS)}")
@@ -228,7 +232,8 @@ class DataLoaderLite:
             self.text = text[:cut] if split == "train" else text[cut:]
             self.shards = [(path, 0, len(self.text), None)]
         else:
-            raise UserError(f"--data {data}: no such file or directory; it is a text or fineweb.py's directory of shards")
+            raise UserError(f"--data {data}: {'not a file' if path.exists() else 'no such file'} or directory; it is a text "
+                            "or fineweb.py's directory of shards")
         self.starts = np.cumsum([0] + [n_tokens for _, _, n_tokens, _ in self.shards]).tolist()
         self.n_sequences = (self.starts[-1] - 1) // T
         if self.n_sequences < 1:

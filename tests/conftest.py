@@ -19,7 +19,8 @@ TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --tota
         "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu --optimizer adamw --max_lr 4e-3").split()
 
 
-def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh=False, **options):
+def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh=False, env=None,
+          **options):
     """Starts a program, in as many processes as torchrun would start, with torchrun's environment -> list of Program.
 
     fresh: as a Popen, whose Python starts from nothing. options: of Program.
@@ -27,9 +28,9 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    running, path, flags = [], ROOT / program, list(map(str, flags))
+    running, path, flags, more = [], ROOT / program, list(map(str, flags)), env or {}
     for rank in range(processes):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
+        env = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
                "HF_HUB_OFFLINE": str(int(not online))}
         if processes > 1:
             env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",

@@ -113,6 +113,7 @@ CASES = {
         ("--muon_lr 1 --optimizer adamw", "--muon_lr 1.0 is for --optimizer muon alone", "--max_lr is that of adamw"),
         ("--optimizer sgd", f"--optimizer sgd {NONE_OF}", "adamw, muon"),
         ("--preset gpt5", f"--preset gpt5 {NONE_OF}", "gpt2-medium"),
+        ("--n_layer 1000000000", "--n_layer 1000000000 of --n_embd 128: the weights alone take 786,432 GB", "take fewer"),
         ("--dtype int8", f"--dtype int8 {NONE_OF}", "bfloat16"),
         ("--evals arc", f"--evals arc {NONE_OF}", "hellaswag"),
         ("--parallel zero", f"--parallel zero {NONE_OF}", "fsdp"),
@@ -135,6 +136,7 @@ CASES = {
         ("--data binary.txt", "--data binary.txt: is no text", "give one in UTF-8"),
         ("--data float.npy/x_val_000000.npy", "x_val_000000.npy: is no text", "the directory of shards"),
         ("--data closed.txt", "--data closed.txt: cannot be read", "give a text"),
+        ("--data /dev/null", "--data /dev/null: not a file or directory", "a text or fineweb.py's directory"),
         ("--data nowhere", "--data nowhere: no train shards in it", "fineweb.py makes them"),
         ("--data no_val", "--data no_val: no val shards in it", "fineweb.py makes them"),
         ("--data pickled.npy --vocab_size 256", "pickled.npy/x_train_000000.npy: not a readable shard", "fetch or make it again"),
@@ -149,10 +151,10 @@ CASES = {
         ("--log_dir text.txt/deeper", "--log_dir text.txt/deeper: cannot be written", "give another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint", "give another file"),
         ("--init_from no/where", "no/where: neither a checkpoint nor a GPT-2", "give"),
-        ("--init_from evil.pt", "evil.pt: not a readable checkpoint", "delete it"),
-        ("--init_from empty.pt", "empty.pt: not a readable checkpoint", "delete it"),
-        ("--init_from text.pt", "text.pt: not a readable checkpoint", "delete it"),
-        ("--init_from cut.pt", "cut.pt: not a readable checkpoint", "delete it"),
+        ("--init_from evil.pt", "evil.pt: not a readable checkpoint", "give another"),
+        ("--init_from empty.pt", "empty.pt: not a readable checkpoint", "give another"),
+        ("--init_from text.pt", "text.pt: not a readable checkpoint", "give another"),
+        ("--init_from cut.pt", "cut.pt: not a readable checkpoint", "give another"),
         ("--init_from list.pt", "list.pt: not a checkpoint of this program", "give another"),
         ("--init_from tensor.pt", "tensor.pt: not a checkpoint of this program", "give another"),
         ("--init_from foreign.pt", "foreign.pt: not a checkpoint of this program, it lacks model", "give another"),
@@ -183,13 +185,14 @@ CASES = {
         ("--prompts a --prompt b", "--prompt and --prompts exclude each other", "give one"),
         ("--model a --checkpoint b", "--model and --checkpoint exclude each other", "give one"),
         ("--temperature -1", "--temperature -1.0 cannot be", "a number from 0 up"),
+        ("--temperature 1e-300", "--temperature 1e-300 cannot be", "from 0.001 up"),
         ("--top_p 2", "--top_p 2.0 cannot be", "say 0.9"),
         ("--num_samples 0", "--num_samples 0 cannot be", "a number from 1 up"),
         ("--json nowhere", "--json nowhere: that is a directory", "give a file"),
         ("--json no/where.json", "--json no/where.json: there is no directory no", "make it first"),
         ("--checkpoint missing.pt", "no checkpoint in missing.pt", "give --checkpoint FILE"),
         ("--checkpoint nowhere", "no checkpoint in nowhere", "give --checkpoint FILE"),
-        ("--checkpoint evil.pt", "evil.pt: not a readable checkpoint", "delete it"),
+        ("--checkpoint evil.pt", "evil.pt: not a readable checkpoint", "give another"),
         ("--checkpoint shape.pt", "shape.pt: its model cannot be built", "give another checkpoint"),
         ("--model hf_evil", "hf_evil: neither a checkpoint nor a GPT-2 that transformers can load", "give"),
         ("--model hf_bert", "hf_bert: neither a checkpoint nor a GPT-2 that transformers can load", "model_type is 'bert'"),
@@ -218,7 +221,7 @@ CASES = {
     ],
     "hellaswag.py": [
         ("--data missing.jsonl", "missing.jsonl: cannot be read", "give a .jsonl"),
-        ("--data columns.jsonl", "columns.jsonl, line 1: no 'endings'", "but body"),
+        ("--data columns.jsonl", "columns.jsonl, line 1: no 'endings'", "--help shows"),
         ("--data choice.jsonl", "choice.jsonl, line 1: the label 4", "is none of 0, 1, 2, 3"),
         ("--data no.parquet", "no.parquet, start: ", "Parquet"),
         ("--data empty.jsonl", "there is no example in it", "empty.jsonl"),
@@ -257,6 +260,27 @@ def test_a_mistake_is_answered_by_one_sentence(world, name, flags, wrong, remedy
         err = "".join(line for line in err.splitlines(keepends=True) if line.strip() and not re.search("tok/s]|^skipped ", line))
     assert err.startswith("error: ") and err.count("\n") == 1 and wrong in err and remedy in err, err
     assert "Traceback" not in out and everything(world) == before and len(err) < 500
+
+
+@pytest.mark.parametrize("env, sentence", [
+    (dict(RANK="x"), "RANK=x is no number; unset RANK, torchrun sets it itself"),
+    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 asks for other processes .*RANK expected.*; start them with torchrun, or unset WORLD_SIZE"),
+    (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2 asks for other processes .*MASTER_ADDR expected.*; start them with torchrun")])
+def test_an_environment_from_elsewhere(world, env, sentence):
+    before = everything(world)
+    _, err = program("--preset", "baby", "--device", "cpu", cwd=world, status=2, env=env)
+    assert re.match(f"error: {sentence}", err) and err.count("\n") == 1 and everything(world) == before, err
+
+
+def test_what_a_person_reads_need_not_be_ascii(world, tmp_path):
+    """Nor need --json be a file of its own: a link stays a link, and a device a device."""
+    flags = ["--checkpoint", world / "log/baby", "--max_new_tokens", 20]
+    out, _ = program(*flags, "--prompt", "caf\xe9", "--json", "/dev/stdout", cwd=tmp_path, program="generate.py", fresh=True,
+                     env=dict(PYTHONIOENCODING="ascii"))
+    assert "caf\\xe9" in out and json.loads(out[out.rindex("\n[\n"):])[0]["prompt"] == "caf\xe9"
+    (tmp_path / "link.json").symlink_to("target.json")
+    program(*flags, "--json", "link.json", cwd=tmp_path, program="generate.py")
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "target.json").read_text())
 
 
 def test_no_file_can_run_code_and_no_shell_is_asked():

@@ -153,6 +153,18 @@ def test_a_full_disk_while_the_log_is_written(tmp_path):
     assert len(lines) > 100 and all(re.fullmatch(r"\d+ \w+ [-+.e\d]+", line) for line in lines) and "\n" not in rest
 
 
+def test_a_run_directory_that_is_a_disk_of_its_own(tmp_path):
+    """What is moved aside goes to another disk, and what a link points to is moved beside that, not beside the link."""
+    with small_disk(tmp_path / "run", 2**23):
+        train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+        (tmp_path / "link").symlink_to("run")
+        for flags in (["--log_dir", "run", "--max_steps", 1], ["--log_dir", "link", "--max_steps", 1]):
+            train(*flags, cwd=tmp_path)
+    assert names(tmp_path) == ["link", "run", "run.1", "run.2"]
+    assert names(tmp_path / "run.1") == ["log.txt", "model_000002.pt", "run.json"]
+    assert names(tmp_path / "run") == names(tmp_path / "run.2") == ["log.txt", "model_000001.pt", "run.json"]
+
+
 def test_a_read_only_directory(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
