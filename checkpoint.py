@@ -1,5 +1,6 @@
 """What a run starts from and what it leaves on disk: weights, checkpoints, a log, and what one needs to repeat it."""
 
+import html
 import os
 import platform
 import shutil
@@ -25,7 +26,8 @@ except ImportError:  # Windows
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # what a step itself logs; all else a checkpoint's model scored
 # How a run is laid out over machines: free to change at every resume, and so no part of a checkpoint.
-LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp", "log_dir", "resume"}
+LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp", "log_dir", "resume",
+          "tensorboard"}
 
 
 def save_checkpoint(run_dir, model, optimizers, scaler, step, position, config, tokenizer, contents):
@@ -218,7 +220,8 @@ def lock(directory):
 
 def move_aside(directory):
     """Makes way for a fresh run: the files of a run that lies in `directory` go to directory.1, or .2, …"""
-    old = [p for p in (*checkpoints(directory), directory / "run.json", directory / "log.txt") if p.exists()]
+    old = [*checkpoints(directory), *directory.glob("events.out.tfevents.*")]
+    old += [p for p in (directory / "run.json", directory / "log.txt") if p.exists()]
     if old:
         # "." has no name to add to, and what a link points to may be on another disk
         base = directory if directory.name.strip(".") and not directory.is_symlink() else directory.resolve()
@@ -229,16 +232,27 @@ def move_aside(directory):
         print0(f"the run in {directory} was moved to {aside}")
 
 
+def read_log(path):
+    """log.txt -> [(step, stream, value as it stands)]. Half a line, as a kill may leave at the end, is not one."""
+    text = path.read_text(errors="replace")
+    lines = [line.split() for line in text[:text.rfind("\n") + 1].splitlines()]
+    return [(int(line[0]), *line[1:]) for line in lines if len(line) == 3 and line[0].isdecimal()]
+
+
 class RunLog:
-    """log.txt, one number a line: "{step} {stream} {value}", as build-nanogpt writes it.
+    """log.txt, one number a line: "{step} {stream} {value}", as build-nanogpt writes it; and the same for TensorBoard.
 
     A log that starts at step 0 is a new run's, and an old one is moved aside. Otherwise the lines of steps taken after the
     checkpoint at `step` are cut off, to be written again. What that very checkpoint scored stays: it is not written twice.
-    Raises UserError if the directory cannot be written, or if another run is writing there.
+    settings: the run's, if TensorBoard's event files are wanted. Raises UserError if the directory cannot be written, or if
+    another run is writing there.
     """
 
-    def __init__(self, directory, step):
-        self.path, temporary = directory / "log.txt", directory / "log.tmp"
+    def __init__(self, directory, step, settings=None):
+        if settings:
+            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
+        self.path, self.events, temporary = directory / "log.txt", None, directory / "log.tmp"
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             self.lock = lock(directory)
@@ -246,14 +260,19 @@ class RunLog:
             temporary.unlink()
             if step == 0:
                 move_aside(directory)
-            text = self.path.read_text(errors="replace") if self.path.exists() else ""
-            lines = [line.split() for line in text[:text.rfind("\n") + 1].splitlines()]
-            lines = [line for line in lines if len(line) == 3 and line[0].isdecimal()]
-            kept = [line for line in lines if (int(line[0]), line[1] in STEP_STREAMS) < (step, True)]
-            self.known = {(step, line[1]) for line in kept if int(line[0]) == step}
-            temporary.write_text("".join(" ".join(line) + "\n" for line in kept))
+            lines = read_log(self.path) if self.path.exists() else []
+            kept = [line for line in lines if (line[0], line[1] in STEP_STREAMS) < (step, True)]
+            self.known = {line[:2] for line in kept if line[0] == step}
+            temporary.write_text("".join(f"{step} {stream} {value}\n" for step, stream, value in kept))
             os.replace(temporary, self.path)
             self.file = open(self.path, "ab", buffering=0)  # what cannot be written is not tried again at the end
+        if settings:  # from this step on, TensorBoard forgets what files from before say; part of it holds
+            self.events = SummaryWriter(directory, purge_step=step)
+            for summary in hparams({name: str(value) for name, value in settings.items()}, {"val": 0}):
+                self.events.file_writer.add_summary(summary)
+            for at, stream, value in kept:
+                if at == step:
+                    self.events.add_scalar(stream, float(value), at)
 
     def write(self, step, **values):
         new = {stream: value for stream, value in values.items() if (step, stream) not in self.known}
@@ -261,6 +280,16 @@ class RunLog:
         with writing(self.path, "make room, and --resume goes on from the last checkpoint"):
             while data:
                 data = data[self.file.write(data):]  # a nearly full disk may take less than all
+        if self.events:
+            for stream, value in new.items():
+                self.events.add_scalar(stream, value, step)
+            self.events.flush()
+
+    def write_samples(self, step, texts):
+        if self.events:
+            for i, text in enumerate(texts):
+                self.events.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)  # as it is, not as Markdown
+            self.events.flush()
 
 
 def write_run_json(run_dir, model, config, tokenizer, device, dtype, world_size, loader):

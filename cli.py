@@ -8,8 +8,10 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 # What PyTorch says when a program is ended from outside.
@@ -20,14 +22,15 @@ class UserError(Exception):
     """Something the user can mend. Its message is the one line that the program prints before it exits with status 2."""
 
 
-def parse_flags(doc, *configs, argv=None):
+def parse_flags(doc, *configs, argv=None, rest=None):
     """Reads `argv` (default: the process's) into a dict of the flags that were given, and only those.
 
     doc: the program's docstring, shown by --help. configs: dataclasses; the field `max_lr: float = 6e-4  # peak` becomes
-    --max_lr, a bool becomes --flag/--no-flag, a list --flag FILE FILE. Raises UserError for an unknown flag or a value of
-    the wrong type.
+    --max_lr, a bool becomes --flag/--no-flag, a list --flag FILE FILE. rest: what arguments without a flag are called, if
+    there may be some; a list of them is in the dict by that name. Raises UserError for an unknown flag or a value of the
+    wrong type.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(description=rewrap(doc, shutil.get_terminal_size().columns - 2), formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = wrong_value  # argparse would print the whole usage first
     for config in configs:
@@ -42,12 +45,25 @@ def parse_flags(doc, *configs, argv=None):
                 dict(nargs="+", metavar="NAME") if field.type == list[str] else \
                 dict(type=field.type, metavar=field.type.__name__.upper())
             group.add_argument(f"--{field.name}", help=help, **kind)
+    if rest:
+        parser.add_argument(rest, nargs="*", default=[])
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].split("=")[0]
         close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
         raise UserError(f"unknown flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them all"))
     return vars(given)
+
+
+def rewrap(doc, width):
+    """A docstring for a terminal of so many columns: paragraphs are filled anew, indented lines stay lines."""
+    blocks = []
+    for block in doc.strip().split("\n\n"):
+        lines = [block] if not re.search("^ ", block, re.M) else block.split("\n")
+        blocks.append("\n".join(textwrap.fill(line, width, subsequent_indent=" " * (8 if line.startswith(" ") else 0),
+                                              replace_whitespace=line is block, drop_whitespace=True, break_long_words=False,
+                                              break_on_hyphens=False) for line in lines))
+    return "\n\n".join(blocks)
 
 
 def wrong_value(message):

@@ -64,6 +64,7 @@ class TrainConfig:
     save_every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # the newest checkpoints to keep; 0: all
     log_dir: str = None  # the run directory [log/PRESET]
+    tensorboard: bool = False  # log for TensorBoard, too, into log_dir: the numbers, the samples, the configuration
     resume: bool = False  # go on with the run in log_dir; start afresh if there is none
     init_from: str = None  # weights to start from: a checkpoint, or the name or directory of a Hugging Face GPT-2
     device: str = "auto"  # cuda, cuda:1, mps or cpu
@@ -411,11 +412,13 @@ def run_evals(evals, model, autocast, config, share):
 
 
 def print_samples(model, tokenizer, step, device):
-    """What the model writes by itself, so that a person can see it learn."""
+    """What the model writes by itself, so that a person can see it learn -> the texts."""
     idx = torch.full((2, 1), start_id(tokenizer, model.config.vocab_size), device=device)  # (B, T)
     texts = model.generate(idx, 500 if tokenizer == "bytes" else 64, temperature=0.8, top_k=50, seed=42)[:, 1:]
-    for i, ids in enumerate(texts.tolist()):
-        print0(f"--- sample {i} at step {step} ---\n{decode(tokenizer, ids).strip()}\n")
+    texts = [decode(tokenizer, ids).strip() for ids in texts.tolist()]
+    for i, text in enumerate(texts):
+        print0(f"--- sample {i} at step {step} ---\n{text}\n")
+    return texts
 
 
 def portion(step, config, T, dp):
@@ -558,7 +561,7 @@ def main(argv=None):
     model, optimizers, autocast = prepare(raw_model, config, device, dtype)
     first_step, position = restore(checkpoint, optimizers, model.scaler, config, contents) if checkpoint else (0, 0)
     if rank == 0:
-        log = RunLog(run_dir, first_step)
+        log = RunLog(run_dir, first_step, {**asdict(config), **asdict(raw_model.config)} if config.tensorboard else None)
         if first_step < config.max_steps:  # a finished run keeps the facts of its making
             write_run_json(run_dir, raw_model, config, tokenizer, device, dtype, world_size, train_loader)
     del checkpoint  # its tensors have been copied: give the memory back
@@ -587,7 +590,9 @@ def main(argv=None):
             if rank == 0:
                 log.write(step, **figures)
         if last or due(step, config.sample_every):
-            print_samples(raw_model, tokenizer, step, device)
+            texts = print_samples(raw_model, tokenizer, step, device)
+            if rank == 0:
+                log.write_samples(step, texts)
         if last:
             print0(f"done: {watch.summary()}; {run_dir} holds the log and the checkpoints; python generate.py --checkpoint "
                    f"{run_dir} writes more")
