@@ -18,6 +18,8 @@ turns: a few steps of each, then a few of each again. In the table, last:
   x slower    a step's time, ours being 1
 """
 
+# Read next: plot.py.
+
 import re
 import resource
 import statistics

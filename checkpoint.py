@@ -1,5 +1,7 @@
 """What a run starts from and what it leaves on disk: weights, checkpoints, a log, and what one needs to repeat it."""
 
+# Read next: device.py.
+
 import html
 import os
 import platform

@@ -1,5 +1,7 @@
 """The command line of every program here: a dataclass field is a flag, its default the default, its comment the help."""
 
+# Read next: tests/, which say what all of this promises.
+
 import argparse
 import contextlib
 import dataclasses
@@ -30,7 +32,8 @@ def parse_flags(doc, *configs, argv=None, rest=None):
     there may be some; a list of them is in the dict by that name. Raises UserError for an unknown flag or a value of the
     wrong type.
     """
-    parser = argparse.ArgumentParser(description=rewrap(doc, shutil.get_terminal_size().columns - 2), formatter_class=argparse.RawDescriptionHelpFormatter,
+    doc = rewrap(doc, shutil.get_terminal_size().columns - 2)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = wrong_value  # argparse would print the whole usage first
     for config in configs:
@@ -57,13 +60,20 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 
 def rewrap(doc, width):
     """A docstring for a terminal of so many columns: paragraphs are filled anew, indented lines stay lines."""
-    blocks = []
-    for block in doc.strip().split("\n\n"):
-        lines = [block] if not re.search("^ ", block, re.M) else block.split("\n")
-        blocks.append("\n".join(textwrap.fill(line, width, subsequent_indent=" " * (8 if line.startswith(" ") else 0),
-                                              replace_whitespace=line is block, drop_whitespace=True, break_long_words=False,
-                                              break_on_hyphens=False) for line in lines))
-    return "\n\n".join(blocks)
+    def fill(text, indent=0, first=0):
+        return textwrap.fill(text, width, initial_indent=" " * first, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+    def line(text):
+        left, gap, right = re.fullmatch(r"( *.*?)(?:( {3,})(\S.*))?", text).groups("")  # a command or a name, and what it is
+        column = len(left + gap)
+        if len(text) <= width or not right:
+            return text if len(text) <= width else fill(text, 8)
+        return fill(text, column) if column < 24 else left + "\n" + fill(right, 6, 6)
+
+    def block(text):
+        return "\n".join(map(line, text.split("\n"))) if re.search("^ ", text, re.M) else fill(text)
+
+    return "\n\n".join(map(block, doc.strip().split("\n\n")))
 
 
 def wrong_value(message):
@@ -126,6 +136,15 @@ def print0(*args):
             print(*args, flush=True)
         except OSError:  # the terminal or the pipe is gone
             sys.stdout = open(os.devnull, "w")
+
+
+def fit(fields, drop):
+    """The fields in one line. On a terminal that is too narrow, without some of those numbered in `drop`, the first first."""
+    fields, width = list(fields), shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for i in drop:
+        if len(" | ".join(filter(None, fields))) > width:
+            fields[i] = ""
+    return " | ".join(filter(None, fields))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 Whatever the size of a file, a few blocks of it are in memory. A record that cannot be used does not stop the rest.
 """
 
+# Read next: evaluation.py, how models are scored.
+
 import codecs
 import csv
 import functools

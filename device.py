@@ -5,6 +5,8 @@
   vanish unless a scaler lifts them.
 """
 
+# Read next: cli.py.
+
 import contextlib
 import ctypes
 import os

@@ -13,6 +13,8 @@ Endings that share a context stand in one row, so that the context is computed o
 A token may look at what stands before it in the context and in its own part: for it the other endings do not exist.
 """
 
+# Read next: hellaswag.py, the first of four benchmarks.
+
 import itertools
 import math
 import time

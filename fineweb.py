@@ -10,6 +10,7 @@ Interrupted or killed, the same command goes on where it was. A damaged record i
 
 # corpus.py reads the text in blocks; workers make each block one array of tokens; the main process only fills shards, which
 # are byte for byte those of build-nanogpt's fineweb.py.
+# Read next: corpus.py, where text comes from.
 
 import functools
 import importlib.metadata

@@ -7,6 +7,8 @@
 Without a prompt the model starts from nothing. A file of prompts holds one a line.
 """
 
+# Read next: bench.py, how fast a step is.
+
 import math
 import re
 from dataclasses import dataclass

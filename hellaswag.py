@@ -20,6 +20,8 @@ its answer. Chance is 0.25. Longer endings are less likely, so there are several
   GPT-3 124M                   0.337   GPT-3 paper, table H.1: their prompt, per token
 """
 
+# Read next: lambada.py.
+
 import re
 import sys
 from dataclasses import dataclass

@@ -20,6 +20,8 @@ those before it, is easier: it is here because it is often reported as the other
   GPT-3 124M      0.427       18.6    GPT-3 paper, table H.1
 """
 
+# Read next: storycloze.py.
+
 import math
 import sys
 

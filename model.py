@@ -10,6 +10,8 @@ read tokenizer.py next, then train_gpt2.py.
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
 """
 
+# Read next: tokenizer.py, what ids are; then train_gpt2.py.
+
 import math
 from dataclasses import dataclass
 

@@ -12,6 +12,8 @@ differ. train_gpt2.py imports this file if one of the three is asked for, and th
 its `Replica`. The raw model and its optimizers, asked for their states or a forward by all processes, answer as if whole.
 """
 
+# Read next: fineweb.py, where shards come from.
+
 import contextlib
 import logging
 import math

@@ -8,6 +8,8 @@ Training loss is a running mean over a hundredth of the run; validation, on top 
 others reached. A run is a directory with a log.txt and a run.json, as train_gpt2.py leaves it; one still going on will do.
 """
 
+# Read next: checkpoint.py.
+
 import json
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -74,6 +76,7 @@ def running_mean(values, n):
 def draw(runs, x):
     """{name: (streams, facts)} -> a matplotlib Figure. Raises UserError if a run does not say how many tokens a step has."""
     from matplotlib.figure import Figure  # without pyplot no window is ever asked for
+    from matplotlib.ticker import EngFormatter
 
     found = {PANEL.get(stream, stream) for streams, _ in runs.values() for stream in streams}
     names = [name for name in STREAMS if name in found]
@@ -110,9 +113,9 @@ def draw(runs, x):
         panel.legend(fontsize=8)
         if name in ("norm", "wikitext"):
             panel.set_yscale("log")
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_formatter("{x:,g}")
-            axis.set_minor_formatter("{x:,g}")
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1.5M
+        panel.yaxis.set_major_formatter("{x:,g}")
+        panel.yaxis.set_minor_formatter("{x:,g}")
     return figure
 
 

@@ -17,6 +17,8 @@ The context is the four sentences, and the likelier ending counts as the model's
   GPT-3 124M      0.633   GPT-3 paper, table H.1, on the test set of 2016, per token
 """
 
+# Read next: wikitext.py.
+
 import sys
 
 import evaluation

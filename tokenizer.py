@@ -5,6 +5,8 @@ gpt2.tiktoken (OpenAI, MIT licence; tiktoken itself downloads the same data as `
 Encoding is tiktoken's work; decoding is looking up, so that training from shards can print samples without tiktoken.
 """
 
+# Read next: train_gpt2.py.
+
 import base64
 import functools
 import hashlib

@@ -10,6 +10,7 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig. A preset overrides
 
 # Read from the top: the knobs, the stream of batches, the schedules, one step, and main, which is the whole of training.
 # cli.py, device.py and checkpoint.py hold what surrounds it.
+# Read next: checkpoint.py for what a run leaves behind; parallel.py for models in parts.
 
 import bisect
 import importlib
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
-from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, print0, run
+from cli import UserError, catch_stop_signals, duration, first_line, fit, parse_flags, print0, run
 from device import choose_dtype, memory_advice, peak_flops, setup, shut_down
 from model import PRESETS, GPTConfig
 from tokenizer import decode, get_encoding, start_id
@@ -614,8 +615,8 @@ def main(argv=None):
             log.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s)
             use = f"mfu {tok_s * flops / peak:.1%}" if peak else f"{tok_s * flops / 1e12:.2f} TFLOP/s"
             to_go = duration((seconds / (step - first_step) if step > first_step else dt) * (config.max_steps - step - 1))
-            print0(f"step {step:5d}/{config.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {dt * 1000:.0f} ms "
-                   f"| {tok_s:,.0f} tok/s | {use} | {to_go} to go{mark}")
+            print0(fit([f"step {step:5d}/{config.max_steps}", f"loss {loss:.4f}", f"lr {lr:.2e}", f"norm {norm:.3f}",
+                        f"{dt * 1000:.0f} ms", f"{tok_s:,.0f} tok/s", use, f"{to_go} to go{mark}"], drop=(6, 4, 2)))
         if watch.bad_in_a_row == MAX_BAD_STEPS:
             raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step {step}: the run has diverged; "
                             f"checkpoints in {run_dir} are from before, --resume --max_lr {config.max_lr / 2:g} may save it")

@@ -26,6 +26,8 @@ other without overlap, unless --stride makes them move on by fewer tokens, which
   GPT-2 1542M             17.48   the same
 """
 
+# Read next: generate.py.
+
 import math
 import re
 import sys

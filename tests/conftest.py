@@ -79,6 +79,10 @@ def write_bin(path, tokens, magic=20240520, version=1, count=None):
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "slow" not in item.keywords)  # the longest first, so that no worker is left with one
+
+
 @pytest.fixture(autouse=True)
 def full_precision():
     """choose_dtype("bfloat16") lets float32 products round their factors, for the rest of the process."""

@@ -18,7 +18,7 @@ from conftest import ROOT, TINY, assert_close_logs, program, read_log, spawn, tr
 from torch.nn.attention import SDPBackend
 
 from checkpoint import load_checkpoint
-from cli import UserError
+from cli import UserError, fit
 from device import memory_advice, prefer_attention
 from model import GPT, GPTConfig
 from train_gpt2 import (
@@ -457,6 +457,16 @@ def test_step_line_says_what_a_person_wants_to_know(tmp_path):
     out, _ = train("--log_dir", "run", cwd=tmp_path)
     assert re.search(r"^step     9/10 \| loss \d\.\d{4} \| lr \d\.\d\de-\d\d \| norm \d+\.\d{3} \| \d+ ms \| [\d,]+ tok/s \| "
                      r"\d+\.\d\d TFLOP/s \| 0s to go$", out, re.M), out
+
+
+def test_a_narrow_terminal_has_a_line_for_a_step(monkeypatch):
+    fields = ["step 19072/19073", "loss 3.1234", "lr 6.00e-04", "norm 0.312", "345 ms", "1,520,000 tok/s", "mfu 45.1%", "12h05m to go"]
+    assert fit(fields, (6, 4, 2)) == " | ".join(fields)  # into a file
+    monkeypatch.setattr("sys.stdout", type("Terminal", (), dict(isatty=lambda self: True))())
+    for columns in (110, 100, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert len(line := fit(fields, (6, 4, 2))) <= columns
+    assert line == "step 19072/19073 | loss 3.1234 | norm 0.312 | 1,520,000 tok/s | 12h05m to go"
 
 
 # Schedules and flags
