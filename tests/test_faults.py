@@ -49,7 +49,7 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 def test_killed_at_fifty_random_moments(tmp_path):
     """Half the time of this run goes into saving, so that many a kill hits a half-written checkpoint."""
-    flags = ["--max_steps", 300, "--save_every", 1, "--total_batch_size", 128, "--val_every", 50, "--val_tokens", 256]
+    flags = ["--max_steps", 800, "--save_every", 1, "--total_batch_size", 128, "--val_every", 100, "--val_tokens", 256]
     train(*flags, "--log_dir", "whole", cwd=tmp_path)
     rng, torn = random.Random(0), 0
     for _ in range(50):
@@ -63,7 +63,7 @@ def test_killed_at_fifty_random_moments(tmp_path):
     out, _ = train(*flags, "--log_dir", "run", "--resume", cwd=tmp_path)
     assert "resumed from step" in out
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
-    a, b = (checkpoint(tmp_path / name, 300) for name in ("whole", "run"))
+    a, b = (checkpoint(tmp_path / name, 800) for name in ("whole", "run"))
     assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
     assert torn, "no kill hit a save: the test has lost its point"
 
