@@ -200,8 +200,9 @@ def score(model, examples, rows, autocast, batch_size, report=None, share=None):
                 np.add.at(sums, (slice(None), ending), np.stack(values))
             if not bar.disable and time.time() >= bar.last_print_t + bar.mininterval:  # about to be drawn again
                 some, scores = tally(sums, examples, sums[1] == expected)
-                name, value = next(iter(report(some, scores).items())) if some else ("", math.nan)
-                bar.set_postfix_str(f"{name} {value:.4f}", refresh=False)
+                if some:
+                    name, value = next(iter(report(some, scores).items()))
+                    bar.set_postfix_str(f"{name} {value:.4f}", refresh=False)
             bar.update(len(batch))
     if world_size > 1:
         total = torch.from_numpy(sums).to(next(model.parameters()).device)
