@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cli import UserError, first_line, print0, write_json, writing
+from cli import UserError, first_line, print0, replacing, write_json, writing
 from device import describe, ranks
 from model import GPT, GPTConfig
 from tokenizer import name_for, token_bytes
@@ -45,15 +45,11 @@ def save_checkpoint(run_dir, model, optimizers, scaler, step, position, config, 
                  train_config={k: v for k, v in {**asdict(config), **contents}.items() if k not in LAYOUT})
     if ranks()[0] > 0:
         return
-    with writing(path, "the checkpoints before it are whole: make room, and --resume goes on from the last"):
-        try:
-            with open(temporary, "wb") as f:
-                torch.save(state, f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    remedy = "the checkpoints before it are whole: make room, and --resume goes on from the last"
+    with writing(path, remedy), replacing(path, temporary), open(temporary, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
     if config.keep:
         for old in checkpoints(run_dir)[:-config.keep]:
             old.unlink()
@@ -68,7 +64,7 @@ def load_checkpoint(path):
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, and with it a CRC-32 of everything inside
             if damaged := archive.testzip():
-                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong; give another")
+                raise UserError(f"{path}: damaged, the checksum of {damaged} is wrong")
         # mapped: the processes of a machine share the pages, and take from them what is theirs
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         keys = {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer"}
@@ -76,9 +72,9 @@ def load_checkpoint(path):
     except UserError:
         raise
     except Exception as error:  # a damaged file may fail anywhere in zipfile, pickle or torch
-        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); give another") from error
+        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)})") from error
     if missing:
-        raise UserError(f"{path}: not a checkpoint of this program, it lacks {', '.join(sorted(missing))}; give another")
+        raise UserError(f"{path}: not a checkpoint of this program, it lacks {', '.join(sorted(missing))}")
     return checkpoint
 
 
@@ -107,7 +103,11 @@ def load_model(name):
     if newest := checkpoints(name)[-1:]:
         name = newest[0]
     if Path(name).is_file():
-        return model_from(load_checkpoint(name), name)
+        try:
+            checkpoint = load_checkpoint(name)
+        except UserError as error:
+            raise UserError(f"{error}; give another") from error
+        return model_from(checkpoint, name)
     if Path(name).suffix == ".pt":
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     try:
@@ -165,7 +165,7 @@ def find_checkpoint(directory, rank, world_size):
             checkpoint, choice = load_checkpoint(path), [path]
             break
         except UserError as error:
-            print0(f"passed over {error}".removesuffix("; give another"))
+            print0(f"passed over {error}")
     if world_size > 1:
         dist.broadcast_object_list(choice)
     if choice[0] is None:
@@ -265,8 +265,8 @@ class RunLog:
             lines = read_log(self.path) if self.path.exists() else []
             kept = [line for line in lines if (line[0], line[1] in STEP_STREAMS) < (step, True)]
             self.known = {line[:2] for line in kept if line[0] == step}
-            temporary.write_text("".join(f"{step} {stream} {value}\n" for step, stream, value in kept))
-            os.replace(temporary, self.path)
+            with replacing(self.path, temporary):
+                temporary.write_text("".join(f"{step} {stream} {value}\n" for step, stream, value in kept))
             self.file = open(self.path, "ab", buffering=0)  # what cannot be written is not tried again at the end
         if settings:  # from this step on, TensorBoard forgets what files from before say; part of it holds
             self.events = SummaryWriter(directory, purge_step=step)

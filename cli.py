@@ -159,6 +159,16 @@ def writing(path, remedy="make room, or give another place"):
         raise UserError(f"{path}: cannot be written ({reason.strerror or first_line(reason)}); {remedy}") from error
 
 
+@contextlib.contextmanager
+def replacing(path, temporary):
+    """What is written to a temporary name gets its own when it is whole: nobody finds half a file, and an old one lives on."""
+    try:
+        yield
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def check_json(path):
     """Raises UserError, before the work and not after it, if a --json FILE could not be written."""
     if path and Path(path).is_dir():
@@ -170,7 +180,6 @@ def check_json(path):
 
 
 def write_json(path, value):
-    """Under a temporary name first: nobody finds half a file, and an old one lives until the new one is whole."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with writing(path):
         if Path(path).exists() and not Path(path).is_file():  # such as /dev/stdout: not to be replaced by a file
@@ -178,11 +187,8 @@ def write_json(path, value):
             return
         path = Path(path).resolve()  # a link stays one
         temporary = Path(f"{path}.tmp")
-        try:
+        with replacing(path, temporary):
             temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def first_line(error):

@@ -19,7 +19,7 @@ import torch
 from checkpoint import find_model, load_model
 from cli import UserError, check_json, parse_flags, print0, run, write_json
 from device import setup
-from tokenizer import SPECIAL_TOKENS, decode, get_encoding, start_id
+from tokenizer import decode, get_encoding, start_id
 
 
 @dataclass
@@ -55,13 +55,13 @@ def read_prompts(config):
     return [(f"--prompts {config.prompts}, line {n}", line) for n, line in enumerate(lines, start=1)]
 
 
-def encode(where, prompt, tokenizer, gpt_config):
+def encode(where, prompt, encoding, gpt_config):
     """A prompt -> its ids, after the one that starts a text. Raises UserError if the model cannot go on from it."""
-    if where and not re.sub("|".join(map(re.escape, SPECIAL_TOKENS[tokenizer])), "", prompt):
+    if where and not re.sub("|".join(map(re.escape, encoding.special_tokens_set)), "", prompt):
         raise UserError(f"{where} {prompt!r}: there is nothing to go on from; leave it out, and a text is begun")
     try:
         prompt.encode()  # tiktoken would replace what is none
-        ids = [start_id(tokenizer, gpt_config.vocab_size), *get_encoding(tokenizer).encode_ordinary(prompt)]
+        ids = [start_id(encoding.name, gpt_config.vocab_size), *encoding.encode_ordinary(prompt)]
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: is not UTF-8 (character {error.start}); write it in UTF-8") from error
     if max(ids) >= gpt_config.vocab_size:
@@ -85,8 +85,8 @@ def main(argv=None):
     prompts, name = read_prompts(config), find_model(config)
     _, _, device = setup(config.device)
     model, tokenizer = load_model(name)
-    model.to(device)
-    prompts = [(prompt, encode(where, prompt, tokenizer, model.config)) for where, prompt in prompts]
+    model, encoding = model.to(device), get_encoding(tokenizer)  # once: it takes as long as many prompts
+    prompts = [(prompt, encode(where, prompt, encoding, model.config)) for where, prompt in prompts]
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
     for number, (prompt, ids) in enumerate(prompts):
