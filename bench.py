@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from torch.profiler import profile
 from tqdm import tqdm
 
-from cli import UserError, first_line, parse_flags, print0, run
-from device import choose_dtype, describe, find_device, out_of_memory, peak_flops, ranks, setup, shut_down
 from model import GPT, PRESETS, GPTConfig
+from plaingpt.cli import UserError, first_line, parse_flags, print0, run
+from plaingpt.device import choose_dtype, describe, find_device, out_of_memory, peak_flops, ranks, setup, shut_down
 from train_gpt2 import RECIPES, TrainConfig, check_config, check_layout, data_share, prepare, train_step
 
 ROUNDS, TRACE = 3, "bench_trace.json"

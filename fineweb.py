@@ -36,8 +36,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cli import UserError, catch_stop_signals, duration, first_line, parse_flags, run, write_json
-from corpus import find_files, load_hub, parse_table, parse_text, read_blocks, texts_of
+from plaingpt.cli import UserError, catch_stop_signals, duration, first_line, parse_flags, run, write_json
+from plaingpt.corpus import find_files, load_hub, parse_table, parse_text, read_blocks, texts_of
 from tokenizer import RANKS, RANKS_SHA256, START, get_encoding
 
 FINEWEB, FINEWEB_NAME = "HuggingFaceFW/fineweb-edu", "sample-10BT"

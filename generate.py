@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import find_model, load_model
-from cli import UserError, check_json, parse_flags, print0, run, write_json
-from device import setup
+from plaingpt.checkpoint import find_model, load_model
+from plaingpt.cli import UserError, check_json, parse_flags, print0, run, write_json
+from plaingpt.device import setup
 from tokenizer import decode, get_encoding, start_id
 
 

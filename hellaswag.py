@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import evaluation
-from cli import UserError, run
+from plaingpt import evaluation
+from plaingpt.cli import UserError, run
 
 STREAM = "hella"  # in a run's log: the first figure
 HUB = dict(dataset="Rowan/hellaswag", split="validation")

@@ -25,8 +25,8 @@ those before it, is easier: it is here because it is often reported as the other
 import math
 import sys
 
-import evaluation
-from cli import run
+from plaingpt import evaluation
+from plaingpt.cli import run
 
 STREAM = "lambada"  # in a run's log: the first figure
 HUB = dict(dataset="EleutherAI/lambada_openai", name="default", split="test")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint import read_log
-from cli import UserError, parse_flags, run, writing
+from plaingpt.checkpoint import read_log
+from plaingpt.cli import UserError, parse_flags, run, writing
 from train_gpt2 import TrainConfig, get_batch_tokens
 
 # Streams of the log, in the order of their panels: title of the axis, and {who: what they reached}.

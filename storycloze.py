@@ -21,8 +21,8 @@ The context is the four sentences, and the likelier ending counts as the model's
 
 import sys
 
-import evaluation
-from cli import run
+from plaingpt import evaluation
+from plaingpt.cli import run
 
 STREAM = "story"  # in a run's log: the first figure
 HUB = None

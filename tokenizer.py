@@ -12,7 +12,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-RANKS = Path(__file__).with_name("gpt2.tiktoken")
+RANKS = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # the hash tiktoken pins
 
 # GPT-2's pre-tokenisation, as tiktoken writes it: contractions, words, numbers, other symbols, white space.

@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
-from cli import UserError, catch_stop_signals, duration, first_line, fit, parse_flags, print0, run
-from device import choose_dtype, memory_advice, peak_flops, setup, shut_down
 from model import PRESETS, GPTConfig
+from plaingpt.checkpoint import RunLog, find_checkpoint, init_model, restore, save_checkpoint, write_run_json
+from plaingpt.cli import UserError, catch_stop_signals, duration, first_line, fit, parse_flags, print0, run
+from plaingpt.device import choose_dtype, memory_advice, peak_flops, setup, shut_down
 from tokenizer import decode, get_encoding, start_id
 
 
@@ -484,7 +484,7 @@ def prepare(raw_model, config, device, dtype):
     if config.compile is None:
         config = replace(config, compile=device.type == "cuda")
     in_parts = dist.is_initialized() and (config.parallel == "fsdp" or config.tp * config.pp > 1)
-    kind = importlib.import_module("parallel").Parts if in_parts else Replica
+    kind = importlib.import_module("plaingpt.parallel").Parts if in_parts else Replica
     model = kind(raw_model, config, device, dtype, autocast)
     muon_lr = (config.muon_lr or config.max_lr) if config.optimizer == "muon" else None
     return model, raw_model.configure_optimizers(config.weight_decay, config.max_lr, muon_lr), autocast

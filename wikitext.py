@@ -34,8 +34,8 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import evaluation
-from cli import UserError, run
+from plaingpt import evaluation
+from plaingpt.cli import UserError, run
 
 STREAM = "wikitext"  # in a run's log: the first figure
 HUB = dict(dataset="Salesforce/wikitext", name="wikitext-103-raw-v1", split="test")

@@ -12,8 +12,8 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from device import setup, shut_down  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from plaingpt.device import setup, shut_down  # noqa: E402
 from train_gpt2 import TrainConfig, prepare, train_step  # noqa: E402
 
 counts = Counter()

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import checkpoint  # noqa: E402
-import cli  # noqa: E402
 import train_gpt2  # noqa: E402
+from plaingpt import (
+    checkpoint,  # noqa: E402
+    cli,  # noqa: E402
+)
 
 calls = 0
 

@@ -11,10 +11,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch._dynamo  # noqa: E402, F401  so that what it takes is there before the model
 
-import cli  # noqa: E402
-import parallel  # noqa: E402, F401
 import train_gpt2  # noqa: E402
 from model import GPT  # noqa: E402
+from plaingpt import (
+    cli,  # noqa: E402
+    parallel,  # noqa: E402, F401
+)
 
 before, init, generate = [], GPT.__init__, GPT.generate
 

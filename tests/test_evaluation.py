@@ -15,14 +15,14 @@ import transformers
 from conftest import TINY, program, read_log, train
 from stand_in_hub import stand_in_hub
 
-import evaluation
 import hellaswag
 import lambada
 import storycloze
 import wikitext
-from cli import UserError, run
-from evaluation import Example, make_rows, score
 from model import GPT, GPTConfig
+from plaingpt import evaluation
+from plaingpt.cli import UserError, run
+from plaingpt.evaluation import Example, make_rows, score
 from tokenizer import get_encoding
 
 T = 48  # of the tiny model: some rows below are longer

@@ -17,9 +17,9 @@ import torch
 from conftest import TINY, assert_close_logs, program, read_log, spawn, train
 from test_training import checkpoint
 
-from checkpoint import load_checkpoint
-from cli import UserError
-from device import setup
+from plaingpt.checkpoint import load_checkpoint
+from plaingpt.cli import UserError
+from plaingpt.device import setup
 from train_gpt2 import JUMP, Watch
 
 LONG = ["--max_steps", 100_000, "--val_every", 0]  # until something happens

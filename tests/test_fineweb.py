@@ -20,9 +20,9 @@ import pytest
 from conftest import ROOT, read_log, train
 from stand_in_hub import COMMIT, stand_in_hub
 
-import corpus
 import fineweb
-from cli import UserError
+from plaingpt import corpus
+from plaingpt.cli import UserError
 from tokenizer import get_encoding
 
 SHARD = 50_000

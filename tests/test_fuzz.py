@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
-import corpus
 import train_gpt2
-from cli import UserError
+from plaingpt import corpus
+from plaingpt.cli import UserError
 from train_gpt2 import DataLoaderLite, TrainConfig, check_batches, get_batch_tokens, get_lr, open_shard, read_shard
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))  # what it knows of Unicode: not in the repository

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import write_bin
 
-from cli import UserError
+from plaingpt.cli import UserError
 from train_gpt2 import DataLoaderLite
 
 T = 16

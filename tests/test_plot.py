@@ -12,7 +12,7 @@ from conftest import ROOT, TINY, program, read_log, spawn, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import plot
-from cli import UserError
+from plaingpt.cli import UserError
 
 BABY = ROOT / "log/records/baby"
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY, assert_close_logs, program, read_log, spawn, train
 from torch.nn.attention import SDPBackend
 
-from checkpoint import load_checkpoint
-from cli import UserError, fit
-from device import memory_advice, prefer_attention
 from model import GPT, GPTConfig
+from plaingpt.checkpoint import load_checkpoint
+from plaingpt.cli import UserError, fit
+from plaingpt.device import memory_advice, prefer_attention
 from train_gpt2 import (
     DataLoaderLite,
     TrainConfig,
@@ -446,7 +446,7 @@ def test_ten_bad_gradients_in_a_row_end_the_run(tmp_path):
 def test_training_from_shards_imports_torch_and_numpy_alone(shards, tmp_path):
     flags = [*TINY, "--data", str(shards), "--vocab_size", "256", "--max_steps", "2", "--val_tokens", "256", "--parallel", "fsdp"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2; train_gpt2.main({flags!r}); "
-            "print('loaded:', *{'parallel', 'tiktoken', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules))")
+            "print('loaded:', *{'plaingpt.parallel', 'tiktoken', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -31,8 +31,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from cli import print0
 from model import LinearCrossEntropy
+from plaingpt.cli import print0
 
 
 class Parts:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
-from cli import UserError, first_line, print0
+from plaingpt.cli import UserError, first_line, print0
 
 
 def ranks():

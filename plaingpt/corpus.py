@@ -21,7 +21,7 @@ from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
-from cli import UserError, first_line
+from plaingpt.cli import UserError, first_line
 
 BLOCK = 2**20  # bytes of text in a block, more or less
 TEXTS, TABLES = (".jsonl", ".json", ".txt"), (".parquet", ".arrow")  # kinds of file; texts may be compressed

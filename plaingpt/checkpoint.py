@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cli import UserError, first_line, print0, replacing, write_json, writing
-from device import describe, ranks
 from model import GPT, GPTConfig
+from plaingpt.cli import UserError, first_line, print0, replacing, write_json, writing
+from plaingpt.device import describe, ranks
 from tokenizer import name_for, token_bytes
 
 try:

@@ -28,10 +28,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import find_model, load_model
-from cli import UserError, check_json, duration, parse_flags, print0, write_json
-from corpus import load_hub, read_records
-from device import choose_dtype, setup, shut_down
+from plaingpt.checkpoint import find_model, load_model
+from plaingpt.cli import UserError, check_json, duration, parse_flags, print0, write_json
+from plaingpt.corpus import load_hub, read_records
+from plaingpt.device import choose_dtype, setup, shut_down
 from tokenizer import get_encoding, start_id
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32, which a cache may hold
