@@ -1,101 +1,80 @@
-"""Lets a trained model write.
+"""Generates text with a trained model.
 
-  python generate.py                                                   from the newest checkpoint under log/
-  python generate.py --checkpoint log/baby --prompt "MARLOW: "         from a run, or from one checkpoint of it
-  python generate.py --model gpt2 --prompt "Hello, I'm a language model," --top_k 50
-
-Without a prompt the model starts from nothing. A file of prompts holds one a line.
+  python generate.py                              newest checkpoint in log/
+  python generate.py --checkpoint log/baby --prompt "MARLOW: "
+  python generate.py --model gpt2 --prompt "Hello, I'm a language model,"
 """
 
-# Read next: bench.py, how fast a step is.
-
-import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from plaingpt.checkpoint import find_model, load_model
 from plaingpt.cli import UserError, check_json, parse_flags, print0, run, write_json
-from plaingpt.device import setup
-from tokenizer import decode, get_encoding, start_id
+from plaingpt.device import memory_advice, setup
 
 
 @dataclass
 class GenerateConfig:
-    checkpoint: str = None  # a checkpoint, or a run directory, whose newest counts [the newest under log/]
-    model: str = None  # or weights of Hugging Face's GPT-2: a name, such as gpt2-xl, or a directory
-    prompt: str = None  # the text to go on from
-    prompts: str = None  # or a file of such texts, one a line
-    num_samples: int = 2  # texts for each prompt
-    max_new_tokens: int = 500  # tokens to add; nothing stops earlier
-    temperature: float = 0.8  # below 1: safer, above: wilder; 0: always the likeliest token
-    top_k: int = 50  # draw from so many of the likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability
-    seed: int = 42  # of the draw
-    json: str = None  # also write prompts and texts to this file
-    device: str = "auto"  # cuda, mps or cpu
+    checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
+    model: Annotated[str | None, "or GPT-2 of Hugging Face: a name or a directory"] = None
+    prompt: Annotated[str | None, "text to continue [start from nothing]"] = None
+    prompts: Annotated[str | None, "or a file with one prompt a line"] = None
+    num_samples: Annotated[int, "texts for each prompt", "at least 1"] = 2
+    max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
+    temperature: Annotated[float, "higher: more random; 0: likeliest token", "at least 0"] = 0.8
+    top_k: Annotated[int, "draw from the k likeliest tokens; 0: all", "at least 0"] = 50
+    top_p: Annotated[float, "draw from the likeliest that reach p", "above 0 and at most 1"] = 1.0
+    seed: Annotated[int, "random seed", "at least 0"] = 42
+    json: Annotated[str | None, "also write prompts and texts to this file"] = None
+    device: Annotated[str, "cuda, mps or cpu"] = "auto"
 
 
 def read_prompts(config):
-    """The prompts that the flags mean -> [(where it is given, prompt)], at least one. Raises UserError."""
+    """The prompts -> [(where each is from, text)]. Raises UserError."""
     if config.prompts is None:
-        return [("--prompt" if config.prompt is not None else "", config.prompt or "")]
+        return [("--prompt", config.prompt or "")]
     if config.prompt is not None:
-        raise UserError("--prompt and --prompts exclude each other: give one")
+        raise UserError("--prompt and --prompts exclude each other; give one")
+    where = f"--prompts {config.prompts}"
     try:
-        lines = Path(config.prompts).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {config.prompts}: is not UTF-8 (byte {error.start}); give a text") from error
+        lines = Path(config.prompts).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise UserError(f"--prompts {config.prompts}: cannot be read ({error.strerror}); give a text file") from error
+        raise UserError(f"{where}: cannot be read ({error.strerror}); give a text file") from error
     if not lines:
-        raise UserError(f"--prompts {config.prompts}: is empty; write one prompt a line")
-    return [(f"--prompts {config.prompts}, line {n}", line) for n, line in enumerate(lines, start=1)]
-
-
-def encode(where, prompt, encoding, gpt_config):
-    """A prompt -> its ids, after the one that starts a text. Raises UserError if the model cannot go on from it."""
-    if where and not re.sub("|".join(map(re.escape, encoding.special_tokens_set)), "", prompt):
-        raise UserError(f"{where} {prompt!r}: there is nothing to go on from; leave it out, and a text is begun")
-    try:
-        prompt.encode()  # tiktoken would replace what is none
-        ids = [start_id(encoding.name, gpt_config.vocab_size), *encoding.encode_ordinary(prompt)]
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: is not UTF-8 (character {error.start}); write it in UTF-8") from error
-    if max(ids) >= gpt_config.vocab_size:
-        raise UserError(f"{where}: has token id {max(ids)}, but this model knows {gpt_config.vocab_size} ids only; write it "
-                        "otherwise")
-    if len(ids) > gpt_config.block_size:
-        raise UserError(f"{where}: has {len(ids) - 1} tokens, and this model reads {gpt_config.block_size - 1}; give less")
-    return ids
+        raise UserError(f"{where}: is empty; write one prompt a line")
+    return [(f"{where}, line {n}", line) for n, line in enumerate(lines, start=1)]
 
 
 def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
-    for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0, seed=0).items():
-        if not least <= getattr(config, name) < math.inf:
-            raise UserError(f"--{name} {getattr(config, name)} cannot be: it is a number from {least} up")
-    if 0 < config.temperature < 1e-3:
-        raise UserError(f"--temperature {config.temperature} cannot be: it is 0, for always the likeliest, or from 0.001 up")
-    if not 0 < config.top_p <= 1:
-        raise UserError(f"--top_p {config.top_p} cannot be: it is above 0 and at most 1, say 0.9")
     check_json(config.json)
-    prompts, name = read_prompts(config), find_model(config)
-    _, _, device = setup(config.device)
+    prompts, name, device = read_prompts(config), find_model(config), setup(config.device)[2]
     model, tokenizer = load_model(name)
-    model, encoding = model.to(device), get_encoding(tokenizer)  # once: it takes as long as many prompts
-    prompts = [(prompt, encode(where, prompt, encoding, model.config)) for where, prompt in prompts]
+    model.to(device).eval()
+    n_vocab, T = model.config.vocab_size, model.config.block_size
+    ids_of_prompts = []
+    for where, prompt in prompts:
+        ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+        if max(ids) >= n_vocab:
+            raise UserError(f"{where}: token id {max(ids)}: the model has only {n_vocab} ids")
+        if len(ids) > T:
+            raise UserError(f"{where}: has {len(ids) - 1} tokens; give at most {T - 1}")
+        ids_of_prompts.append(ids)
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
-    for number, (prompt, ids) in enumerate(prompts):
+    for number, ids in enumerate(ids_of_prompts):
         idx = torch.tensor([ids] * config.num_samples, device=device)  # (num_samples, T)
-        out = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        texts = [decode(tokenizer, row[1:]) for row in out.tolist()]
-        results.append(dict(prompt=prompt, texts=texts))
+        with memory_advice(f"--num_samples {config.num_samples}: out of memory; give fewer"):
+            idx = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k,
+                                 config.top_p, config.seed)  # (num_samples, T + max_new_tokens)
+        texts = [tokenizer.decode(row[1:]) for row in idx.tolist()]
+        results.append(dict(prompt=tokenizer.decode(ids[1:]), texts=texts))
         for i, text in enumerate(texts):
-            print(f"--- sample {i}" + f" of prompt {number}" * (len(prompts) > 1) + f" ---\n{text}\n", flush=True)
+            title = f"sample {i} of prompt {number}" if len(prompts) > 1 else f"sample {i}"
+            print(f"--- {title} ---\n{text}\n", flush=True)
     if config.json:
         write_json(config.json, results)
 

@@ -1,79 +1,71 @@
-"""HellaSwag: which of four endings does an everyday scene have? (Zellers et al. 2019, arXiv:1905.07830)
+"""HellaSwag: which of four endings fits an everyday scene?
+(Zellers et al. 2019, arXiv:1905.07830)
 
-  python hellaswag.py                                    the newest checkpoint under log/
-  python hellaswag.py --model gpt2 --dtype float32       GPT-2, as exactly as can be
+  python hellaswag.py                             newest checkpoint in log/
+  python hellaswag.py --model gpt2 --dtype float32
   torchrun --nproc_per_node=8 hellaswag.py --checkpoint log/gpt2
 
-The 10,042 validation examples come from the hub (Rowan/hellaswag), or from a file of such records:
+The 10,042 validation examples come from the hub, or from a file of records:
 
-  {"activity_label": "Making tea", "ctx_a": "A woman fills a kettle at the sink.", "ctx_b": "she", "ctx": "A woman fills a
-   kettle at the sink. she", "endings": ["lights the stove and sets it down.", "eats it.", …, …], "label": 0}
+  {"activity_label": "Making tea", "ctx_a": "A woman fills a kettle.",
+   "ctx_b": "she", "ctx": "A woman fills a kettle. she",
+   "endings": ["lights the stove.", "eats it.", "sings.", "naps."], "label": 0}
 
-A model never sees the four side by side: it tells how likely each ending is after the context, and the likeliest counts as
-its answer. Chance is 0.25. Longer endings are less likely, so there are several ways to compare them:
+The model's answer is the ending that is most likely after the context. Chance
+is 0.25. Longer endings are less likely, so acc_norm divides the log-likelihood
+by the length. Compare only figures of the same style and length:
 
-                    acc     acc_norm
-  GPT-2 124M     0.2859       0.2955   --style completion, per token   (llm.c, build-nanogpt)
-  GPT-2 1558M    0.3842       0.4893   the same
-  GPT-2 124M     0.2892       0.3114   --style harness, per character  (EleutherAI's lm-evaluation-harness)
-  GPT-2 1558M    0.4004       0.5089   the same
-  GPT-3 124M                   0.337   GPT-3 paper, table H.1: their prompt, per token
+                   acc  acc_norm   style, length, source
+  GPT-2 124M    0.2859    0.2955   completion, tokens; llm.c, build-nanogpt
+  GPT-2 1558M   0.3842    0.4893
+  GPT-2 124M    0.2892    0.3114   harness, characters; EleutherAI's harness
+  GPT-2 1558M   0.4004    0.5089
+  GPT-3 124M              0.337    its own prompt, tokens; its paper, table H.1
 """
 
-# Read next: lambada.py.
-
 import re
-import sys
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-import numpy as np
-
-from plaingpt import evaluation
-from plaingpt.cli import UserError, run
-
-STREAM = "hella"  # in a run's log: the first figure
-HUB = dict(dataset="Rowan/hellaswag", split="validation")
-METRICS = {
-    "acc_norm_token": "per token; style completion: build-nanogpt's",
-    "acc": "summed; either style: the others' acc",
-    "acc_norm_char": "per character; style harness: its acc_norm",
-    "acc_norm_byte": "per byte; style harness: its acc_bytes",
-}
+from plaingpt.cli import run
+from plaingpt.evaluation import Benchmark, accuracy, choice, main, take
 
 
 @dataclass
 class Options:
-    style: str = "completion"  # completion: context, space, ending; harness: as EleutherAI's lm-evaluation-harness has it
+    style: Annotated[Literal["completion", "harness"], "how to write the prompt"] = "completion"
 
 
-def examples(records, style="completion"):
-    """Records -> Examples with four endings each. Raises ValueError for a record that is none."""
-    if style not in ("completion", "harness"):
-        raise UserError(f"--style {style} is none of completion, harness")
+def examples(records, style=Options.style):
+    """Records -> Examples. Raises UserError."""
     for record in records:
-        endings, label = evaluation.take(record, endings=list, label=object)
-        if len(endings) != 4 or not all(isinstance(ending, str) for ending in endings):
-            raise ValueError(f"'endings' are not 4 texts, but {str(endings)[:40]}")
+        endings, context, label = take(record, endings=list, ctx=str, label=int | str)
+        example = choice(record, context, endings, label)
         if style == "harness":
-            activity, a, b = evaluation.take(record, activity_label=str, ctx_a=str, ctx_b=str)
-            context, endings = clean(f"{activity}: {a} {b.capitalize()}"), [clean(ending) for ending in endings]
-        else:
-            context, = evaluation.take(record, ctx=str)
-        yield evaluation.choice(context, endings, label)
+            activity, a, b = take(record, activity_label=str, ctx_a=str, ctx_b=str)
+            example.contexts = [clean(f"{activity}: {a} {b.capitalize()}")]
+            example.endings = [" " + clean(ending) for ending in example.endings]
+        yield example
 
 
 def clean(text):
-    """Without the marks of WikiHow's pages, such as [header] and [step], as the harness removes them."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+    """Removes WikiHow's marks, such as [header] and [step], as the harness does."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def report(examples, scores):
-    """The figures, that of the log first."""
-    chars = np.array([len(ending) - 1 for example in examples for ending in example.endings])  # without the leading space
-    lengths = dict(acc_norm_token=scores.tokens, acc=1, acc_norm_char=chars, acc_norm_byte=scores.bytes - 1)
-    return {name: evaluation.accuracy(examples, scores, length) for name, length in lengths.items()}
+    """Accuracies with the log-likelihood divided by several lengths."""
+    chars = [len(ending) - 1 for example in examples for ending in example.endings]
+    lengths = dict(
+        acc_norm_token=scores.tokens, acc=1, acc_norm_char=chars, acc_norm_byte=scores.bytes - 1)
+    return {name: accuracy(examples, scores, length) for name, length in lengths.items()}
 
+
+BENCHMARK = Benchmark(
+    name="hellaswag", doc=__doc__, stream="hella", examples=examples, report=report,
+    hub=dict(dataset="Rowan/hellaswag", split="validation"), options=(Options,),
+    figures=dict(acc_norm_token="completion: build-nanogpt's acc_norm", acc="no length",
+                 acc_norm_char="harness: its acc_norm", acc_norm_byte="harness: its acc_bytes"))
 
 if __name__ == "__main__":
-    run(lambda: evaluation.main(sys.modules[__name__]))
+    run(lambda: main(BENCHMARK))

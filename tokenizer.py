@@ -1,8 +1,8 @@
-"""Text to token ids and back: GPT-2's byte-pair encoding, and plain bytes for the baby run.
+"""Text to token ids and back: GPT-2's byte-pair encoding, and plain bytes.
 
-An encoding is a name, "gpt2" or "bytes", which checkpoints carry. The ranks of GPT-2's merges lie beside this file in
-gpt2.tiktoken (OpenAI, MIT licence; tiktoken itself downloads the same data as `r50k_base`), so no network is ever needed.
-Encoding is tiktoken's work; decoding is looking up, so that training from shards can print samples without tiktoken.
+One object says what ids mean, and it travels with the data: shards and checkpoints keep its name,
+"gpt2" or "bytes". GPT-2's merges are in plaingpt/gpt2.tiktoken (OpenAI, MIT license), so no
+network is needed. Encoding uses tiktoken. Decoding is a table lookup and needs no package.
 """
 
 # Read next: train_gpt2.py.
@@ -12,51 +12,62 @@ import functools
 import hashlib
 from pathlib import Path
 
-RANKS = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
-RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # the hash tiktoken pins
+from plaingpt.cli import UserError, require
 
-# GPT-2's pre-tokenisation, as tiktoken writes it: contractions, words, numbers, other symbols, white space.
-PATTERNS = {"gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""", "bytes": r"[\s\S]"}
-SPECIAL_TOKENS = {"gpt2": {"<|endoftext|>": 50256}, "bytes": {}}
-START = {"gpt2": 50256, "bytes": ord("\n")}  # the id that stands before a text
-
-
-def name_for(vocab_size):
-    """The encoding that ids below `vocab_size` belong to when nothing else says it."""
-    return "bytes" if vocab_size <= 256 else "gpt2"
+MERGES = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
+# tiktoken pins the same hash for r50k_base, its name for this encoding.
+MERGES_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2 splits text before it merges bytes: contractions, words, numbers, other symbols, spaces.
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""")
 
 
-def start_id(name, vocab_size):
-    """The id to begin a text with; the last one, if the vocabulary was cut short of the usual one."""
-    return min(START[name], vocab_size - 1)
+class Tokenizer:
+    """What token ids mean. Get one from get_tokenizer(name).
+
+    name: "gpt2" or "bytes". n_vocab: the number of ids. token_bytes: the bytes of each id.
+    end_of_text: the id before every document, and the one that generation starts from. Bytes have
+    no id of their own for it, and use the line break.
+    """
+
+    def __init__(self, name, token_bytes, special):
+        self.name = name
+        self.special = special  # {text: id}
+        self.token_bytes = token_bytes + [text.encode() for text in special]
+        self.n_vocab = len(self.token_bytes)
+        self.end_of_text = special.get(END_OF_TEXT, ord("\n"))
+
+    @functools.cached_property
+    def encoding(self):
+        """The tiktoken.Encoding behind encode()."""
+        special_ids = set(self.special.values())
+        ranks = {token: i for i, token in enumerate(self.token_bytes) if i not in special_ids}
+        pattern = GPT2_PATTERN if self.name == "gpt2" else r"[\s\S]"
+        return require("tiktoken").Encoding(
+            self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
+
+    def encode(self, text):
+        """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text."""
+        return self.encoding.encode_ordinary(text)
+
+    def decode(self, ids):
+        """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
+        unknown = "\ufffd".encode()
+        parts = [self.token_bytes[i] if i < self.n_vocab else unknown for i in ids]
+        return b"".join(parts).decode("utf-8", errors="replace")
 
 
 @functools.cache
-def token_bytes(name):
-    """The bytes of each id that stands for bytes, in order of ids: 50,256 of "gpt2", 256 of "bytes".
-
-    Raises ValueError for another name, or if gpt2.tiktoken is not OpenAI's file.
-    """
+def get_tokenizer(name):
+    """Returns the Tokenizer of that name. Raises UserError if it is unknown or damaged."""
     if name == "bytes":
-        return [bytes([i]) for i in range(256)]
+        return Tokenizer(name, [bytes([i]) for i in range(256)], special={})
     if name != "gpt2":
-        raise ValueError(f"unknown tokenizer {name!r}: it is 'gpt2' or 'bytes'")
-    data = RANKS.read_bytes()
-    if hashlib.sha256(data).hexdigest() != RANKS_SHA256:
-        raise ValueError(f"{RANKS.name} is damaged, its SHA-256 is not OpenAI's; to mend it: git checkout {RANKS.name}")
-    return [base64.b64decode(line.split()[0]) for line in data.splitlines()]  # a line: token in base64, rank from 0 up
-
-
-def get_encoding(name):
-    """The encoding of that name as a `tiktoken.Encoding`: encode_ordinary(text) -> ids, n_vocab, decode(ids) -> text."""
-    import tiktoken
-
-    ranks = {token: rank for rank, token in enumerate(token_bytes(name))}
-    return tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=SPECIAL_TOKENS[name])
-
-
-def decode(name, ids):
-    """Ids -> text. Bytes that are no UTF-8, such as a character cut in half, become U+FFFD."""
-    special = {i: text.encode() for text, i in SPECIAL_TOKENS[name].items()}
-    tokens = token_bytes(name)
-    return b"".join(special.get(i) or tokens[i] for i in ids).decode("utf-8", errors="replace")
+        raise UserError(f"unknown tokenizer {name!r}; it must be gpt2 or bytes")
+    data = MERGES.read_bytes()
+    if hashlib.sha256(data).hexdigest() != MERGES_SHA256:
+        raise UserError(f"{MERGES}: is damaged; restore it with git checkout {MERGES.name}")
+    # Each line: the token in base64, a space, its id. The ids are the line numbers, from 0.
+    token_bytes = [base64.b64decode(line.split()[0]) for line in data.splitlines()]
+    return Tokenizer(name, token_bytes, special={END_OF_TEXT: len(token_bytes)})

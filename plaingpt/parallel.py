@@ -1,338 +1,319 @@
-"""What DDP cannot do: train a model that no single GPU holds. All of it is PyTorch's own, put around model.py from outside.
+"""Trains a model that is split over processes. PyTorch does the work; the model is not modified.
 
-  --parallel fsdp   every process keeps a share of each tensor and of its optimizer state, and borrows the rest of a block
-                    while it computes with it: ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054), here fully_shard, FSDP2
-  --tp N            N processes compute each layer together: heads, the MLP's width and the vocabulary are divided among
-                    them (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053), here DTensor's parallelize_module
-  --pp N            N processes have some blocks each, and micro-batches pass through them as along an assembly line: 1F1B
-                    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), here torch.distributed.pipelining
+  --parallel fsdp  A process keeps a shard of each tensor and all-gathers one block at a time:
+                   ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
+  --tp N           Tensor parallelism: N processes split the heads, the width of the MLP and the
+                   vocabulary (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
+  --pp N           Pipeline parallelism: N processes have some blocks each. Micro-batches pass
+                   through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
-They combine, on a mesh of pp x dp x tp processes; the last talk most, and so are neighbours. Only along dp do the data
-differ. train_gpt2.py imports this file if one of the three is asked for, and then trains `Parts`, which has the methods of
-its `Replica`. The raw model and its optimizers, asked for their states or a forward by all processes, answer as if whole.
+They combine on a mesh of pp x dp x tp processes. TP communicates most, so its processes are
+neighbours. Only along dp do the processes read different data.
 """
 
-# Read next: fineweb.py, where shards come from.
-
-import contextlib
 import logging
-import math
-import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from model import LinearCrossEntropy
-from plaingpt.cli import print0
+from model import GPT
+from plaingpt.cli import UserError, print0
 
 
-class Parts:
-    """A model that the processes train in parts: `model` is cut up in place. config: a TrainConfig."""
+class ShardedTrainer(nn.Module):
+    """Has the members of train_gpt2.Trainer, for a model that is split over processes.
 
-    def __init__(self, model, config, device, dtype, autocast):
-        self.model, self.autocast, self.device, self.batch_size = model, autocast, device, config.batch_size
+    It is its own eval_model: hidden, logits, loss and generate return whole results on every
+    process, and all processes must call them. It is a module because FSDP and the pipeline act on
+    the calls of a module. Raises UserError if the model has too few heads or blocks.
+    """
+
+    eval_model = property(lambda self: self)  # an attribute would be a submodule of itself
+
+    def __init__(self, model, config, rates, device, dtype):
+        super().__init__()
+        n_head, n_layer = model.config.n_head, model.config.n_layer
+        if n_head % config.tp:
+            raise UserError(f"--tp {config.tp} does not divide the {n_head} heads of this model; "
+                            "give a divisor")
+        if config.pp > n_layer:
+            raise UserError(f"--pp {config.pp} is more than the {n_layer} blocks of this model; "
+                            "make it smaller")
+        self.model, self.config, self.device = model, model.config, device
+        self.batch_size, self.n_stages = config.batch_size, config.pp
+        self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = ShardedGradScaler(device.type, enabled=dtype == torch.float16)
-        # PyTorch would point out two things that are as they should be: FSDP's and TP's parts of a tensor are gathered one
-        # after the other, and what the scaler finds is a tensor of one element.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")
-        self.n_stages, self.n_embd, self.vocab_size = config.pp, model.config.n_embd, model.config.vocab_size
-        dp, fsdp = dist.get_world_size() // (config.pp * config.tp), config.parallel == "fsdp"
-        mesh = init_device_mesh(device.type, (config.pp, 1 if fsdp else dp, dp if fsdp else 1, config.tp),
-                                mesh_dim_names=("pp", "copies", "shards", "tp"))
-        self.stage, self.column, self.tp, self.dp = mesh.get_local_rank("pp"), mesh.get_group("pp"), mesh["tp"], dp
-        self.ranks = dist.get_process_group_ranks(self.column)  # the stages that have our part of the data and of the layers
-        self.first, self.last, self.schedules, self.shares = self.stage == 0, self.stage == config.pp - 1, {}, None
-
-        # The model from inside, in this order. It stays on the CPU until what is cut off is gone.
+        self.schedules = {}
+        # full_state needs the shapes and the parameter groups of the whole model.
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.groups = [optimizer.state_dict()["param_groups"]
+                       for optimizer in model.configure_optimizers(*rates)]
+        self.make_mesh(config)
         if config.pp > 1:
-            cut_into_stages(model, self.stage, config.pp)
-        self.hidden, self.logits, self.loss = model.hidden, model.logits, model.loss  # those of this process
+            keep_stage(model, self.stage, config.pp)
         if config.tp > 1:
-            divide_layers(model, self.tp)
-            self.first_row = self.tp.get_local_rank() * math.ceil(self.vocab_size / config.tp)  # of embedding and head
-            self.logits, self.loss = lambda x: model.lm_head(x), self.divided_loss
-            if self.first:
-                model.transformer.wte.forward = self.divided_embedding
-        blocks = [block for block in model.transformer.h if block is not None]
-        self.compiled = config.compile
-        if self.compiled:  # block by block: what is borrowed is called for in between
-            self.loss = torch.compile(self.loss, dynamic=False, fullgraph=True)
-            for block in blocks:
-                block.compile(dynamic=False, fullgraph=True)
-        if dp > 1:
-            kind = dict(mesh=mesh["shards"] if fsdp else mesh["copies", "shards"])  # shards of 1 are whole copies: DDP
-            policy = MixedPrecisionPolicy(dtype if fsdp else None, torch.float32, cast_forward_inputs=False)
-            for block in blocks:
-                fully_shard(block, **kind, mp_policy=policy)
-            fully_shard(model, **kind)  # what is left, embedding and head together; float32, as is the residual stream
-        else:
-            model.to(device)
-        for module in model.modules() if device.type == "cpu" else []:
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-            if isinstance(module, nn.LayerNorm):
-                module.forward = partial(float_norm, module)
+            split_layers(model, self.tp)
+        blocks = [block for block in model.transformer.h if not isinstance(block, Absent)]
+        if config.compile:
+            for module in (*blocks, model.loss_fn):
+                module.compile(dynamic=False, fullgraph=True)
+        self.shard(blocks, config.parallel, dtype)
+        model.to(device)  # not earlier: now it is only this process's part
+        self.optimizers = model.configure_optimizers(*rates)
 
-        # The model from outside: a call is a micro-batch in training, the methods are those of the whole model.
-        model.forward, model.run = self.forward, lambda function, *args: function(*args)
-        register_fsdp_forward_method(model, "run")
-        model.hidden, model.logits, model.loss = self.whole_hidden, self.whole_logits, self.whole_loss
-        names = self.on_all_stages({name: p.shape for name, p in model.named_parameters()})
-        self.places = {name: (shape, stage) for stage, part in enumerate(names) for name, shape in part.items()}
-        if config.pp > 1:
-            del self.places["lm_head.weight"]  # the embedding's, on the first stage
-        state_dict, configure = model.state_dict, model.configure_optimizers
-        model.state_dict = lambda: self.gather_model(state_dict())
-        model.configure_optimizers = lambda *args: self.share_states(configure(*args))
+    def make_mesh(self, config):
+        """Arranges the processes, and finds the place of this one."""
+        dp_size = dist.get_world_size() // (config.pp * config.tp)
+        sizes = (1, dp_size) if config.parallel == "fsdp" else (dp_size, 1)
+        if config.parallel == "fsdp" and dp_size == 1:
+            print0("note: --parallel fsdp has no effect with one data parallel process")
+        # PyTorch would warn that FSDP and TP gather a tensor in two steps.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        mesh = init_device_mesh(self.device.type, (config.pp, *sizes, config.tp),
+                                mesh_dim_names=("pp", "copies", "shards", "tp"))
+        self.mesh, self.tp, self.pp_group = mesh, mesh["tp"], mesh.get_group("pp")
+        self.stage = mesh.get_local_rank("pp")
+        self.first, self.last = self.stage == 0, self.stage == config.pp - 1
+        if config.pp > 1:  # embedding and head are one matrix, on the first and the last stage
+            ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2)
+            self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
-    # --- a step -------------------------------------------------------------------------------------------------------------
+    def shard(self, blocks, parallel, dtype):
+        """Applies FSDP; or DDP, which is FSDP with several copies of a single shard."""
+        mesh, param_dtype = self.mesh["copies", "shards"], None
+        if parallel == "fsdp":
+            mesh = self.mesh["shards"]
+            # Blocks are all-gathered in the dtype of their products. Not on a CPU: its layer_norm
+            # does not take bfloat16 weights with the float32 residual stream.
+            param_dtype = None if self.device.type == "cpu" else dtype
+        if mesh.size() == 1:
+            return
+        policy = fsdp.MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
+        for block in blocks:
+            fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+        fsdp.fully_shard(self, mesh=mesh)  # the rest, in float32: embeddings, last norm and head
+        fsdp.register_fsdp_forward_method(self, "on_stage")
+        for module in (self, *blocks):  # gloo has no average
+            module.set_force_sum_reduction_for_comms(self.device.type == "cpu")
 
     def forward(self, x, targets=None):
-        """A micro-batch through this stage: what the one before returned, or ids, in; the residual stream or the loss out."""
+        """A micro-batch in training: ids or the residual stream -> that stream, or scaled loss."""
         with self.autocast:
-            x = self.hidden(x)
-            return self.loss(x, targets) if self.last else x
+            if not self.last:
+                return self.model.hidden(x)
+            _, loss = self.model(x, targets)
+        loss = loss / self.micro_steps
+        self.loss_sum += loss.detach()
+        return self.scaler.scale(loss)
 
-    def sync(self, on):
-        """Whether the next backward averages the gradients over dp. A pipeline's schedule knows by itself."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(on)
+    def forward_backward(self, x, y, micro_steps, last):
+        """Adds the gradients of a micro-batch. Returns its part of the step's loss.
 
-    def forward_backward(self, x, y, micro_steps):
-        """(B, T) ids and targets -> this process's part of the step's loss: the mean over all processes is the loss.
-
-        A pipeline is given all of a step at once, and cuts it into micro-batches itself.
+        last: whether it is the step's last micro-batch. A pipeline gets the whole step at once and
+        splits it into micro-batches.
         """
-        if self.n_stages == 1:
-            loss = self.model(x, y) / micro_steps
-            self.scaler.scale(loss).backward()
-            return loss.detach()
-        if len(x) not in self.schedules:  # while the batch grows there are several
-            B = min(self.batch_size, len(x) // self.n_stages)  # so that no stage is without work
-            self.schedules[len(x)] = self.make_schedule(len(x) // B, B, x.size(1))
         self.loss_sum = torch.zeros((), device=self.device)
-        self.scaler.scale(self.loss_sum)  # makes the scale, on the stages too that have no loss
-        ids, loss_of = (x.contiguous(),) if self.first else (), dict(targets=y, target=y) if self.last else {}
-        self.schedules[len(x)].step(*ids, return_outputs=False, **loss_of)
-        if self.first or self.last:  # embedding and head are one matrix in two places
-            exchange_and_add(local(self.tied().grad), self.ranks[-1 if self.first else 0])
-        return self.loss_sum * self.n_stages
+        self.scaler.scale(self.loss_sum)  # creates the scale, also on stages without a loss
+        if self.n_stages == 1:
+            self.micro_steps = micro_steps
+            if isinstance(self, fsdp.FSDPModule):
+                self.set_requires_gradient_sync(last)
+            self(x, y).backward()
+            return self.loss_sum
+        B = min(self.batch_size, len(x) // self.n_stages)  # every stage gets work
+        self.micro_steps = len(x) // B
+        if len(x) not in self.schedules:  # the batch may grow
+            self.schedules[len(x)] = self.make_schedule(B, x.size(1))
+        inputs = (x.contiguous(),) if self.first else ()
+        targets = dict(targets=y, target=y) if self.last else {}
+        self.schedules[len(x)].step(*inputs, return_outputs=False, **targets)
+        for module in (self.model.transformer.wte, self.model.lm_head):
+            if not isinstance(module, Absent):
+                sum_gradients(module.weight, self.tied_group)
+        return self.loss_sum * self.n_stages  # main takes the mean over all processes
 
-    def make_schedule(self, n, B, T):
-        """1F1B for n micro-batches of (B, T)."""
-        print0(f"pipeline: {n} micro-batches of {B} through {self.n_stages} stages, which wait for each other "
-               f"{(self.n_stages - 1) / (n + self.n_stages - 1):.0%} of the time; a smaller --batch_size makes more of them")
-
-        def loss_of(loss, _):
-            self.loss_sum += loss.detach() / n
-            return self.scaler.scale(loss / n)
-
-        ids = torch.empty((B, T), dtype=torch.long, device="meta")
-        stream = torch.empty((B, T, self.n_embd), device="meta", requires_grad=True)
-        stage = PipelineStage(self.model, self.stage, self.n_stages, self.device, group=self.column,
-                              input_args=ids if self.first else stream,
-                              output_args=torch.empty((), device="meta") if self.last else stream)
-        return Schedule1F1B(stage, n, loss_of, scale_grads=False)
-
-    def tied(self):
-        """The matrix that a pipeline has twice."""
-        return (self.model.transformer.wte or self.model.lm_head).weight if self.first or self.last else None
+    def make_schedule(self, B, T):
+        """1F1B for micro-batches of (B, T)."""
+        idle = (self.n_stages - 1) / (self.micro_steps + self.n_stages - 1)
+        print0(f"pipeline: {self.micro_steps} micro-batches of {B}; {self.n_stages} stages are "
+               f"idle {idle:.0%} of the time")
+        stream = torch.empty((B, T, self.config.n_embd), device="meta", requires_grad=True)
+        x = torch.empty((B, T), dtype=torch.long, device="meta") if self.first else stream
+        y = torch.empty((), device="meta") if self.last else stream
+        stage = PipelineStage(self, self.stage, self.n_stages, self.device, input_args=x,
+                              output_args=y, group=self.pp_group)
+        return Schedule1F1B(stage, self.micro_steps, lambda loss, _: loss, scale_grads=False)
 
     def clip(self, max_norm):
-        """Cuts the gradient's norm, that of all parts together, down to max_norm -> the norm it had, on the device."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        grads = [local(p.grad) for p in parameters]
-        if self.shares is None:
-            self.shares = torch.tensor([1 / self.holders(p) for p in parameters], device=self.device)
-        norm = (torch.stack(torch._foreach_norm(grads)) ** 2 * self.shares).sum()
-        dist.all_reduce(norm)
-        norm = norm.sqrt()
-        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
+        # The name lm_head.weight exists only in pipelines, whose first stage counts this matrix.
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for name, p in self.model.named_parameters()
+             if p.grad is not None and name != "lm_head.weight"])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.n_stages > 1:
+            squares = norm**2
+            dist.all_reduce(squares, group=self.pp_group)
+            norm = squares.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
 
-    def holders(self, p):
-        """How many processes hold the same part of a parameter."""
-        n = self.dp * self.tp.size() * (2 if p is self.tied() and self.n_stages > 1 else 1)
-        if isinstance(p, DTensor):
-            n //= math.prod(size for size, kind in zip(p.device_mesh.shape, p.placements) if not kind.is_replicate())
-        return n
-
-    def divided_loss(self, x, targets):
-        """GPT.loss where each process has some rows of the head."""
-        def across(tensor, op):
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.tp.get_group())
-            return tensor
-
-        weight, targets = self.model.lm_head.weight.to_local(), targets.flatten() - self.first_row  # (V of this process, C)
-        return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets, torch.is_grad_enabled(), across)
-
-    def divided_embedding(self, idx):
-        """wte where each process has some rows. (RowwiseParallel would form the gradient of all of them on each.)"""
-        weight, idx = self.model.transformer.wte.weight.to_local(), idx - self.first_row
-        here = (0 <= idx) & (idx < len(weight))  # (B, T)
-        x = F.embedding(idx.where(here, 0), weight) * here[..., None]  # (B, T, C), zeros where another process has the row
-        return DTensor.from_local(x, self.tp, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-
-    # --- the whole model, for those who evaluate, sample, save and load: every process has to call ------------------------
-
-    def of_stage(self, stage, shape, function, *args):
-        """What a function returns on one stage, on all stages. Not compiled: rows of any length come through here."""
-        if stage != self.stage:
-            result = torch.empty(shape, device=self.device)
-        else:
-            with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
-                result = self.model.run(function, *args).float().contiguous()
-        if self.n_stages > 1:
-            dist.broadcast(result, self.ranks[stage], group=self.column)
-        return result
-
-    def whole_hidden(self, idx, *args, **kwargs):
-        x = idx
+    def hidden(self, idx, *args, **kwargs):
+        """GPT.hidden: ids (B, T) -> (B, T, C)."""
+        x, shape = idx, (*idx.shape, self.config.n_embd)
         for stage in range(self.n_stages):
-            with self.autocast:  # in whose dtype the shards are sent
-                x = self.of_stage(stage, (*idx.shape, self.n_embd), partial(self.hidden, x, *args, **kwargs))
+            x = self.on_stage(stage, shape, self.model.hidden, x, *args, **kwargs)  # (B, T, C)
         return x
 
-    def whole_logits(self, x):
-        return self.of_stage(self.n_stages - 1, (*x.shape[:-1], self.vocab_size), self.logits, x)
+    def logits(self, x):
+        """GPT.logits: (..., C) -> (..., vocab_size)."""
+        # GPT.logits pads the matrix on a GPU, which a DTensor does not support.
+        method = self.model.lm_head if self.tp.size() > 1 else self.model.logits
+        shape = (*x.shape[:-1], self.config.vocab_size)
+        return self.on_stage(self.n_stages - 1, shape, method, x)
 
-    def whole_loss(self, x, targets):
-        return self.of_stage(self.n_stages - 1, (), self.loss, x, targets)
+    def loss(self, x, targets):
+        """GPT.loss: (B, T, C) and (B, T) -> scalar."""
+        return self.on_stage(self.n_stages - 1, (), self.model.loss, x, targets)
 
-    def on_all_stages(self, value):
-        values = [None] * self.n_stages
-        dist.all_gather_object(values, value, group=self.column)
-        return values
+    def generate(self, *args, **kwargs):
+        """GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
+        with self.autocast:  # FSDP's parameters have its dtype
+            return GPT.generate(self, *args, **kwargs)
 
-    def gather(self, names, parts):
-        """The parts that this stage has of some tensors -> on rank 0, all of these tensors, whole, on the CPU.
+    def on_stage(self, stage, shape, method, *args, **kwargs):
+        """Calls a method of the model on one stage. Returns its result on all, of this shape."""
+        if stage == self.stage:
+            with torch.compiler.set_stance("force_eager"):  # the inputs have many shapes
+                result = method(*args, **kwargs).float().contiguous()
+        else:
+            result = torch.empty(shape, device=self.device)
+        if self.n_stages > 1:
+            dist.broadcast(result, group=self.pp_group, group_src=stage)
+        return result
 
-        One after the other: no GPU ever holds more than one of them beside its parts. {} on the other ranks.
-        """
-        whole = {}
-        for name in names:
-            shape, stage = self.places[name]
-            if stage == self.stage:
-                tensor = parts[name].full_tensor() if isinstance(parts[name], DTensor) else parts[name]
-                tensor = by_heads(tensor, self.tp.size(), back=True) if ".c_attn." in name else tensor
-                if stage > 0 and self.ranks[0] == 0:
-                    dist.send(tensor.contiguous(), 0, group=self.column)
-            elif dist.get_rank() == 0:
-                tensor = torch.empty(shape, device=self.device)
-                dist.recv(tensor, self.ranks[stage], group=self.column)
-            if dist.get_rank() == 0:
-                whole[name] = tensor.cpu()
-        return whole
+    @torch.no_grad()
+    def full_state(self):
+        """Returns (model state dict, list of optimizer state dicts), whole on rank 0's CPU."""
+        own = dict(self.model.named_parameters())
+        model_state = {name: self.gather(name, own.get(name)) for name in self.shapes}
+        model_state["lm_head.weight"] = model_state["transformer.wte.weight"]
+        return model_state, list(map(self.gather_optimizer, self.optimizers, self.groups))
 
-    def gather_model(self, state_dict):
-        whole = self.gather(self.places, state_dict)
-        return {**whole, "lm_head.weight": whole["transformer.wte.weight"]} if whole else whole
-
-    def share_states(self, optimizers):
-        """Lets the optimizers' states be saved and loaded as those of the whole model."""
-        for optimizer in optimizers:
-            groups = self.on_all_stages([group["param_names"] for group in optimizer.param_groups])
-            names = [[name for part in parts for name in part if name in self.places] for parts in zip(*groups)]
-            optimizer.register_state_dict_post_hook(partial(self.gather_optimizer, names))
-            optimizer.register_load_state_dict_pre_hook(self.take_part)
-        return optimizers
-
-    def gather_optimizer(self, names, optimizer, state_dict):
-        """A state dict of this process's parts -> one of the whole model, whose groups hold these names."""
-        own = [name for group in optimizer.param_groups for name in group["param_names"]]
-        state, order = state_dict["state"], [name for group in names for name in group]
-        first = next(iter(state.values()), {})  # all have the same entries: moments, and the count of steps
-        moments = {key: self.gather(order, {own[i]: entry[key] for i, entry in state.items()})
-                   for key, value in first.items() if value.dim()}
-        whole = {i: {key: moments[key][name] if key in moments else value.clone() for key, value in first.items()}
-                 for i, name in enumerate(order) if dist.get_rank() == 0 and first}
-        numbers = iter(range(len(order)))
-        groups = [{**group, "param_names": part, "params": [next(numbers) for _ in part]}
-                  for group, part in zip(state_dict["param_groups"], names)]
-        return dict(state=whole, param_groups=groups)
-
-    def take_part(self, optimizer, state_dict):
-        """The inverse: what this process needs of a whole state dict."""
-        number = {name: i for group in state_dict["param_groups"] for name, i in zip(group["param_names"], group["params"])}
-        state, groups, i = {}, [], 0
-        for group in optimizer.param_groups:
-            groups.append({**group, "params": list(range(i, i + len(group["params"])))})
-            for name, p in zip(group["param_names"], group["params"]):
-                entry = state_dict["state"].get(number["transformer.wte.weight" if name == "lm_head.weight" else name], {})
-                state[i] = {key: self.part(value, p, name) if value.dim() else value for key, value in entry.items()}
-                i += 1
+    def gather_optimizer(self, optimizer, groups):
+        """The state dict that one process with the whole model would have."""
+        own = {name: optimizer.state[p] for name, p in by_name(optimizer.param_groups).items()}
+        example = next(iter(own.values()))  # all parameters have the same entries
+        state = {}
+        for name, i in by_name(groups).items():
+            part = own.get(name, {})
+            state[i] = {key: self.gather(name, part.get(key)) if value.dim() else value.clone()
+                        for key, value in example.items()}
+        groups = [{**group, "lr": now["lr"]} for group, now in zip(groups, optimizer.param_groups)]
         return dict(state=state, param_groups=groups)
 
-    def part(self, tensor, p, name):
-        tensor = by_heads(tensor, self.tp.size()) if ".c_attn." in name else tensor
-        return distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None).clone() if isinstance(p, DTensor) \
-            else tensor
+    def gather(self, name, part):
+        """What this stage has of a tensor, or None -> the whole on rank 0's CPU, None elsewhere."""
+        whole = torch.zeros(self.shapes[name], device=self.device)
+        if part is not None:
+            part = part.full_tensor() if isinstance(part, DTensor) else part
+            whole += by_heads(name, part, self.tp.size(), back=True)
+        if self.n_stages > 1:
+            dist.all_reduce(whole, group=self.pp_group)  # the other stages add zeros
+        return whole.cpu() if dist.get_rank() == 0 else None
+
+    def load_optimizer_states(self, states):
+        """Loads the moments of each optimizer: the parts that this process has."""
+        for optimizer, groups, state in zip(self.optimizers, self.groups, states):
+            numbers = by_name(groups)
+            for name, p in by_name(optimizer.param_groups).items():
+                entry = state.get(numbers[name.replace("lm_head", "transformer.wte")], {})
+                optimizer.state[p] = {k: self.scatter(name, v, p) for k, v in entry.items()}
+
+    def scatter(self, name, whole, p):
+        """The inverse of gather, for an entry of the state of parameter p."""
+        if whole.dim() == 0 or not isinstance(p, DTensor):
+            return whole.to(self.device)
+        whole = by_heads(name, whole, self.tp.size())
+        return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
 
 
-def cut_into_stages(model, stage, n_stages):
-    """Leaves a model the modules of one stage: the others become None. The head counts as the blocks that cost as much."""
+class Absent(nn.Module):
+    """In place of a module of another stage: passes the residual stream on, adds no positions."""
+
+    def forward(self, x, *args):
+        return x if x.is_floating_point() else 0
+
+
+def keep_stage(model, stage, n_stages):
+    """Removes the modules of other stages. The rest keeps its names."""
     t, n = model.transformer, len(model.transformer.h)
-    cost = (n + model.config.vocab_size / (12 * model.config.n_embd)) / n_stages
-    ends = [0, *(min(n - n_stages + s, max(s, round(s * cost))) for s in range(1, n_stages)), n]
+    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # in blocks, with the head
+    # Each stage gets at least one block.
+    ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
+    own = range(ends[stage], [*ends, n][stage + 1])
     for i in range(n):
-        if not ends[stage] <= i < ends[stage + 1]:
-            t.h[i] = None
+        if i not in own:
+            t.h[i] = Absent()
     if stage > 0:
-        t.wte = t.wpe = None
+        t.wte, t.wpe, t.drop = Absent(), Absent(), Absent()
     if stage < n_stages - 1:
-        t.ln_f = model.lm_head = None
+        t.ln_f, model.lm_head = Absent(), Absent()
 
 
-def divide_layers(model, mesh):
-    """Divides the layers among the processes of a mesh, each of which then computes its share on the same input.
+def split_layers(model, mesh):
+    """Splits the layers over a mesh: each process computes its share, from the same input.
 
-    Two collectives in the forward of a block: behind the attention and behind the MLP the shares are summed.
+    A block's forward has two all-reduces, after attention and MLP. The processes draw the same
+    random numbers, because dropout on the residual stream must be equal. So the attention dropout
+    of their heads is equal, too.
     """
+    replicate = Replicate()
+    styles = dict(
+        # Its backward computes the gradient of all rows for a moment.
+        wte=RowwiseParallel(input_layouts=replicate, output_layouts=replicate),
+        c_attn=ColwiseParallel(), c_fc=ColwiseParallel(), c_proj=RowwiseParallel(),
+        lm_head=ColwiseParallel(output_layouts=replicate))
     for name, p in model.named_parameters():
-        if ".c_attn." in name:
-            p.data = by_heads(p.data, mesh.size())
-    column, row = ColwiseParallel(), RowwiseParallel()
-    styles = dict(c_attn=column, c_fc=column, c_proj=row, lm_head=ColwiseParallel(output_layouts=Replicate()))
-    wte, modules = model.transformer.wte, {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
-    plan = {name: styles[kind] for name in modules if (kind := name.rpartition(".")[2]) in styles}
-    parallelize_module(model, mesh, plan, src_data_rank=None)  # the weights are the same everywhere: none need be sent
-    if wte:
-        wte.weight = model.lm_head.weight if model.lm_head else nn.Parameter(
-            distribute_tensor(wte.weight, mesh, [Shard(0)], src_data_rank=None))
-    for name, module in modules.items():  # norms and positions, whole everywhere
-        if name not in plan and module is not wte:
-            distribute_module(module, mesh, None, lambda _, inputs, mesh: tuple(
-                DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs), lambda _, x, mesh: x.to_local())
+        p.data = by_heads(name, p.data, mesh.size())
+    modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+    for name, module in modules.items():
+        if style := styles.get(name.rpartition(".")[2]):
+            # All processes have the same weights, so none are sent.
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        else:  # norms and positions: whole on every process
+            distribute_module(
+                module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
+                    inputs[0], mesh, [replicate], run_check=False),
+                output_fn=lambda _, output, mesh: output.to_local())
+    if "lm_head" in modules and "transformer.wte" in modules:
+        model.transformer.wte.weight = model.lm_head.weight  # tied again
 
 
-def by_heads(tensor, tp, back=False):
-    """c_attn's rows, of query, key and value one below the other, in an order that gives each of tp processes all three of
-    its heads as one piece; or back."""
-    return tensor.unflatten(0, (tp, 3, -1) if back else (3, tp, -1)).transpose(0, 1).flatten(0, 2)
+def by_heads(name, tensor, tp, back=False):
+    """Sorts the rows of c_attn, q then k then v, into tp parts of whole heads. back: inverse."""
+    if ".c_attn." not in name:
+        return tensor
+    shape = (tp, 3, -1) if back else (3, tp, -1)
+    return tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2)  # (3C, ...)
 
 
-def float_norm(module, x):
-    """A norm in float32, whatever its weights were sent as: on a GPU autocast does that."""
-    return F.layer_norm(x, module.normalized_shape, module.weight.float(), module.bias.float(), module.eps)
+def by_name(groups):
+    """Parameter groups of an optimizer, or its state dict -> {name: parameter, or its number}."""
+    return {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def exchange_and_add(tensor, rank):
-    """Adds the tensor of another process, which adds ours."""
-    other = torch.empty_like(tensor)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, rank), dist.P2POp(dist.irecv, other, rank)]):
-        work.wait()
-    tensor += other
+def sum_gradients(p, group):
+    """Sums the gradients of a parameter that all processes of a group have."""
+    grad = p.grad
+    if isinstance(p, DTensor):  # RowwiseParallel leaves all rows of the embedding's gradient
+        p.grad = grad.redistribute(placements=p.placements)
+        grad = p.grad.to_local()
+    dist.all_reduce(grad, group=group)

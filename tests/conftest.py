@@ -1,4 +1,4 @@
-"""What the tests share: a little data, a model that trains in a second, and the real program in processes of its own."""
+"""Shared by the tests: small data, a tiny training run, and programs in new processes."""
 
 import os
 import socket
@@ -14,16 +14,18 @@ import torch
 
 torch.set_num_threads(1)  # two workers share the machine
 ROOT = Path(__file__).parent.parent
-# A run of a second: 16 sequences of 32 tokens a step. Bytes, two layers, float32, no samples, AdamW: Muon computes in bfloat16.
+# A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
+# AdamW, because Muon computes in bfloat16.
 TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 --max_steps 10 "
-        "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --dtype float32 --device cpu --optimizer adamw --max_lr 4e-3").split()
+        "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --log_every 1 --dtype float32 --device cpu "
+        "--optimizer adamw --max_lr 4e-3").split()
 
 
 def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh=False, env=None,
           **options):
-    """Starts a program, in as many processes as torchrun would start, with torchrun's environment -> list of Program.
+    """Starts a program in several processes with torchrun's environment -> list of Program.
 
-    fresh: as a Popen, whose Python starts from nothing. options: of Program.
+    fresh: start a new Python interpreter and return a Popen. options: passed to Program.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -42,7 +44,10 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
 
 
 def program(*flags, cwd, status=0, **options):
-    """Runs a program to its end -> (stdout, stderr) of rank 0; every process must exit with `status`. options: of spawn."""
+    """Runs a program to its end -> (stdout, stderr) of rank 0.
+
+    Every process must exit with `status`. options: passed to spawn.
+    """
     running = spawn(*flags, cwd=cwd, **options)
     outputs = [p.communicate(timeout=300) for p in running]
     for p, (out, err) in zip(running, outputs):
@@ -55,7 +60,7 @@ def train(*flags, cwd, **options):
 
 
 def read_log(directory):
-    """log.txt -> {(step, stream): value as written}, without the times; a number that is there twice is an error."""
+    """log.txt -> {(step, stream): value as written}, without times. Refuses duplicates."""
     numbers = {}
     for line in Path(directory, "log.txt").read_text().splitlines():
         step, stream, value = line.split()
@@ -73,19 +78,20 @@ def assert_close_logs(a, b, rel):
 
 
 def write_bin(path, tokens, magic=20240520, version=1, count=None):
-    """A shard as llm.c writes it."""
+    """Writes a shard in the format of llm.c."""
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: "slow" not in item.keywords)  # the longest first, so that no worker is left with one
+    # Slow tests run first, so that no worker starts one at the end.
+    items.sort(key=lambda item: "slow" not in item.keywords)
 
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """choose_dtype("bfloat16") lets float32 products round their factors, for the rest of the process."""
+    """choose_dtype("bfloat16") lowers the precision of float32 products until the process exits."""
     torch.set_float32_matmul_precision("highest")
 
 
@@ -97,4 +103,5 @@ def shards(tmp_path):
     rng = np.random.default_rng(0)
     for name, n in (("a_val_000000", 700), ("a_train_000001", 1001), ("a_train_000002", 333), ("a_train_000003", 2047)):
         np.save(directory / f"{name}.npy", rng.integers(0, 256, n).astype(np.uint16))
+    (directory / "meta.json").write_text('{"tokenizer": "bytes"}')
     return directory

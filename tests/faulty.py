@@ -1,4 +1,4 @@
-"""train_gpt2.py with something going wrong at a moment of its own choice: faulty.py FAULT FLAGS…"""
+"""Runs train_gpt2.py and injects a fault at a fixed moment: faulty.py FAULT FLAGS…"""
 
 import os
 import signal
@@ -17,7 +17,7 @@ calls = 0
 
 
 def nth(n, function, then):
-    """The function, with something happening just before its n-th call."""
+    """The function, but its n-th call runs `then` first."""
     def wrapped(*args, **kwargs):
         global calls
         calls += 1
@@ -32,20 +32,20 @@ def terminate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def jump(replica, _):
-    for p in replica.model.parameters():
+def jump(trainer, _):
+    for p in trainer.model.parameters():
         p.grad *= 1000
 
 
-fault, Replica = sys.argv.pop(1), train_gpt2.Replica
-if fault == "signal in a step":  # each has four micro-steps
-    Replica.forward_backward = nth(10, Replica.forward_backward, terminate)
+fault, Trainer = sys.argv.pop(1), train_gpt2.Trainer
+if fault == "signal in a step":  # a step has four micro-steps
+    Trainer.forward_backward = nth(10, Trainer.forward_backward, terminate)
 elif fault == "signal in an evaluation":
     train_gpt2.estimate_loss = nth(2, train_gpt2.estimate_loss, terminate)
 elif fault == "signal in a save":
     checkpoint.os.fsync = nth(2, os.fsync, terminate)
 elif fault == "jump":
-    Replica.clip = nth(31, Replica.clip, jump)
+    Trainer.clip = nth(31, Trainer.clip, jump)
 elif fault == "clock":
     now, ticks = time.time(), iter(range(10**9))
     time.time = lambda: now - 3600 * next(ticks)

@@ -1,7 +1,7 @@
-"""Programs without the seconds that importing torch takes: each is forked from a process that has imported it already.
+"""Starts programs fast: forks each from a process that has already imported torch.
 
-Apart from that they are what the shell would start: the file is run as __main__, in a process with its own directory,
-environment, output and exit status. A Program is used like a subprocess.Popen.
+Otherwise a program runs as from a shell: the file runs as __main__, in a process with its own
+directory, environment, output and exit status. A Program is used like a subprocess.Popen.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsd
 
 
 class Program:
-    """limits: {resource of setrlimit: bytes}. root: whether a test that runs as root may read and write what modes forbid."""
+    """limits: {resource of setrlimit: bytes}. root: if False, file modes also apply to root."""
 
     def __init__(self, path, flags, cwd, env, limits=None, root=True):
         self.args, ends = [str(path), *flags], [CONTEXT.Pipe(duplex=False) for _ in range(2)]
@@ -42,7 +42,7 @@ class Program:
         os.kill(self.pid, number)
 
     def communicate(self, timeout=None):
-        """-> (stdout, stderr). Raises TimeoutExpired, and then the process is gone, too."""
+        """-> (stdout, stderr). On a timeout, kills the process and raises TimeoutExpired."""
         texts = {}
         readers = [threading.Thread(target=lambda name=name: texts.update({name: getattr(self, name).read()}), daemon=True)
                    for name in ("stdout", "stderr")]
@@ -60,7 +60,7 @@ class Program:
 
 
 def become(argv, cwd, env, out, err, limits, root):
-    """In the new process: what the shell and Python do before the program's first line."""
+    """Sets up the new process as a shell and Python do, then runs the program."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -78,7 +78,7 @@ def become(argv, cwd, env, out, err, limits, root):
 
 
 def drop_override():
-    """Takes from root, for this process, the right to read and write everything."""
+    """Makes file modes apply to this process although it runs as root."""
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())

@@ -1,6 +1,6 @@
-"""train_gpt2.py for tests of many processes: samples of a few tokens, and at the end the memory of each process.
+"""train_gpt2.py with short samples.
 
-The line says how many MB were resident before the model was made, and the most since.
+At the end it prints the memory of each process in MB: before the model was built, and the maximum.
 """
 
 import os
@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch._dynamo  # noqa: E402, F401  so that what it takes is there before the model
+import torch._dynamo  # noqa: E402, F401  before memory is measured
 
+import plaingpt.parallel  # noqa: E402, F401
 import train_gpt2  # noqa: E402
 from model import GPT  # noqa: E402
-from plaingpt import (
-    cli,  # noqa: E402
-    parallel,  # noqa: E402, F401
-)
+from plaingpt.cli import run  # noqa: E402
 
 before, init, generate = [], GPT.__init__, GPT.generate
 
@@ -26,8 +24,12 @@ def measured_init(self, config):
     init(self, config)
 
 
-GPT.__init__ = measured_init
-GPT.generate = lambda self, idx, max_new_tokens, *args, **kwargs: generate(self, idx, min(max_new_tokens, 12), *args, **kwargs)
-cli.run(train_gpt2.main)
-most = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())  # ru_maxrss would count what started us, too
+def short_generate(self, idx, max_new_tokens, *args, **kwargs):
+    return generate(self, idx, min(max_new_tokens, 12), *args, **kwargs)
+
+
+GPT.__init__, GPT.generate = measured_init, short_generate
+run(train_gpt2.main)
+# Not ru_maxrss, because it includes the parent process.
+most = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
 print("MB", before[0] / 1e6, int(most[1]) * 1024 / 1e6)

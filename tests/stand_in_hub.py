@@ -1,4 +1,7 @@
-"""A Hugging Face hub of one's own, on loopback: as much of its HTTP interface as `datasets` uses to fetch Parquet files."""
+"""A local stand-in for the Hugging Face hub.
+
+Serves the part of its HTTP interface that `datasets` uses to download Parquet files.
+"""
 
 import hashlib
 import json
@@ -68,7 +71,7 @@ class Hub(BaseHTTPRequestHandler):
             if state["fail"]:
                 state["fail"] -= 1
                 return self.reply(500)
-            if state["cut"]:  # promise all, send half, hang up
+            if state["cut"]:  # announce the full length, send half, close the connection
                 state["cut"] -= 1
                 self.reply(206 if start else 200, b"", **headers, **{"Content-Length": len(data) - start})
                 self.wfile.write(data[start:start + (len(data) - start) // 2])
@@ -79,9 +82,9 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def stand_in_hub(repos, cut=0, fail=0):
-    """repos: {"owner/name": {path: bytes}}. The first `fail` requests for a Parquet file get status 500, the next `cut` half of it.
+    """Runs a hub with repos {"owner/name": {path: bytes}} -> (URL, list of requests so far).
 
-    Gives (the URL, the list of requests so far).
+    The first `fail` requests for a Parquet file get status 500. The next `cut` requests get half.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.state = dict(repos=repos, cut=cut, fail=fail, requests=[])

@@ -1,4 +1,4 @@
-"""What may happen to a run of days: each fault is made to happen to the real program, which must lose nothing by it."""
+"""Faults in long runs: each test injects one into the real program, which must lose no data."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from test_training import checkpoint
 from plaingpt.checkpoint import load_checkpoint
 from plaingpt.cli import UserError
 from plaingpt.device import setup
-from train_gpt2 import JUMP, Watch
+from plaingpt.runlog import JUMP, RunLog
 
-LONG = ["--max_steps", 100_000, "--val_every", 0]  # until something happens
+LONG = ["--max_steps", 100_000, "--val_every", 0]  # runs until the test stops it
 
 
 def wait_for(process, words):
-    """Reads the program's output up to a line that begins with the words."""
+    """Reads the program's output up to a line that starts with `words`."""
     line = next((line for line in process.stdout if line.startswith(words)), None)
     assert line, process.stderr.read()
 
@@ -37,18 +37,18 @@ def names(directory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run of ten steps to which nothing happens."""
+    """A run of ten steps without a fault."""
     directory = tmp_path_factory.mktemp("whole")
     train("--log_dir", "run", cwd=directory)
     return directory / "run"
 
 
-# Killed
+# Kills and signals
 
 
 @pytest.mark.slow
-def test_killed_at_fifty_random_moments(tmp_path):
-    """Half the time of this run goes into saving, so that many a kill hits a half-written checkpoint."""
+def test_resume_after_fifty_kills_at_random_times(tmp_path):
+    """The run spends half its time on saving, so that some kills interrupt a save."""
     flags = ["--max_steps", 800, "--save_every", 1, "--total_batch_size", 128, "--val_every", 100, "--val_tokens", 256]
     train(*flags, "--log_dir", "whole", cwd=tmp_path)
     rng, torn = random.Random(0), 0
@@ -59,13 +59,13 @@ def test_killed_at_fifty_random_moments(tmp_path):
         time.sleep(rng.random() * 0.03)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        torn += (tmp_path / "run" / "model.tmp").exists()
+        torn += any((tmp_path / "run").glob("model_*.pt.tmp"))
     out, _ = train(*flags, "--log_dir", "run", "--resume", cwd=tmp_path)
     assert "resumed from step" in out
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
     a, b = (checkpoint(tmp_path / name, 800) for name in ("whole", "run"))
     assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
-    assert torn, "no kill hit a save: the test has lost its point"
+    assert torn, "no kill interrupted a save: the test checks nothing"
 
 
 @pytest.mark.parametrize("victim, flags", [(0, []), (1, []), (1, ["--parallel", "fsdp"]), (0, ["--pp", 2])])
@@ -74,10 +74,10 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
     wait_for(running[0], "step     4/")
     running[victim].send_signal(signal.SIGKILL)
-    _, err = running[1 - victim].communicate(timeout=60)  # gloo would wait for half an hour
+    _, err = running[1 - victim].communicate(timeout=60)  # gloo's own timeout is half an hour
     assert running[1 - victim].returncode == 1
-    assert err.startswith("error: another process of this run has ended, and this one with it; see what that one says, and go on "
-                          "from the last checkpoint with --resume (") and err.count("\n") == 1, err
+    assert err.startswith("error: lost the connection to another process of this run (") and err.count("\n") == 1, err
+    assert err.endswith("); see what that process printed, then continue from the last checkpoint with --resume\n"), err
     running[victim].communicate()
     saved = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
     out, _ = program(*flags, "--resume", "--max_steps", saved + 2, cwd=tmp_path, processes=2)
@@ -86,19 +86,22 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
 
 
 @pytest.mark.parametrize("moment, at_least", [("step", 3), ("evaluation", 6), ("save", 5)])
-def test_a_signal_at_an_awkward_moment(tmp_path, whole, moment, at_least):
-    """The step, the validation at step 5 or the second save, that of step 4, is finished, and the next step saved."""
+def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment, at_least):
+    """The program finishes the step, the validation at step 5 or the save of step 4.
+
+    Then it saves the next step and stops.
+    """
     flags = [*TINY, "--log_dir", "run", "--save_every", 2]
     out, err = program(f"signal in a{'n' * (moment == 'evaluation')} {moment}", *flags, cwd=tmp_path, program="tests/faulty.py")
-    assert f"stopped by a signal; step {at_least} is saved, --resume goes on from there" in out and err == ""
+    assert f"stopped by a signal; step {at_least} is saved, --resume continues from it" in out and err == ""
     out, _ = program(*flags, "--resume", cwd=tmp_path)
     assert f"resumed from step {at_least} " in out
     assert read_log(tmp_path / "run") == read_log(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, None])
-def test_the_terminal_goes_away(tmp_path, whole, number):
-    """The reader of the output is gone, with a signal or without one: the run saves and stops, or goes on to its end."""
+def test_stdout_is_closed_during_a_run(tmp_path, whole, number):
+    """With a signal the run saves and stops. Without one it continues to its end."""
     flags = [*TINY, "--log_dir", "run"]
     (process,) = spawn(*flags, *(LONG if number else []), cwd=tmp_path)
     wait_for(process, "step     2/")
@@ -120,7 +123,10 @@ def test_the_terminal_goes_away(tmp_path, whole, number):
 
 @contextlib.contextmanager
 def small_disk(directory, size):
-    """A directory on a disk of `size` bytes -> limits for a Program, for where nobody may mount: of the size of each file."""
+    """Mounts a disk of `size` bytes as a directory -> limits for a Program.
+
+    Without the right to mount, the limits restrict the size of each file instead.
+    """
     directory.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory], capture_output=True).returncode == 0
     try:
@@ -137,10 +143,10 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
     flags = ["--log_dir", "run", "--save_every", 2, "--keep", 0]
     with small_disk(tmp_path / "run", 2**20) as limits:  # a checkpoint takes 420 kB
         _, err = train(*flags, cwd=tmp_path, status=2, limits=limits)
-    assert re.fullmatch(r"error: run/model_00000\d.pt: cannot be written \(.*\); the checkpoints before it are whole: make room, and "
-                        r"--resume goes on from the last\n", err), err
+    assert re.fullmatch(r"error: run/model_00000\d.pt: cannot write \(.*\); the older checkpoints are whole: free some space, then "
+                        r"continue with --resume\n", err), err
     for path in (tmp_path / "run").glob("model*"):
-        load_checkpoint(path)  # no half ones, and nothing else by that name
+        load_checkpoint(path)  # all are complete, and there is no temporary file
     out, _ = train(*flags, "--resume", cwd=tmp_path)
     assert read_log(tmp_path / "run") == read_log(whole) and ("resumed" in out) == (not limits)
 
@@ -148,13 +154,13 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
 def test_a_full_disk_while_the_log_is_written(tmp_path):
     with small_disk(tmp_path / "run", 2**14) as limits:
         _, err = train("--log_dir", "run", *LONG, cwd=tmp_path, status=2, limits=limits)
-    assert re.fullmatch(r"error: run/log.txt: cannot be written \(.*\); make room, and --resume goes on from the last checkpoint\n", err)
+    assert re.fullmatch(r"error: run/log.txt: cannot write \(.*\); free some space, then continue with --resume\n", err)
     *lines, rest = (tmp_path / "run" / "log.txt").read_text().split("\n")
     assert len(lines) > 100 and all(re.fullmatch(r"\d+ \w+ [-+.e\d]+", line) for line in lines) and "\n" not in rest
 
 
-def test_a_run_directory_that_is_a_disk_of_its_own(tmp_path):
-    """What is moved aside goes to another disk, and what a link points to is moved beside that, not beside the link."""
+def test_a_run_directory_that_is_a_mount_point(tmp_path):
+    """Old runs move to another disk. If --log_dir is a link, they move next to its target."""
     with small_disk(tmp_path / "run", 2**23):
         train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
         (tmp_path / "link").symlink_to("run")
@@ -171,18 +177,18 @@ def test_a_read_only_directory(tmp_path):
     (tmp_path / "run").chmod(0o500)
     for directory, flags in (("run", []), ("run", ["--resume", "--max_steps", 5]), ("run/deeper", [])):
         _, err = train("--log_dir", directory, *flags, cwd=tmp_path, status=2, root=False)
-        assert err == (f"error: --log_dir {directory}: cannot be written (Permission denied); make room, or give another place\n")
+        assert err == (f"error: --log_dir {directory}: cannot write (Permission denied); free some space, or choose another place\n")
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before and names(tmp_path) == ["run"]
     a, b = spawn(*TINY, "--log_dir", "run", cwd=tmp_path, processes=2, root=False)
-    assert b.communicate(timeout=60)[1].startswith("error: another process of this run has ended") and b.returncode == 1
-    assert "run: cannot be written" in a.communicate(timeout=60)[1] and a.returncode == 2
+    assert b.communicate(timeout=60)[1].startswith("error: lost the connection to another process of this run") and b.returncode == 1
+    assert "run: cannot write" in a.communicate(timeout=60)[1] and a.returncode == 2
 
 
 # Checkpoints
 
 
-def test_no_flipped_bit_goes_unnoticed(tmp_path, whole):
-    """torch.save keeps a CRC-32 of everything inside; what it does not cover, such as padding, must not matter."""
+def test_every_flipped_bit_is_detected_or_harmless(tmp_path, whole):
+    """torch.save stores a CRC-32 of its records. A flip elsewhere, as in padding, has no effect."""
     path, good, rng, refused = whole / "model_000010.pt", checkpoint(whole, 10), random.Random(0), 0
     data = path.read_bytes()
     for i in [*range(60), *range(len(data) - 200, len(data)), *rng.sample(range(len(data)), 200)]:
@@ -204,22 +210,22 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path, whole):
 @pytest.mark.parametrize("damage", [lambda data: data[:len(data) // 2], lambda data: bytes(len(data)), lambda data: b"",
                                     lambda data: data[:200_000] + bytes([data[200_000] ^ 1]) + data[200_001:]],
                          ids=["truncated", "zeros", "empty", "one bit"])
-def test_the_newest_checkpoint_is_damaged(tmp_path, whole, damage):
+def test_resume_skips_a_damaged_checkpoint(tmp_path, whole, damage):
     train("--log_dir", "run", "--save_every", 4, cwd=tmp_path)
     newest = tmp_path / "run" / "model_000010.pt"
     newest.write_bytes(damage(newest.read_bytes()))
     out, _ = train("--log_dir", "run", "--resume", cwd=tmp_path)
-    assert "passed over run/model_000010.pt: " in out and "resumed from step 8 " in out
+    assert "skipped run/model_000010.pt: " in out and "resumed from step 8 " in out
     assert read_log(tmp_path / "run") == read_log(whole)
 
 
 # Data
 
 
-@pytest.mark.parametrize("fault, sentence", [("removed", "became unreadable during the run"), ("truncated", "was changed during"),
-                                             ("replaced", "was changed during the run; make it again as it was, then --resume")])
-def test_a_shard_goes_during_a_run(tmp_path, shards, fault, sentence):
-    flags = [*TINY, "--data", "shards", "--vocab_size", 256, "--val_tokens", 256, "--total_batch_size", 128, "--log_dir", "run"]
+@pytest.mark.parametrize("fault, sentence", [("removed", "changed during the run"), ("truncated", "changed during the run"),
+                                             ("replaced", "changed during the run; restore it, then use --resume")])
+def test_a_shard_is_removed_or_changed_during_a_run(tmp_path, shards, fault, sentence):
+    flags = [*TINY, "--data", "shards", "--val_tokens", 256, "--total_batch_size", 128, "--log_dir", "run"]
     shard = shards / "a_train_000003.npy"
     good, status = shard.read_bytes(), shard.stat()
     (process,) = spawn(*flags, *LONG, "--save_every", 5, cwd=tmp_path)
@@ -235,7 +241,7 @@ def test_a_shard_goes_during_a_run(tmp_path, shards, fault, sentence):
     assert process.returncode == 2 and err.startswith("error: shards/a_train_000003.npy: ") and sentence in err, err
     if fault == "replaced":
         _, err = program(*flags, *LONG, "--resume", cwd=tmp_path, status=2)
-        assert "--data shards is not what the run in run was trained on: its training split was 3,381 tokens with CRC-32 " in err
+        assert "--data shards is not the data of the run in run: the training split was 3,381 tokens with CRC-32 " in err
     shard.write_bytes(good)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
     saved = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
@@ -244,18 +250,18 @@ def test_a_shard_goes_during_a_run(tmp_path, shards, fault, sentence):
 
 
 def test_resumed_with_other_data(tmp_path, shards):
-    """The same tokens elsewhere, and in the other format, are the same data."""
-    flags = [*TINY, "--vocab_size", 256, "--val_tokens", 256, "--total_batch_size", 128, "--log_dir", "run", "--resume"]
+    """The same tokens in another directory are the same data. Other tokens are refused."""
+    flags = [*TINY, "--val_tokens", 256, "--total_batch_size", 128, "--log_dir", "run", "--resume"]
     program(*flags, "--data", "shards", "--max_steps", 2, cwd=tmp_path)
     shutil.copytree(shards, tmp_path / "other")
     out, _ = program(*flags, "--data", "other", "--max_steps", 3, cwd=tmp_path)
-    assert "note: data was shards until here and is other from here on" in out
+    assert "note: data changes from shards to other" in out
     longer, before = tmp_path / "other" / "a_train_000001.npy", names(tmp_path / "run")
     np.save(longer, np.append(np.load(longer), np.uint16(7)))
     _, err = program(*flags, "--data", "other", "--max_steps", 4, cwd=tmp_path, status=2)
-    assert re.fullmatch(r"error: --data other is not what the run in run was trained on: its training split was 3,381 tokens with "
-                        r"CRC-32 [0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; --init_from run takes its weights into a "
-                        r"new run\n", err), err
+    assert re.fullmatch(r"error: --data other is not the data of the run in run: the training split was 3,381 tokens with "
+                        r"CRC-32 [0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; to use its weights in a new run, "
+                        r"--init_from run\n", err), err
     assert names(tmp_path / "run") == before
     program(*flags[:-1], "--data", "other", "--max_steps", 1, "--init_from", "run", "--log_dir", "new", cwd=tmp_path)
 
@@ -269,7 +275,7 @@ def test_two_runs_in_one_directory(tmp_path):
     wait_for(first, "step     4/")
     for more in ([], ["--resume"]):
         _, err = program(*flags, *more, cwd=tmp_path, status=2)
-        assert err == "error: --log_dir run: another run is writing there; stop it, or give another directory\n"
+        assert err == "error: --log_dir run: another run is writing there; stop it, or choose another directory\n"
     first.send_signal(signal.SIGTERM)
     out, _ = first.communicate(timeout=60)
     step = int(re.search(r"stopped by a signal; step (\d+) is saved", out)[1])
@@ -291,45 +297,50 @@ def test_the_clock_goes_backwards(tmp_path, whole):
     assert "resumed from step 8 " in out and read_log(run) == read_log(whole)
 
 
-def test_a_run_goes_on_under_other_circumstances(tmp_path, whole):
-    """Stopped after 3, 5 and 7 steps of ten, and taken up with another micro-batch, number of processes, device and dtype."""
+def test_a_run_resumes_with_another_layout_device_and_dtype(tmp_path, whole):
+    """Stops after 3, 5 and 7 of ten steps, and resumes with other settings.
+
+    The micro-batch, the number of processes, the device and the dtype change.
+    """
     for stop, processes, flags in ((3, 1, []), (5, 2, ["--batch_size", 2]), (7, 1, ["--batch_size", 16, "--device", "auto"])):
         train("--log_dir", "run", "--resume", "--save_every", stop, "--keep", 0, *flags, cwd=tmp_path, processes=processes)
         for path in (tmp_path / "run").glob("model_*.pt"):
-            if int(path.stem[6:]) > stop:  # as if killed after it had been written
+            if int(path.stem[6:]) > stop:  # as if killed after the save of step `stop`
                 path.unlink()
     out, _ = train("--log_dir", "run", "--resume", cwd=tmp_path)
     assert "resumed from step 7 " in out
     assert_close_logs(tmp_path / "run", whole, rel=1e-5)
     for dtype, step in (("bfloat16", 12), ("float16", 14), ("float32", 16)):
         out, _ = train("--log_dir", "run", "--resume", "--max_steps", step, "--dtype", dtype, cwd=tmp_path)
-        assert f"resumed from step {step - 2} in run\n" in out and "note: dtype was " in out
+        assert f"resumed from step {step - 2} in run\n" in out and "note: dtype changes from " in out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["dtype"] == "float32"
 
 
 # Numbers
 
 
-def test_a_jump_of_the_norm_is_marked_and_counted(tmp_path):
+def test_gradient_norm_jumps_are_marked_and_counted(tmp_path):
     out, _ = program("jump", *TINY, "--log_dir", "run", "--total_batch_size", 128, "--max_steps", 40, cwd=tmp_path,
                      program="tests/faulty.py")
     marked = [line for line in out.splitlines() if " | jump: " in line]
-    assert len(marked) == 1 and re.match(r"step    30/40 .* to go \| jump: norm \d+ x its median$", marked[0]), marked
+    assert len(marked) == 1 and re.match(r"step    30/40 \| loss \S+ \| jump: norm \d+ x its median \| ", marked[0]), marked
     norms = [float(read_log(tmp_path / "run")[step, "norm"]) for step in range(31)]
     assert f"norm {norms[30] / np.median(norms[:30]):.0f} x" in marked[0] and norms[30] > 300 * np.median(norms[:30])
-    assert "done: steps skipped: 0, jumps of the gradient norm: 1; run holds" in out
+    assert "done: steps skipped: 0, jumps of the gradient norm: 1; the log and checkpoints are in run; " in out
 
 
-def test_what_is_a_jump_by_hand():
-    watch = Watch()
+def test_gradient_norm_jump_threshold():
+    log = RunLog(None, None, 0, rank=1)
     norms = [1.0, 5.0, 3.0, *[2.0] * 6]
-    assert [watch.mark(norm) for norm in norms] == [""] * 9 and watch.mark(99.0) == ""  # nine are too few to judge by
-    assert watch.mark(JUMP * 2.0) == "" and watch.mark(JUMP * 2.0 + 0.1) == " | jump: norm 10 x its median"
-    assert watch.mark(float("inf")) == " | 1 skipped" and watch.mark(2.0) == " | 1 skipped"
-    assert watch.summary() == "steps skipped: 1, jumps of the gradient norm: 1"
+    # nine norms are too few for a median
+    assert [log.check(norm) for norm in norms] == [""] * 9 and log.check(99.0) == ""
+    assert log.check(JUMP * 2.0) == "" and log.check(JUMP * 2.0 + 0.1) == " | jump: norm 10 x its median"
+    assert log.check(float("inf")) == " | 1 skipped" and log.check(2.0) == ""
+    assert log.check(float("nan")) == " | 2 skipped" and log.bad_in_a_row == 1
+    assert log.summary() == "steps skipped: 2, jumps of the gradient norm: 1"
 
 
-def test_deterministic_runs_agree_bit_for_bit(tmp_path):
+def test_deterministic_runs_are_bitwise_equal(tmp_path):
     for name in ("a", "b"):
         train("--log_dir", name, "--deterministic", "--optimizer", "muon", "--dtype", "bfloat16", cwd=tmp_path)
     assert read_log(tmp_path / "a") == read_log(tmp_path / "b")
@@ -337,7 +348,7 @@ def test_deterministic_runs_agree_bit_for_bit(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_deterministic_is_what_pytorch_calls_so(monkeypatch):
+def test_deterministic_enables_pytorch_deterministic_algorithms(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     setup("cpu")

@@ -1,4 +1,4 @@
-"""What holds for any input: for damaged shards, the order of the data, JSON lines, and the schedules."""
+"""Property tests: damaged shards, the order of the data, JSON lines, and the schedules."""
 
 import ast
 import contextlib
@@ -9,7 +9,6 @@ import re
 import struct
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,23 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import train_gpt2
 from plaingpt import corpus
 from plaingpt.cli import UserError
-from train_gpt2 import DataLoaderLite, TrainConfig, check_batches, get_batch_tokens, get_lr, open_shard, read_shard
+from plaingpt.device import data_parallel_rank
+from plaingpt.shards import open_shard, open_tokens
+from train_gpt2 import (
+    DataLoaderLite,
+    TrainConfig,
+    check_batch_size,
+    get_batch_tokens,
+    get_lr,
+    micro_batch,
+)
 
-set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))  # what it knows of Unicode: not in the repository
+# Keeps its Unicode tables out of the repository.
+set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))
 
 
 def fuzz(examples, *inputs):
-    slow = [HealthCheck.too_slow]  # a busy machine is no defect
+    slow = [HealthCheck.too_slow]  # a slow machine is not an error
     how = settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
     return lambda test: how(given(*inputs)(test))
 
@@ -64,7 +73,7 @@ HEADERS = st.builds(repr, st.fixed_dictionaries(HEADER) | st.fixed_dictionaries(
 
 
 def edits(end):
-    """Changes to a file, most of them before `end`: (position, bytes removed there, bytes inserted)."""
+    """Changes to a file, mostly before `end`: (position, bytes removed there, bytes inserted)."""
     over = st.tuples(st.integers(0, end), PIECES).map(lambda change: (change[0], len(change[1]), change[1]))
     return st.lists(over | st.tuples(st.integers(0, end) | st.integers(0, 1100), st.integers(0, 9) | st.just(2000), PIECES),
                     min_size=1, max_size=3)
@@ -77,16 +86,19 @@ def edit(data, changes):
 
 
 def opened(name, data):
-    """Whether open_shard takes these bytes; if so the tokens must be there, and if not it must say so in one line."""
+    """Whether open_shard accepts these bytes.
+
+    If it does, the tokens must be in the file. If not, the error must be one line.
+    """
     with file_of(name, data) as path:
         try:
             shard = open_shard(path)
         except UserError as error:
             assert_sentence(error, path)
             return False
-        _, offset, n_tokens = shard[:3]
+        offset, n_tokens = shard.offset, shard.n_tokens
         assert offset >= 0 and n_tokens >= 0 and offset + 2 * n_tokens <= len(data)
-        assert read_shard(shard, 0, n_tokens).tobytes() == data[offset:offset + 2 * n_tokens]
+        assert shard.read(0, n_tokens).tobytes() == data[offset:offset + 2 * n_tokens]
         return True
 
 
@@ -133,7 +145,7 @@ SHARDS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([".npy", ".bin"]
 
 
 def write_shards(directory, shards):
-    """Shards of these lengths and kinds -> all their tokens, no two the same."""
+    """Writes shards of these lengths and formats -> all their tokens, which are distinct."""
     lengths = [n for n, _ in shards]
     tokens = np.arange(60_000, 60_000 + sum(lengths), dtype=np.uint16)
     for i, (cut, (_, kind)) in enumerate(zip(np.split(tokens, np.cumsum(lengths)[:-1]), shards)):
@@ -146,7 +158,7 @@ def write_shards(directory, shards):
       st.integers(0, 2**32 - 1), st.booleans())
 def test_two_epochs_have_every_sequence_twice_in_any_layout(shards, T, layout, B, growth, rampup_steps, seed, shuffle):
     def numbers(x, y):
-        """Which sequences these are, after a look at every token."""
+        """Checks every token -> the indices of the sequences."""
         found = [(row[0] - 60_000) // T for row in x.tolist()]
         assert x.tolist() == [tokens[i * T:(i + 1) * T] for i in found]
         assert y.tolist() == [tokens[i * T + 1:(i + 1) * T + 1] for i in found]
@@ -157,10 +169,10 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(shards, T, layout, B
         tokens = write_shards(directory, shards)
         n = (len(tokens) - 1) // T
         if n < 1:
-            with pytest.raises(UserError, match=f"the {len(tokens)} tokens .* too few") as error:
-                DataLoaderLite(directory, "train", T, 65536, seed, shuffle)
+            with pytest.raises(UserError, match=f"{len(tokens)} tokens .* too few") as error:
+                DataLoaderLite(open_tokens(directory, "train", 65536, None), T, seed, shuffle)
             return assert_sentence(error.value, directory)
-        loader = DataLoaderLite(directory, "train", T, 65536, seed, shuffle)
+        loader = DataLoaderLite(open_tokens(directory, "train", 65536, None), T, seed, shuffle)
         order = [i for p in range(2 * n) for i in numbers(*loader.batch(p, 1))]
         for epoch in (order[:n], order[n:]):
             assert (sorted(epoch) if shuffle else epoch) == list(range(n))
@@ -169,16 +181,17 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(shards, T, layout, B
         config = TrainConfig(batch_size=B, total_batch_size=growth * first * T, rampup_steps=rampup_steps, tp=tp, pp=pp,
                              rampup_batch_size=first * T, max_steps=-(-2 * n // first))
         shares = [(number, dp) for number in range(dp)]
-        assert [train_gpt2.data_share(config, rank, dp * tp * pp) for rank in range(dp * tp * pp)] == \
+        assert [data_parallel_rank(config, rank, dp * tp * pp) for rank in range(dp * tp * pp)] == \
             [share for _ in range(pp) for share in shares for _ in range(tp)]
-        streams = [[i for batch in train_gpt2.micro_batches(loader, config, 0, 0, share, "cpu") for i in numbers(*batch)]
+        streams = [[i for batch in train_gpt2.micro_batches(loader, config, 0, 0, *share, "cpu") for i in numbers(*batch)]
                    for share in shares]
     position = 0
     for step in range(config.max_steps):
         end = position + first * (1 + (growth - 1) * step // rampup_steps if step < rampup_steps else growth)
         seen = Counter(i for stream in streams for i in stream[position // dp:end // dp])
         assert seen.total() == end - position
-        assert not Counter(order[position:end]) - seen  # the last steps go on into the third epoch
+        # the last steps continue into the third epoch
+        assert not Counter(order[position:end]) - seen
         position = end
     assert [len(stream) for stream in streams] == [position // dp] * dp
 
@@ -186,7 +199,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(shards, T, layout, B
 # --- JSON lines -----------------------------------------------------------------------------------------------------------
 
 BOM = b"\xef\xbb\xbf"
-TEXTS = st.text(st.characters(), max_size=12)  # with halves of surrogate pairs
+TEXTS = st.text(st.characters(), max_size=12)  # includes lone surrogates
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | TEXTS, max_leaves=4,
                       extend=lambda values: st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3))
 RECORDS = st.fixed_dictionaries({"text": TEXTS}) | st.dictionaries(st.just("text") | TEXTS, VALUES, max_size=3)
@@ -197,12 +210,16 @@ ODD = [b"", b" \t", b"\x1c", "\u3000".encode(), b"1" * 5000, b"[" * 10**5,
 LINES = GOOD | VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=12) | st.sampled_from(ODD)
 FILES = st.builds(lambda bom, end, lines: bom + end.join(lines), st.sampled_from([b"", BOM]),
                   st.sampled_from([b"\n", b"\r\n", b"\n\n"]), st.lists(GOOD, max_size=3) | st.lists(LINES, max_size=6))
-BLOCKS = st.integers(4, 60) | st.just(2**20)  # from 4: a byte order mark is taken off the first block
+# At least 4, because the byte order mark is removed from the first block.
+BLOCKS = st.integers(4, 60) | st.just(2**20)
 PACK = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
 
 
 def read(name, data, block):
-    """A file in blocks of this size, as the workers would take them -> its texts, and the lines of the skipped records."""
+    """Reads a file in blocks of this size, as the workers do.
+
+    -> its texts, and the line numbers of the skipped records
+    """
     with file_of(name, data) as path, pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "BLOCK", block)
         found = [corpus.texts_of(b, "text") for b in corpus.read_blocks([path], "text")]
@@ -210,7 +227,7 @@ def read(name, data, block):
 
 
 def text_of(data):
-    """The text of a record; None if it has none. Half a surrogate pair is no character."""
+    """The text of a record, or None. A lone surrogate becomes U+FFFD."""
     try:
         text = json.loads(data.decode())["text"]
         return re.sub("[\ud800-\udfff]", "\ufffd", text)
@@ -285,45 +302,24 @@ def test_the_batch_grows(rampup_steps, first, times):
     assert sizes == [batch_tokens(step, first * times, first, rampup_steps) for step in range(rampup_steps + 3)]
 
 
-def refusal(config, T, dp, n_sequences):
-    """What check_batches proposes when it refuses: (flag, value), or ("", 0) for nothing. None if it accepts."""
-    try:
-        check_batches(config, T, dp, n_sequences)
-    except UserError as error:
-        assert_sentence(error, "--")
-        proposal = re.search(r"^--(\w+) .* (\d+) would( do)?$", str(error))
-        return (proposal[1], int(proposal[2])) if proposal else ("", 0)
-
-
 @fuzz(600, st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(0, 6),
       st.sampled_from([(0, 0)] * 3 + [(0, 1), (1, 0)]), st.integers(1, 20), st.integers(1, 400))
-def test_accepted_batches_can_be_portioned_out(T, dp, pp, share, times, rampup_steps, odd, batch_size, n_sequences):
+def test_accepted_batches_can_be_divided(T, dp, pp, share, times, rampup_steps, odd, batch_size, n_sequences):
     first = share * T * dp + odd[0]
     total = first * times + odd[1]
     config = TrainConfig(batch_size=batch_size, total_batch_size=total, pp=pp, rampup_batch_size=first,
                          rampup_steps=rampup_steps)
     sizes = [batch_tokens(step, total, first, rampup_steps) for step in range(rampup_steps + 2)]
     shares = [size // (T * dp) for size in sizes]
-    possible = n_sequences * T >= total and not (rampup_steps and total % first) and min(shares) >= pp and \
-        all(size % (T * dp) == 0 for size in sizes)
-    even = possible and all(share % min(batch_size, share // pp) == 0 for share in shares)
-    refused = refusal(config, T, dp, n_sequences)
-    assert (refused is None) == even
-    if possible and refused:
-        assert refused[0] == "batch_size" and refused[1] < batch_size
-        config = replace(config, batch_size=refused[1])
-        assert refusal(config, T, dp, n_sequences) is None
-    if possible:
+    good = n_sequences * T >= max(sizes) and min(shares) >= pp and all(size % (T * dp) == 0 for size in sizes)
+    good = good and all(share % min(batch_size, share // pp) == 0 for share in shares)
+    try:
+        check_batch_size(config, T, dp, n_sequences)
+        assert good
+    except UserError as error:
+        assert_sentence(error, "--")
+        assert not good
+    if good:
         for step, size in enumerate(sizes):
-            n, B = train_gpt2.portion(step, config, T, dp)
-            assert n * T == size and n % (B * dp) == 0 and (B * dp == n if pp > 1 else 1 <= B <= config.batch_size)
-
-
-@example(6, 4, 24, 2)
-@fuzz(300, st.integers(1, 8), st.integers(1, 4), st.integers(1, 100), st.integers(1, 20))
-def test_a_total_batch_size_that_is_proposed_is_accepted(T, dp, total, n_sequences):
-    config = TrainConfig(batch_size=1, total_batch_size=total)
-    flag, value = refusal(config, T, dp, n_sequences) or ("", 0)
-    assert flag in ("", "total_batch_size")
-    if flag:
-        assert refusal(replace(config, total_batch_size=value), T, dp, n_sequences) is None
+            n, B = micro_batch(step, config, T, dp)
+            assert n * T == size and n % (B * dp) == 0 and (B * dp == n if pp > 1 else 1 <= B <= batch_size)

@@ -1,24 +1,36 @@
-"""The stream of sequences: which tokens, in which order, whatever asks for them; and the data it refuses."""
+"""Token files, their sequences, the order of the sequences, and invalid data."""
 
+import os
 import re
 
 import numpy as np
 import pytest
-from conftest import write_bin
+from conftest import ROOT, write_bin
 
 from plaingpt.cli import UserError
+from plaingpt.shards import ENDS, open_tokens, tokenizer_name
+from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite
 
 T = 16
 
 
+def open_loader(data, T=T, split="train", vocab_size=256, tokenizer="bytes", **options):
+    """The sequences of a split, in shuffled order unless the options say otherwise."""
+    tokens = open_tokens(data, split, vocab_size, get_tokenizer(tokenizer))
+    return DataLoaderLite(tokens, T, **options)
+
+
 def row(directory, split="train"):
-    """All tokens of a split in the order of the files' names: the reference for everything below."""
+    """All tokens of a split in the order of the file names: the reference for the tests below."""
     return np.concatenate([np.load(p) for p in sorted(directory.glob(f"*_{split}_*.npy"))])
 
 
 def step(loader, position, n_sequences, world_size, B):
-    """One step's sequences as `world_size` processes with micro-batches of B see them, in the loop's own arithmetic."""
+    """The sequences of one step, over `world_size` processes with micro-batches of B sequences.
+
+    Computes the positions as the training loop does.
+    """
     xs, ys = [], []
     for rank in range(world_size):
         for p in range(position + rank * B, position + n_sequences, world_size * B):
@@ -32,8 +44,8 @@ def as_set(x, y):
     return sorted(map(tuple, np.concatenate([x, y[:, -1:]], axis=1).tolist()))
 
 
-def test_source_order_crosses_shards(shards):
-    loader, tokens = DataLoaderLite(shards, "train", T, 256, shuffle=False), row(shards)
+def test_sequences_cross_shards_in_source_order(shards):
+    loader, tokens = open_loader(shards, shuffle=False), row(shards)
     assert loader.n_sequences == (len(tokens) - 1) // T == 211
     for i in range(loader.n_sequences):
         x, y = loader.batch(i, 1)
@@ -45,15 +57,15 @@ def test_a_sequence_may_cross_many_shards(tmp_path):
     tokens = np.arange(100, dtype=np.uint16)
     for i, cut in enumerate(np.split(tokens, [3, 4, 9, 11, 50])):
         np.save(tmp_path / f"x_train_{i:06d}.npy", cut)
-    loader = DataLoaderLite(tmp_path, "train", 40, 256, shuffle=False)
+    loader = open_loader(tmp_path, 40, shuffle=False)
     assert loader.batch(0, 2)[1].tolist() == [list(range(1, 41)), list(range(41, 81))]
 
 
 def test_npy_and_bin_give_the_same_batches(shards, tmp_path):
     (tmp_path / "bin").mkdir()
-    for p in shards.iterdir():
+    for p in shards.glob("*.npy"):
         write_bin(tmp_path / "bin" / p.with_suffix(".bin").name, np.load(p))
-    a, b = (DataLoaderLite(d, "train", T, 256) for d in (shards, tmp_path / "bin"))
+    a, b = (open_loader(d) for d in (shards, tmp_path / "bin"))
     for position in range(0, 500, 10):  # into the third epoch
         for u, v in zip(a.batch(position, 10), b.batch(position, 10)):
             assert u.equal(v)
@@ -61,16 +73,16 @@ def test_npy_and_bin_give_the_same_batches(shards, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("B", [1, 2, 8])
-def test_a_step_is_the_same_set_for_any_layout(shards, world_size, B):
-    loader = DataLoaderLite(shards, "train", T, 256, seed=5)
-    reference = DataLoaderLite(shards, "train", T, 256, seed=5)
-    for position in range(0, 640, 32):  # steps of 32 sequences, across the ends of three epochs
+def test_a_step_has_the_same_sequences_in_any_layout(shards, world_size, B):
+    loader = open_loader(shards, seed=5)
+    reference = open_loader(shards, seed=5)
+    for position in range(0, 640, 32):  # steps of 32 sequences, over the ends of three epochs
         expected = as_set(*reference.batch(position, 32))
         assert as_set(*step(loader, position, 32, world_size, B)) == expected
 
 
-def test_an_epoch_uses_every_sequence_once_in_an_order_of_its_own(shards):
-    loader, tokens = DataLoaderLite(shards, "train", T, 256), row(shards)
+def test_each_epoch_uses_every_sequence_once_in_a_new_order(shards):
+    loader, tokens = open_loader(shards), row(shards)
     every = sorted(tuple(tokens[i * T:(i + 1) * T + 1].tolist()) for i in range(loader.n_sequences))
     orders = []
     for epoch in range(3):
@@ -78,39 +90,40 @@ def test_an_epoch_uses_every_sequence_once_in_an_order_of_its_own(shards):
         assert as_set(x, y) == every
         orders.append(x.tolist())
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    source = DataLoaderLite(shards, "train", T, 256, shuffle=False).batch(0, loader.n_sequences)[0].tolist()
+    source = open_loader(shards, shuffle=False).batch(0, loader.n_sequences)[0].tolist()
     assert source not in orders and sorted(source) == sorted(orders[0])
 
 
 def test_order_is_a_function_of_seed_and_epoch(shards):
     def first(seed, position=0):
-        return DataLoaderLite(shards, "train", T, 256, seed=seed).batch(position, 20)[0].tolist()
+        return open_loader(shards, seed=seed).batch(position, 20)[0].tolist()
 
     assert first(1) == first(1) != first(2)
-    jumped = DataLoaderLite(shards, "train", T, 256, seed=1)
+    jumped = open_loader(shards, seed=1)
     jumped.batch(900, 3)
-    assert jumped.batch(0, 20)[0].tolist() == first(1)  # going back gives the same again: there is no state
+    # The loader has no state: an earlier position gives the same batch.
+    assert jumped.batch(0, 20)[0].tolist() == first(1)
 
 
-def test_order_is_frozen(tmp_path):
-    """Written down, for any other order would change every published curve: seed 1337, 8 sequences, epochs 0 and 1."""
+def test_the_order_of_the_data_never_changes(tmp_path):
+    """Seed 1337, 8 sequences, epochs 0 and 1. Another order would change all published curves."""
     np.save(tmp_path / "x_train_000000.npy", np.arange(8 * T + 1, dtype=np.uint16))
-    x, _ = DataLoaderLite(tmp_path, "train", T, 256).batch(0, 16)
+    x, _ = open_loader(tmp_path).batch(0, 16)
     assert (x[:, 0] // T).tolist() == [1, 3, 5, 4, 0, 6, 2, 7] + [0, 3, 1, 4, 7, 5, 2, 6]
 
 
-def test_text_is_bytes_and_its_last_tenth_validates(tmp_path):
+def test_text_is_read_as_bytes_and_its_last_tenth_is_for_validation(tmp_path):
     data = bytes(range(1, 256)) * 10
     (tmp_path / "t.txt").write_bytes(data)
-    train, val = (DataLoaderLite(tmp_path / "t.txt", split, 16, 256, shuffle=False) for split in ("train", "val"))
-    assert train.starts[-1] == 2295 and val.starts[-1] == 255
+    train, val = (open_loader(tmp_path / "t.txt", split=split, shuffle=False) for split in ("train", "val"))
+    assert len(train.tokens) == 2295 and len(val.tokens) == 255 and train.tokens.read(0, 9).dtype == np.uint8
     assert bytes(train.batch(3, 1)[0][0].tolist()) == data[48:64]
     assert bytes(val.batch(0, 1)[0][0].tolist()) == data[2295:2311]
 
 
-def test_text_for_gpt2_weights_is_gpt2_tokens(tmp_path):
+def test_text_is_tokenized_for_gpt2_weights(tmp_path):
     (tmp_path / "t.txt").write_text("Hello, I'm a language model, " * 20)
-    x, _ = DataLoaderLite(tmp_path / "t.txt", "train", 8, 50257, shuffle=False, tokenizer="gpt2").batch(0, 1)
+    x, _ = open_loader(tmp_path / "t.txt", 8, vocab_size=50257, shuffle=False, tokenizer="gpt2").batch(0, 1)
     assert x[0].tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 
 
@@ -123,28 +136,34 @@ def pickled(path):
 
 REFUSED = {
     "no train shards": (lambda d: np.save(d / "x_val_000000.npy", GOOD), "no train shards"),
-    "float shard": (lambda d: np.save(d / "x_train_000000.npy", GOOD.astype(float)), "float64 .* one-dimensional uint16"),
-    "int32 shard": (lambda d: np.save(d / "x_train_000000.npy", GOOD.astype(np.int32)), "int32 .* one-dimensional uint16"),
+    "float shard": (lambda d: np.save(d / "x_train_000000.npy", GOOD.astype(float)), "float64 .* is not one-dimensional uint16"),
+    "int32 shard": (lambda d: np.save(d / "x_train_000000.npy", GOOD.astype(np.int32)), "int32 .* is not one-dimensional uint16"),
     "two dimensions": (lambda d: np.save(d / "x_train_000000.npy", GOOD.reshape(2, 100)), r"\(2, 100\)"),
     "pickled objects": (lambda d: pickled(d / "x_train_000000"), "not a readable shard"),
     "not a npy": (lambda d: (d / "x_train_000000.npy").write_text("hello"), "not a readable shard"),
     "empty npy": (lambda d: (d / "x_train_000000.npy").write_bytes(b""), "not a readable shard"),
-    "wrong magic": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, magic=1), "beginning with 20240520"),
-    "wrong version": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, version=2), "beginning with 20240520"),
-    "truncated bin": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, count=300), "300 tokens .* truncated"),
-    "short header": (lambda d: (d / "x_train_000000.bin").write_bytes(b"abcd" * 10), "not a shard"),
-    "too few tokens": (lambda d: np.save(d / "x_train_000000.npy", GOOD[:16]), "16 tokens .* too few"),
-    "no tokens": (lambda d: np.save(d / "x_train_000000.npy", GOOD[:0]), "too few|not a readable shard"),
+    "wrong magic": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, magic=1), "not begin with 20240520 and 1"),
+    "wrong version": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, version=2), "not begin with 20240520 and 1"),
+    "truncated bin": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, count=300), "1424 bytes, but its header promises 300 tokens"),
+    "short header": (lambda d: (d / "x_train_000000.bin").write_bytes(b"abcd" * 10), "not begin with 20240520 and 1"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refuses(tmp_path, case):
+def test_refuses_invalid_shards(tmp_path, case):
     make, sentence = REFUSED[case]
     make(tmp_path)
     with pytest.raises(UserError, match=sentence) as error:
-        DataLoaderLite(tmp_path, "train", T, 256)
+        open_loader(tmp_path)
     assert "\n" not in str(error.value) and re.search(str(tmp_path), str(error.value))
+
+
+@pytest.mark.parametrize("n, sentence", [(16, "16 tokens .* too few"), (0, "too few|not a readable shard")])
+def test_refuses_too_few_tokens(tmp_path, n, sentence):
+    np.save(tmp_path / "x_train_000000.npy", GOOD[:n])
+    with pytest.raises(UserError, match=sentence) as error:
+        open_loader(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_refuses_a_truncated_npy(tmp_path):
@@ -152,28 +171,67 @@ def test_refuses_a_truncated_npy(tmp_path):
     np.save(path, GOOD)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match="not a readable shard"):
-        DataLoaderLite(tmp_path, "train", T, 256)
+        open_loader(tmp_path)
 
 
 def test_refuses_an_id_outside_the_vocabulary(tmp_path):
     np.save(tmp_path / "x_train_000000.npy", np.arange(300, dtype=np.uint16))
-    loader = DataLoaderLite(tmp_path, "train", T, 256, shuffle=False)
+    loader = open_loader(tmp_path, shuffle=False)
     loader.batch(0, 15)  # ids up to 240
     with pytest.raises(UserError, match="x_train_000000.npy: token id 256 is outside the vocabulary of 256"):
         loader.batch(15, 1)
 
 
-def test_a_shard_that_shrinks_or_goes_during_the_run(shards):
-    loader = DataLoaderLite(shards, "train", T, 256, shuffle=False)
+def test_a_shard_is_truncated_or_removed_during_the_run(shards):
+    loader = open_loader(shards, shuffle=False)
     last = shards / "a_train_000003.npy"
     np.save(last, np.load(last)[:100])
-    with pytest.raises(UserError, match="was changed during the run"):
+    for damage in (lambda: None, last.unlink):
+        damage()
+        with pytest.raises(UserError, match="a_train_000003.npy: changed during the run; restore it, then use --resume"):
+            loader.batch(200, 1)
+
+
+def test_a_shard_changes_during_the_run_but_keeps_its_length(shards):
+    loader = open_loader(shards, shuffle=False)
+    last = shards / "a_train_000003.npy"
+    np.save(last, np.load(last)[::-1])
+    os.utime(last, ns=(0, 0))
+    with pytest.raises(UserError, match="changed during the run"):
         loader.batch(200, 1)
-    last.unlink()
-    with pytest.raises(UserError, match="unreadable"):
-        loader.batch(200, 1)
+
+
+def test_fingerprint(shards, tmp_path):
+    """Checkpoints store the fingerprint, so it must not change between versions."""
+    bytes_tokenizer = get_tokenizer("bytes")
+    assert open_tokens(shards, "train", 256, bytes_tokenizer).fingerprint() == "3,381 tokens with CRC-32 101aefd2"
+    assert open_tokens(shards, "val", 256, bytes_tokenizer).fingerprint() == "700 tokens with CRC-32 7f7f507d"
+    text = tmp_path / "t.txt"
+    text.write_text("Hello, I'm a language model, " * 9000)
+    assert open_tokens(text, "train", 256, bytes_tokenizer).fingerprint() == "234,900 tokens with CRC-32 7491ac53"
+    assert open_tokens(text, "train", 50257, get_tokenizer("gpt2")).fingerprint() == "64,800 tokens with CRC-32 d5be1382"
+    tokens = np.arange(3 * ENDS, dtype=np.uint32).astype(np.uint16)
+    (tmp_path / "large").mkdir()
+    path = tmp_path / "large/x_train_000000.npy"
+    for i, known in ((ENDS - 1, "90bc68aa"), (ENDS, "27ef8611"), (2 * ENDS - 1, "27ef8611"), (2 * ENDS, "9b0ed413")):
+        tokens[i] ^= 1
+        np.save(path, tokens)
+        tokens[i] ^= 1
+        found = open_tokens(path.parent, "train", 65536, bytes_tokenizer).fingerprint()
+        assert found == f"196,608 tokens with CRC-32 {known}", i
+    tokens = open_tokens(path.parent, "train", 65535, bytes_tokenizer)
+    with pytest.raises(UserError, match="x_train_000000.npy: token id 65535 is outside the vocabulary of 65535"):
+        tokens.fingerprint()
+
+
+def test_the_tokenizer_of_the_data(shards, tmp_path):
+    assert tokenizer_name(shards) == "bytes" == tokenizer_name(ROOT / "input.txt")
+    (shards / "meta.json").rename(shards / "progress.json")
+    assert tokenizer_name(shards) == "bytes"
+    (shards / "progress.json").unlink()
+    assert tokenizer_name(shards) == "gpt2"
 
 
 def test_missing_data(tmp_path):
-    with pytest.raises(UserError, match="no such file or directory"):
-        DataLoaderLite(tmp_path / "nothing", "train", T, 256)
+    with pytest.raises(UserError, match="not found"):
+        open_loader(tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""The model against transformers, against hand calculations, and against what the GPT-2 paper says of it."""
+"""Compares the model with transformers, with manual calculations and with the GPT-2 paper."""
 
 import json
 import math
@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, PRESETS, GPTConfig, LinearCrossEntropy, sample
-from tokenizer import get_encoding
+from model import GPT, PRESETS, GPTConfig, sample
+from plaingpt import loss as loss_module
+from plaingpt.cli import UserError
+from plaingpt.loss import LinearCrossEntropy
+from tokenizer import get_tokenizer
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 
@@ -21,7 +24,10 @@ def gpt2():
 
 
 def randomise(model):
-    """Biases and gains too, so that a forgotten one shows; larger than at the start, so that the answers are not all alike."""
+    """Draws all parameters from a normal distribution.
+
+    Biases and gains, too: a missing one changes the output. A larger std gives more varied logits.
+    """
     torch.manual_seed(0)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -35,14 +41,14 @@ def test_parameters(gpt2):
 
 def test_first_loss_on_real_tokens(gpt2):
     text = open(__file__.replace("tests/test_model.py", "input.txt")).read()
-    tokens = torch.tensor(get_encoding("gpt2").encode_ordinary(text)[: 4 * 256 + 1])
+    tokens = torch.tensor(get_tokenizer("gpt2").encode(text)[: 4 * 256 + 1])
     with torch.no_grad():
         _, loss = gpt2(tokens[:-1].view(4, 256), tokens[1:].view(4, 256))
-    # knowing nothing costs log 50257 = 10.82; logits of variance 768 * 0.02^2 add half of that
+    # Uniform logits give log 50257 = 10.82. Logits of variance 768 * 0.02^2 add half of it.
     assert loss.item() == pytest.approx(math.log(50257) + 768 * 0.02**2 / 2, abs=0.12)
 
 
-def test_initialisation(gpt2):
+def test_initialization(gpt2):
     projections = 0
     for name, p in gpt2.named_parameters():
         if p.dim() == 1:
@@ -52,7 +58,7 @@ def test_initialisation(gpt2):
             projections += residual
             assert p.std().item() == pytest.approx(0.02 / math.sqrt(2 * 12) if residual else 0.02, rel=0.01), name
             assert abs(p.mean().item()) < 1e-4, name
-    assert projections == 24  # both of every block
+    assert projections == 24  # two in each block
 
 
 @pytest.mark.parametrize("shape", [dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=200),
@@ -81,11 +87,11 @@ def test_equals_transformers(tmp_path, shape):
 
 @pytest.mark.parametrize("change", [dict(activation_function="relu"), dict(n_inner=77), dict(model_type="llama"),
                                     dict(scale_attn_by_inverse_layer_idx=True)])
-def test_from_pretrained_refuses_what_is_no_gpt2(tmp_path, change):
+def test_from_pretrained_refuses_other_architectures(tmp_path, change):
     GPT(SMALL).to_hf(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(ValueError, match=next(iter(change))):
+    with pytest.raises(UserError, match=next(iter(change))):
         GPT.from_pretrained(tmp_path)
 
 
@@ -93,12 +99,12 @@ def test_from_pretrained_refuses_missing_weights(tmp_path):
     GPT(SMALL).to_hf(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": 3}))
-    with pytest.raises(ValueError, match="no weights for .*h.2.attn"):
+    with pytest.raises(UserError, match="no weights for .*h.2.attn"):
         GPT.from_pretrained(tmp_path)
 
 
 def by_hand(model, idx, n, seed, **sampling):
-    """Generation without a cache: the whole window through the model for every token."""
+    """Generates without a cache: the model runs on the whole window for every token."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(n):
         with torch.no_grad():
@@ -113,7 +119,7 @@ def by_hand(model, idx, n, seed, **sampling):
 def test_cached_generation_equals_uncached(length, sampling):
     model = randomise(GPT(SMALL))
     idx = torch.randint(200, (3, length))
-    out = model.generate(idx, 24, seed=7, **sampling)  # well past the block_size of 16
+    out = model.generate(idx, 24, seed=7, **sampling)  # longer than the block_size of 16
     assert out.shape == (3, length + 24) and torch.equal(out[:, :length], idx)
     assert torch.equal(out, by_hand(model, idx, 24, seed=7, **sampling))
 
@@ -128,22 +134,22 @@ def test_generate_has_its_own_random_state():
     assert not torch.equal(a, model.generate(idx, 20, seed=2))
 
 
-def test_generate_refuses_what_cannot_be():
+def test_generate_refuses_invalid_arguments():
     model, idx = GPT(SMALL), torch.zeros(1, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="need a token"):
         model.generate(idx[:, :0], 5)
     for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p=1.1), dict(top_k=-2)):
-        with pytest.raises(ValueError, match="top_p must lie in"):
+        with pytest.raises(ValueError, match="0 < top_p <= 1"):
             model.generate(idx, 5, **bad)
 
 
 class OnGPU(torch.Tensor):
-    """Says that it is on a GPU, where the head is padded, and is not."""
+    """A CPU tensor that reports device cuda, where the head is padded."""
     device = torch.device("cuda")
 
 
-def test_padding_never_comes_out(monkeypatch):
-    """200 ids are padded to 256 for the product. With every true logit far below 0, a padded one, which is 0, would win."""
+def test_padded_ids_are_never_sampled(monkeypatch):
+    """The head pads 200 ids to 256. Padded logits are 0, and all real logits are far below 0."""
     model = randomise(GPT(SMALL))
     head = model.logits
     monkeypatch.setattr(model, "logits", lambda x: head(x.as_subclass(OnGPU)).as_subclass(torch.Tensor))
@@ -154,7 +160,7 @@ def test_padding_never_comes_out(monkeypatch):
         model.transformer.wte.weight.copy_(model.transformer.wte.weight.abs() + 1)
         (logits, _), (_, loss) = model(idx := torch.randint(200, (2, 16))), model(idx, torch.randint(200, (2, 16)))
     assert logits.shape == (2, 16, 200) and (logits < -100).all()
-    assert loss < 100  # against the true ids alone; against the padding it would be hundreds
+    assert loss < 100  # with the padded logits, the loss would be several hundred
     for sampling in (dict(temperature=0), dict(temperature=5.0), dict(top_k=250), dict(top_p=0.999)):
         assert model.generate(torch.zeros(8, 1, dtype=torch.long), 50, **sampling).max() < 200
     assert all(256 not in t.shape for t in model.state_dict().values())
@@ -189,12 +195,13 @@ def test_sample_top_k_and_top_p_by_hand():
     assert reachable() == {0, 1, 2, 3, 4}
     assert reachable(top_k=2) == {1, 3}
     assert reachable(top_k=99) == {0, 1, 2, 3, 4}
-    assert reachable(top_p=0.69) == {1, 3}  # 0.4 + 0.3 reach it
+    assert reachable(top_p=0.69) == {1, 3}  # 0.4 + 0.3 >= 0.69
     assert reachable(top_p=0.72) == {1, 3, 4}
     assert reachable(top_p=0.01) == {1}
     assert reachable(temperature=0) == {1}
     cold = [sample(probs.log(), 0.5, 0, 1.0, torch.Generator().manual_seed(i)).item() for i in range(2000)]
-    assert cold.count(1) / 2000 == pytest.approx(0.16 / (0.01 + 0.16 + 0.0025 + 0.09 + 0.0225), abs=0.04)  # p^2, normalised
+    # at temperature 0.5: p^2, normalized
+    assert cold.count(1) / 2000 == pytest.approx(0.16 / (0.01 + 0.16 + 0.0025 + 0.09 + 0.0225), abs=0.04)
 
 
 def test_optimizer_decays_matrices_only():
@@ -208,9 +215,9 @@ def test_optimizer_decays_matrices_only():
     assert "transformer.h.1.mlp.c_proj.bias" in free["param_names"]
 
 
-def test_muon_moves_the_hidden_matrices_and_adamw_the_rest():
+def test_muon_updates_the_hidden_matrices_and_adamw_the_rest():
     model = randomise(GPT(SMALL))
-    muon, adamw = model.configure_optimizers(0.1, 1e-3, muon_lr=2e-3)
+    muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)
     assert type(muon) is torch.optim.Muon and type(adamw) is torch.optim.AdamW
     names = [[n for group in o.param_groups for n in group["param_names"]] for o in (muon, adamw)]
     assert sorted(names[0]) == sorted(f"transformer.h.{i}.{m}.weight" for i in range(2)
@@ -221,8 +228,9 @@ def test_muon_moves_the_hidden_matrices_and_adamw_the_rest():
     before = p.detach().double().clone()
     p.grad = torch.randn(128, 32)
     muon.step()
-    # By hand: the first momentum points along the gradient. The nearest orthogonal matrix to U S V' is U V'; the iteration in
-    # bfloat16 gets its singular values to 0.7 ... 1.2. An orthogonal (128, 32) has an RMS of 1/sqrt(128), AdamW's about 0.2.
+    # The first momentum has the direction of the gradient. The nearest orthogonal matrix to U S V'
+    # is U V'. The iteration in bfloat16 brings its singular values to 0.7 ... 1.2. An orthogonal
+    # matrix of shape (128, 32) has an RMS of 1/sqrt(128). Updates of AdamW have about 0.2.
     U, _, V = torch.linalg.svd(p.grad.double(), full_matrices=False)
     step = (before * (1 - 2e-3 * 0.1) - p.detach().double()) / (2e-3 * 0.2 * math.sqrt(128))
     S = U.T @ step @ V.T
@@ -239,28 +247,31 @@ def naive_loss(model, idx, targets):
 @pytest.mark.parametrize("rows", [1, 7, 30, 31])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
 def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, dtype, tolerance):
-    monkeypatch.setattr("model.ROWS_AT_ONCE", (rows, rows))
+    monkeypatch.setitem(loss_module.CHUNK_SIZE, "cpu", rows)
     model, idx, targets = randomise(GPT(SMALL)), torch.randint(200, (2, 15)), torch.randint(200, (2, 15))
     expected = naive_loss(model, idx, targets)
     expected = [expected.detach(), *torch.autograd.grad(3 * expected, model.parameters())]
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         _, loss = model(idx, targets)
         with torch.no_grad():
-            assert model(idx, targets)[1] == loss  # validation forms no gradient, and the same loss
-    for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):  # the scale of the loss arrives
+            # validation computes the same loss without gradients
+            assert model(idx, targets)[1] == loss
+    # The factor 3 must reach the gradients.
+    for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):
         assert a.dtype == torch.float32 and (a - b).norm() <= tolerance * b.norm()
 
 
 def test_float16_keeps_the_small_gradients():
-    """Those of words that do not occur: 1/1000 of 1/4096, of which float16 by itself would keep two bits."""
+    """Tokens that do not occur have gradients of 1/1000 of 1/4096: two bits in unscaled float16."""
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, vocab_size=1000))
     idx, targets = torch.randint(1000, (8, 512)), torch.zeros(8, 512, dtype=torch.long)
     gradients = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             x = model.hidden(idx).float().flatten(0, 1)
-            loss = LinearCrossEntropy.apply(x, model.lm_head.weight, targets.flatten(), True)
-        gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])  # as a scaler would
+            loss = LinearCrossEntropy.apply(x, model.lm_head.weight, targets.flatten(), True, None)
+        # scaled as by a gradient scaler
+        gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])
     assert (gradients[1] - gradients[0]).norm() < 0.002 * gradients[0].norm()
 
 
@@ -276,7 +287,7 @@ def test_extreme_logits_give_the_exact_loss():
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most numbers that any one operator returned."""
+    """Records the largest number of elements that any operator returned."""
 
     numbers = 0
 
@@ -296,7 +307,7 @@ def test_all_logits_are_never_in_memory(grad):
     assert largest.numbers == 384 * 1024  # a chunk of 384 positions of 4 x 512, the vocabulary padded to 1024
 
 
-def test_activation_checkpointing_keeps_little_and_changes_nothing():
+def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
     model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 16))
 
     def run():
@@ -308,7 +319,7 @@ def test_activation_checkpointing_keeps_little_and_changes_nothing():
     kept, gradients = run()
     model.activation_checkpointing = True
     kept_little, again = run()
-    # a block keeps what enters it, 1 of the 24 times B x T x C (and the weights) that it kept
+    # A block saves only its input, B x T x C, instead of 24 times as much (and the weights).
     assert kept_little < kept / 3
     assert all(torch.equal(a, b) for a, b in zip(gradients, again))
     assert torch.equal(model.generate(idx[:, :4], 8, temperature=0), model.generate(idx[:, :4], 8, temperature=0))
@@ -319,10 +330,66 @@ def test_flops_per_token(gpt2):
     assert gpt2.flops_per_token(causal=True) / 1e6 == pytest.approx(798.03, abs=0.01)
 
 
-def test_crop_block_size():
-    model, idx = randomise(GPT(SMALL)), torch.randint(200, (1, 8))
-    before = model(idx)[0]
-    model.crop_block_size(8)
-    assert torch.equal(model(idx)[0], before)
-    with pytest.raises(ValueError, match="block_size of 8"):
-        model(torch.zeros(1, 9, dtype=torch.long))
+@pytest.mark.parametrize("options", ["mask", "cache"])
+def test_activation_checkpointing_passes_mask_and_cache(options):
+    torch.manual_seed(1)
+    model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 8))
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    mask[:, :, 4:, 1] = False  # later tokens do not attend to token 1
+
+    def run():
+        if options == "mask":
+            return model.hidden(idx, mask=mask)
+        cache = [[] for _ in range(SMALL.n_layer)]
+        first, second = model.hidden(idx[:, :5], cache), model.hidden(idx[:, 5:], cache)
+        assert cache[1][0].shape == (2, 2, 8, 16)
+        return torch.cat([first, second], dim=1)
+
+    expected = run()
+    gradients = torch.autograd.grad(expected.sum(), model.parameters())
+    assert options == "cache" or not torch.allclose(expected, model.hidden(idx))
+    model.activation_checkpointing = True
+    found = run()
+    assert torch.equal(found, expected)
+    for a, b in zip(torch.autograd.grad(found.sum(), model.parameters()), gradients):
+        assert torch.equal(a, b)
+
+
+# Dropout
+
+DROPOUT = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200, dropout=0.3)
+
+
+def test_dropout_is_active_in_training_only():
+    model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
+    plain = GPT(SMALL)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval().hidden(idx), plain.hidden(idx))
+    model.train()
+    assert not torch.equal(model.hidden(idx), model.hidden(idx))
+    assert plain.training and torch.equal(plain.hidden(idx), plain.hidden(idx))
+
+
+def test_dropout_is_in_the_same_places_as_in_gpt2(monkeypatch):
+    """On the embeddings, the attention weights, and both projections into the residual stream."""
+    model, idx = GPT(DROPOUT), torch.randint(200, (2, 16))
+    shapes, weights, real = [], [], F.scaled_dot_product_attention
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda m, x, y: shapes.append((m.p, tuple(y.shape))))
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda q, k, v, mask, p, causal: weights.append(p) or real(q, k, v, mask, p, causal))
+    model.hidden(idx)
+    assert shapes == [(0.3, (2, 16, 32))] * 5 and weights == [0.3, 0.3]
+    model.eval().hidden(idx)
+    assert weights[2:] == [0.0, 0.0]
+
+
+def test_activation_checkpointing_has_the_same_dropout_masks():
+    model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
+    gradients = []
+    for model.activation_checkpointing in (False, True):
+        torch.manual_seed(5)
+        _, loss = model(idx, idx)
+        gradients.append(torch.autograd.grad(loss, model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))

@@ -1,8 +1,7 @@
-"""Pictures and event files: what they show is what the log says."""
+"""Plots and TensorBoard event files have the numbers of the log."""
 
 import re
 import signal
-import sys
 from xml.etree import ElementTree
 
 import matplotlib.image
@@ -18,31 +17,31 @@ BABY = ROOT / "log/records/baby"
 
 
 def lines_of(figure):
-    """{axis title: {label: (x, y)}} of what is drawn, but for the faint lines and those of others' scores."""
+    """{axis title: {label: (x, y)}} of all lines except faint ones and reference scores."""
     return {axes.get_ylabel(): {line.get_label(): line.get_data() for line in axes.lines if not line.get_label().startswith("_")}
             for axes in figure.axes}
 
 
-def test_a_picture_shows_the_log():
+def test_the_plot_shows_the_log():
     lines, log = lines_of(plot.draw({"baby": plot.read_run(BABY)}, "steps")), read_log(BABY)
-    assert list(lines) == ["loss (nats a token)", "learning rate", "gradient norm, before clipping", "tokens a second"]
-    for title, label, stream in (("loss (nats a token)", "baby, validation", "val"), ("learning rate", "baby", "lr")):
+    assert list(lines) == ["loss (nats per token)", "learning rate", "gradient norm before clipping", "tokens per second"]
+    for title, label, stream in (("loss (nats per token)", "baby, validation", "val"), ("learning rate", "baby", "lr")):
         x, y = lines[title][label]
         assert {(int(a), stream): f"{b:.8g}" for a, b in zip(x, y)} == {k: v for k, v in log.items() if k[1] == stream}
-    x, y = lines["loss (nats a token)"]["baby, training"]
+    x, y = lines["loss (nats per token)"]["baby, training"]
     losses = [float(log[step, "train"]) for step in range(2700)]
     assert y[2000] == pytest.approx(np.mean(losses[1974:2001])) and y[3] == pytest.approx(np.mean(losses[:4]))
 
 
-def test_over_tokens_two_runs_with_other_batches_end_where_their_tokens_do(tmp_path):
+def test_the_token_axis_follows_the_batch_size(tmp_path):
     for name, flags in (("a", []), ("b", ["--rampup_steps", 4, "--rampup_batch_size", 128])):
         train("--log_dir", name, *flags, cwd=tmp_path)
-    lines = lines_of(plot.draw({name: plot.read_run(tmp_path / name) for name in "ab"}, "tokens"))["loss (nats a token)"]
+    lines = lines_of(plot.draw({name: plot.read_run(tmp_path / name) for name in "ab"}, "tokens"))["loss (nats per token)"]
     assert lines["a, validation"][0].tolist() == [0, 5 * 512, 10 * 512]
     assert lines["b, validation"][0].tolist() == [0, 128 + 128 + 256 + 384 + 512, 128 + 128 + 256 + 384 + 6 * 512]
 
 
-def test_scores_of_others_are_lines(tmp_path):
+def test_reference_scores_are_drawn_as_lines(tmp_path):
     (tmp_path / "log.txt").write_text("0 val 10.9\n0 hella 0.25\n250 hella 0.27\n250 val 6\n250 lambada 0.1\n250 story 0.55\n")
     figure = plot.draw({"run": plot.read_run(tmp_path)}, "steps")
     notes = [text.get_text() for axes in figure.axes for text in axes.texts]
@@ -56,32 +55,39 @@ def test_writes_every_format(tmp_path, kind):
     assert out.startswith(f"x.{kind}: ") and path.stat().st_size > 9000
     if kind == "png":
         pixels = matplotlib.image.imread(path)[..., :3]
-        assert pixels.shape[1] == 1200 and 0.7 < pixels.mean() < 1  # drawn on white
+        assert pixels.shape[1] == 1200 and 0.7 < pixels.mean() < 1  # the background is white
     elif kind == "svg":
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    ([], "no run is named"), (["nowhere"], "nowhere: holds no log.txt"), (["."], "its log.txt has no line"),
-    ([str(BABY), "--x", "hours"], "--x hours is none of steps, tokens"), ([str(BABY), "--output", "a.gif"], "a.gif: not a .png"),
-    ([str(BABY), "--output", "no/where.png"], "no/where.png: cannot be written"), ([str(BABY), "--frob"], "unknown flag --frob")])
-def test_mistakes_are_answered_by_one_sentence(tmp_path, flags, sentence):
+    ([], ".: no log.txt with numbers; give a run, such as log/baby"), (["nowhere"], "nowhere: no log.txt with numbers"),
+    (["."], ".: no log.txt with numbers"),
+    ([str(BABY), "--x", "hours"], "--x hours: must be one of steps, tokens"),
+    ([str(BABY), "--output", "a.gif"], "--output a.gif: must be a .png"),
+    ([str(BABY), "--output", "no/where.png"], "no/where.png: cannot write"), ([str(BABY), "--frob"], "unknown flag --frob")])
+def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
     (tmp_path / "log.txt").write_text("hello\n")
     _, err = program(*flags, cwd=tmp_path, program="plot.py", status=2)
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
 
 
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
-        plot.main([str(BABY)])
-    with pytest.raises(UserError, match="tokens its steps have"):
-        monkeypatch.undo()
+def test_x_tokens_needs_run_json():
+    with pytest.raises(UserError, match="^x: no run.json with the tokens of a step; use --x steps$"):
         plot.draw({"x": (plot.read_run(BABY)[0], {})}, "tokens")
 
 
-def test_tensorboard_has_the_log_once_after_a_kill(tmp_path):
-    """Killed between checkpoints, resumed: each number once, that of the log; the samples; the configuration."""
+def test_without_matplotlib(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(UserError, match="^the package matplotlib is missing: pip install matplotlib$"):
+        plot.main([str(BABY)])
+
+
+def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
+    """Kills a run between checkpoints and resumes it. Checks numbers, samples and configuration."""
     flags = [*TINY, "--log_dir", "run", "--tensorboard", "--save_every", 5, "--sample_every", 5, "--max_steps", 12]
     (process,) = spawn(*flags, cwd=tmp_path)
     for line in process.stdout:
@@ -101,5 +107,5 @@ def test_tensorboard_has_the_log_once_after_a_kill(tmp_path):
     assert sorted(samples) == [5, 10, 12, 14] and all(re.fullmatch("<pre>.+</pre>", text, re.S) for text in samples.values())
     hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"n_layer" in hparams and b"max_lr" in hparams
-    program(*flags, cwd=tmp_path)  # a fresh run: the old one's files go with it
+    program(*flags, cwd=tmp_path)  # a new run: the event files of the old run move with it
     assert len(list((tmp_path / "run").glob("events*"))) == 1 and len(list((tmp_path / "run.1").glob("events*"))) == 3

@@ -1,107 +1,171 @@
-"""What the README shows can be done: every block of code is run, in its order, but for those that need a GPU or the network."""
+"""Runs every block of code in README.md and docs/, except those that need a GPU or the network."""
 
-import contextlib
-import importlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")}
+from plaingpt import cli
+
 BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.M | re.S)
+ENGLISH = ("README.md", *(f"docs/{name}.md" for name in (
+    "lesson", "speed", "data", "benchmarks", "parallel", "reliability")))
+CHINESE = {"README.md": "README.zh.md", "docs/lesson.md": "docs/lesson.zh.md"}
+PAGES = (*ENGLISH, *CHINESE.values())
+INSTALL = ["pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both
+           "pip install -r requirements-dev.txt && pytest\n"]
+PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "lambada", "storycloze", "wikitext", "generate",
+            "bench", "plot"}
 
 
-def blocks(page, language, mark=""):
-    return [code for kind, of, code in BLOCK.findall(page) if (kind, of) == (language, mark)]
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
-def without_comments(code):
-    return re.sub(r"\s*#.*", "", code)
+def blocks(name, language, mark=""):
+    return [code for *kind, code in BLOCK.findall(read(name)) if kind == [language, mark]]
 
 
-def test_every_block_says_what_becomes_of_it():
-    kinds = {(kind, mark) for kind, mark, _ in BLOCK.findall(PAGES["README.md"])}
-    assert kinds == {("sh", mark) for mark in ("", "gpu", "hub", "install", "slurm")} | {("python", ""), ("text", "")}
-    for page in PAGES.values():
-        assert page.count("```") == 2 * len(BLOCK.findall(page)) and not re.search(r"^ {4}(python|torchrun|pip) ", page, re.M)
+def prose(name):
+    """The page without its blocks of code."""
+    return BLOCK.sub("", read(name))
 
 
-def test_both_languages_have_the_same_code_tables_and_pictures():
-    one, other = ([(kind, mark, without_comments(code)) for kind, mark, code in BLOCK.findall(page) if kind != "text"]
-                  for page in PAGES.values())
-    assert one == other
-    for pattern in (r"^\|[-|]+\|$", r"!\[.*?\]\((.*?)\)", r"^#+ ", r"`python [^`]+`", r"--\w+", r"arXiv:[\d.]+"):
-        one, other = (re.findall(pattern, page, re.M) for page in PAGES.values())
-        assert sorted(set(one)) == sorted(set(other)) and (len(one) == len(other) or pattern == r"--\w+"), pattern
+def anchors(name):
+    """The anchors that GitHub makes from the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose(name), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_picture_and_page_is_there():
-    for page in PAGES.values():
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page):
-            assert (ROOT / target).is_file(), target
-
-
-def commands(page):
-    """Every command of one of our programs, in blocks of any kind and in the text: (program, flags)."""
-    code = "\n".join(code for kind, _, code in BLOCK.findall(page) if kind == "sh").replace("\\\n", " ")
-    for line in [*code.splitlines(), *re.findall(r"`((?:python|torchrun) [^`]+)`", page)]:
-        if (found := re.search(r"\b(\w+)\.py(.*)", line)) and re.match(r"\s*(srun|python|torchrun)\b", line):
+def commands(name):
+    """Every command in code or text that starts one of our programs: (program, flags)."""
+    code = "\n".join(code for kind, _, code in BLOCK.findall(read(name)) if kind == "sh")
+    code = code.replace("\\\n", " ").replace(" && ", "\n")
+    for line in [*code.splitlines(), *re.findall(r"`((?:python|torchrun) [^`]+)`", prose(name))]:
+        found = re.search(r"\b(\w+)\.py(.*)", line.replace("\n", " "))
+        if found and re.match(r"\s*(srun|python|torchrun)\b", line):
             yield found[1], shlex.split(found[2], comments=True)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_flag_of_every_command_is_known(page, monkeypatch, tmp_path):
-    """Also of those that a test cannot run."""
+def test_all_pages_are_known():
+    found = [*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")]
+    assert {path.relative_to(ROOT).as_posix() for path in found} == set(PAGES)
+
+
+def columns(line):
+    """Width on a terminal: a Chinese character takes two columns."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_format_of_a_page(name):
+    """Width and length of the page, and its code blocks: each block is run or has a mark."""
+    lines = read(name).splitlines()
+    assert [line for line in lines if columns(line) > 100] == []
+    assert len(lines) <= 130 or not name.startswith("README")
+    assert read(name).count("```") == 2 * len(BLOCK.findall(read(name)))
+    assert not re.search(r"^ {4}(python|torchrun|pip) ", prose(name), re.M)
+    for kind, mark, _ in BLOCK.findall(read(name)):
+        assert (kind, mark) in {("python", ""), ("text", ""), *(
+            ("sh", mark) for mark in ("", "gpu", "hub", "install", "slurm"))}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_picture_and_file_exists(name):
+    for page, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", read(name)):
+        target = (ROOT / name).parent / page if page else ROOT / name
+        assert target.is_file(), page
+        assert not anchor or anchor in anchors(os.path.relpath(target, ROOT)), anchor
+    for path in re.findall(r"`((?:\w+/)*\w+\.py)`", prose(name)):
+        assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("name", CHINESE)
+def test_both_languages_agree(name):
+    """The same code, tables, pictures, headings and commands; a link to the other language."""
+    def code(page):
+        return [(kind, mark, re.sub(r"\s*#.*", "", text))  # comments are translated
+                for kind, mark, text in BLOCK.findall(read(page))]
+
+    other = CHINESE[name]
+    assert code(name) == code(other)
+    for pattern in (r"^#+ ", r"!\[.*?\]\((.*?)\)", r"`(?:python|torchrun) [^`]+`", r"arXiv:[\d.]+"):
+        here, there = (re.findall(pattern, read(page), re.M) for page in (name, other))
+        assert here == there, pattern
+    here, there = (re.findall(r"^\|.*", read(page), re.M) for page in (name, other))
+    figures = re.compile(r"\||\d[\d.,]*")  # the cells and the numbers of a row of a table
+    assert [*map(figures.findall, here)] == [*map(figures.findall, there)]
+    here, there = (set(re.findall(r"--\w+", read(page))) for page in (name, other))
+    assert here == there
+    for page, link in ((name, other), (other, name)):
+        assert f"]({Path(link).name})" in read(page).partition("\n## ")[0], page
+
+
+def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
+    """Includes the commands that a test cannot run."""
     monkeypatch.chdir(tmp_path)
-    seen = set()
-    for name, flags in commands(PAGES[page]):
-        module = importlib.import_module(name)
-        where = module.evaluation if hasattr(module, "evaluation") else module
-        real = where.parse_flags
+    real = cli.parse_flags
 
-        def parse_only(*args, **kwargs):
-            real(*args, **kwargs)  # noqa: B023
-            raise StopIteration
+    def parse_only(*args, **kwargs):
+        real(*args, **kwargs)
+        sys.exit("flags are right")
 
-        monkeypatch.setattr(where, "parse_flags", parse_only)
-        with contextlib.suppress(StopIteration, SystemExit):  # --help ends it
-            module.evaluation.main(module, flags) if where is not module else module.main(flags)
-            pytest.fail("read no flags")
-        monkeypatch.setattr(where, "parse_flags", real)
-        seen.add(name)
-    assert seen == {"train_gpt2", "fineweb", "hellaswag", "lambada", "storycloze", "wikitext", "generate", "bench", "plot"}
+    found = [(name, *command) for name in ENGLISH for command in commands(name)]
+    for _, program, flags in found:
+        runpy.run_path(str(ROOT / f"{program}.py"))  # imports the modules that are patched next
+        for module in list(sys.modules.values()):
+            if getattr(module, "parse_flags", None) is real:
+                monkeypatch.setattr(module, "parse_flags", parse_only)
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
+        if "--help" not in flags:
+            assert stop.value.code == "flags are right", (program, flags, capsys.readouterr().err)
+    assert {program for _, program, _ in found} == PROGRAMS
 
 
-def test_what_is_installed_and_what_slurm_is_given():
-    lines = "".join(blocks(PAGES["README.md"], "sh", "install")).splitlines()
-    assert lines == ["pip install -r requirements.txt", "pip install -r requirements-dev.txt", "pytest"]  # .ci/run does it
-    assert all((ROOT / line.split()[-1]).is_file() for line in lines[:2])
-    (script,) = blocks(PAGES["README.md"], "sh", "slurm")
+def test_install_commands_and_the_slurm_script():
+    assert blocks("README.md", "sh", "install") == INSTALL
+    for command in INSTALL:
+        assert (ROOT / command.split()[3]).is_file()
+    (script,) = blocks("docs/parallel.md", "sh", "slurm")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 @pytest.mark.slow
-def test_the_readme_from_top_to_bottom(tmp_path):
-    """In a copy of the repository: the commands in their order, then all of the Python as one session."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_run_the_code_of_all_pages(tmp_path):
+    """Runs in a copy of the repository: the sh blocks of a page, then its Python as one script."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,
+                           check=True).stdout
     for name in files.rstrip("\0").split("\0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "",
-           "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+           "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+           "OMP_NUM_THREADS": "1"}  # leaves a core for the other tests
 
     def run(*command):
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True,
+                              timeout=1800)
         assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
-    out = "".join(run("bash", "-euo", "pipefail", "-c", code) for code in blocks(PAGES["README.md"], "sh"))
-    assert "step  2699/2700" in out and out.count("done: steps skipped: 0") == 8, out
+    # The first command trains log/baby, which the pages use. .ci/run runs all its 2,700 steps.
+    out = run("bash", "-c", INSTALL[0].partition(" && ")[2].strip() + " --max_steps 300")
+    printed = {}
+    for name in ENGLISH:
+        for code in blocks(name, "sh"):
+            out += run("bash", "-euo", "pipefail", "-c", code)
+        if code := "\n".join(blocks(name, "python")):
+            printed[name] = run(sys.executable, "-c", code)
+    assert "step   299/300" in out and out.count("done: steps skipped: 0") == 8, out
     assert {"baby.png", "compare.png"} <= {path.name for path in tmp_path.iterdir()}
-    out = run(sys.executable, "-c", "\n".join(blocks(PAGES["README.md"], "python")))
-    assert out == "10.82\n" and (tmp_path / "my-gpt2" / "config.json").is_file()
+    assert printed == {"README.md": "", "docs/lesson.md": "10.82\n"}
+    assert (tmp_path / "my-gpt2" / "config.json").is_file()

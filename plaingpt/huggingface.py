@@ -1,0 +1,68 @@
+"""Weights of GPT-2 from and to Hugging Face transformers."""
+
+from model import GPT, GPTConfig
+from plaingpt.cli import UserError, first_line, require
+
+# OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# What GPT-2 is. A model with another value would load and give wrong logits.
+GPT2 = dict(
+    model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
+    tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+    add_cross_attention=False)
+
+
+def load_gpt2(name_or_dir, dropout=0.0):
+    """Loads a GPT-2 by its name on the hub or from a directory -> GPT. Raises UserError."""
+    transformers = require("transformers")
+    transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        hf_config = transformers.AutoConfig.from_pretrained(name_or_dir, trust_remote_code=False)
+        check_config(name_or_dir, hf_config)
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(
+            name_or_dir, output_loading_info=True)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and its file formats raise exceptions of many kinds
+        raise UserError(
+            f"{name_or_dir}: transformers cannot load a GPT-2 from it ({first_line(error)}); give "
+            "a checkpoint, a run directory, a name such as gpt2, or a directory of transformers"
+        ) from error
+    if info["missing_keys"]:  # transformers would leave them random
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise UserError(f"{name_or_dir}: no weights for {missing}; give a complete model")
+    model = GPT(GPTConfig(
+        n_layer=hf_config.n_layer, n_head=hf_config.n_head, n_embd=hf_config.n_embd,
+        block_size=hf_config.n_positions, vocab_size=hf_config.vocab_size,
+        dropout=dropout))
+    model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
+    return model
+
+
+def check_config(name_or_dir, hf_config):
+    """Raises UserError if a Hugging Face configuration is not one of a GPT-2."""
+    inner = 4 * getattr(hf_config, "n_embd", 0)
+    for key, value in {**GPT2, "n_inner": inner}.items():
+        have = getattr(hf_config, key, None)
+        if have != value and (key, have) != ("n_inner", None):  # None: 4 x n_embd
+            raise UserError(f"{name_or_dir}: {key} is {have!r}, not {value!r}; give a GPT-2")
+
+
+def save_gpt2(model, directory):
+    """Writes a GPT as a Hugging Face GPT-2 into a directory."""
+    transformers = require("transformers")
+    c = model.config
+    end_of_text = 50256 if c.vocab_size > 50256 else None
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_positions=c.block_size,
+        vocab_size=c.vocab_size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=end_of_text, eos_token_id=end_of_text))
+    hf.load_state_dict(transpose_conv1d(model.state_dict()))
+    hf.save_pretrained(directory)
+
+
+def transpose_conv1d(state_dict):
+    """Transposes the weights that differ between Conv1D and nn.Linear, in either direction."""
+    return {name: t.t().contiguous() if name.endswith(CONV1D) else t
+            for name, t in state_dict.items()}

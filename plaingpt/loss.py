@@ -1,0 +1,92 @@
+"""The head and its cross-entropy in one function, a chunk of positions at a time.
+
+The logits are never all in memory: a chunk's loss and gradient are computed before the next chunk
+(Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+CHUNK_SIZE = {"cpu": 384, "cuda": 8192, "mps": 8192}  # positions
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Mean cross-entropy of the logits x @ weight.T, in nats."""
+
+    def forward(self, x, weight, targets):
+        """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T)."""
+        group = None
+        targets = targets.flatten()  # (N)
+        if hasattr(weight, "placements"):  # DTensor: tensor parallelism
+            group = weight.device_mesh.get_group()
+            rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
+            targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
+            weight = weight.to_local()
+        x = x.flatten(0, 1)  # (N, C)
+        return LinearCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled(), group)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """x (N, C), weight (V, C), targets (N) -> mean cross-entropy.
+
+    The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
+    The division by N is done in the backward: in float16 it would turn small gradients into zero.
+
+    group: the processes with the other rows of the weight, or None. Targets count from this
+    process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, with_gradient, group):
+        device, V = x.device.type, weight.size(0)
+        dtype = x.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        # Padded to a multiple of 128 rows, because matrix products work in tiles.
+        w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C)
+        w[:V] = weight
+        loss = torch.zeros((), device=x.device)
+        if with_gradient:
+            dx = torch.empty_like(x)  # (N, C)
+            dw = torch.zeros(w.shape, device=x.device)  # (padded V, C)
+        rows = CHUNK_SIZE[device]
+        for start in range(0, len(x), rows):
+            x_chunk = x[start : start + rows].to(dtype)  # (rows, C)
+            y = targets[start : start + rows, None]  # (rows, 1)
+            logits = x_chunk @ w.t()  # (rows, padded V)
+            logits[:, V:] = -math.inf
+            p = logits.float()
+            p -= all_reduce(p.amax(1, keepdim=True), dist.ReduceOp.MAX, group)
+            local = (0 <= y) & (y < V)  # (rows, 1): this process has the target's logit
+            y = y.where(local, 0)
+            target_logit = p.gather(1, y) * local  # (rows, 1)
+            sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
+            norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
+            loss -= target_logit.sum()
+            loss += norm.log().sum()
+            if with_gradient:  # of each row's loss by its logits: softmax - one_hot(target)
+                p.div_(norm).scatter_add_(1, y, -local.float())
+                p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
+                dx[start : start + rows] = p @ w
+                # In parts, because each part is first converted to float32.
+                for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
+                    total += part
+        if with_gradient:
+            ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V])
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        grad = grad / len(dx)
+        return grad * dx, grad * dw, None, None, None
+
+
+def all_reduce(tensor, op, group):
+    """Reduces the tensor in place over the group, if there is one, and returns it."""
+    if group is not None:
+        dist.all_reduce(tensor, op, group=group)
+    return tensor

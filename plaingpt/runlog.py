@@ -1,0 +1,212 @@
+"""What a run writes beside its checkpoints: log.txt, run.json, TensorBoard event files."""
+
+import html
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import GPT
+from plaingpt.checkpoint import checkpoints
+from plaingpt.cli import (
+    UserError,
+    fit,
+    format_duration,
+    print0,
+    replacing,
+    require,
+    show_progress,
+    write_json,
+    writing,
+)
+from plaingpt.device import describe, peak_flops, ranks
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # written by a step; the others evaluate a model
+JUMP, RECENT = 10, 100  # the norm jumps if it is above JUMP times the median of RECENT steps
+MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops
+
+
+def read_log(path):
+    """log.txt -> [(step, stream, value as text)]. Ignores a last line that a kill cut short."""
+    text = path.read_text(errors="replace")
+    lines = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [(int(line[0]), line[1], line[2]) for line in lines
+            if len(line) == 3 and line[0].isdecimal()]
+
+
+class RunLog:
+    """Writes log.txt, run.json and TensorBoard's files, on rank 0. Raises UserError.
+
+    log.txt has a line "{step} {stream} {value}" per number. A run that starts at step 0 moves an
+    old run aside. A resumed run removes the lines of the steps it repeats; the validation
+    losses and scores of its checkpoint stay.
+    """
+
+    def __init__(self, config, gpt_config, step, rank):
+        self.config, self.gpt_config, self.first_step = config, gpt_config, step
+        self.enabled = rank == 0
+        self.writer = None  # TensorBoard's
+        self.recent = deque(maxlen=RECENT)  # gradient norms
+        self.bad_in_a_row = self.skipped = self.jumps = 0
+        if not self.enabled:
+            return
+        directory = Path(config.log_dir)
+        self.path = directory / "log.txt"
+        tensorboard = require("torch.utils.tensorboard") if config.tensorboard else None
+        with writing(f"--log_dir {directory}"):
+            directory.mkdir(parents=True, exist_ok=True)
+            self.lock = lock(directory)
+            (directory / "log.txt.tmp").touch()  # fails before anything is moved
+            if step == 0:
+                move_aside(directory)
+            lines = read_log(self.path) if self.path.exists() else []
+            kept = [line for line in lines
+                    if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
+            self.known = {line[:2] for line in kept if line[0] == step}
+            with replacing(self.path) as temporary:
+                temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
+            self.file = open(self.path, "ab", buffering=0)
+        if tensorboard:
+            self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
+            settings = {k: str(v) for k, v in {**asdict(config), **asdict(gpt_config)}.items()}
+            for summary in tensorboard.summary.hparams(settings, {"val": 0}):
+                self.writer.file_writer.add_summary(summary)
+            for at, stream, value in kept:
+                if at == step:  # purged above
+                    self.writer.add_scalar(stream, float(value), at)
+
+    def start(self, tokenizer, device, dtype, train_tokens):
+        """Writes run.json, which has what one needs to repeat the run, and prints a summary."""
+        c, world_size = self.config, ranks()[2]
+        with torch.device("meta"):  # no memory: this process may hold a part of the model
+            model = GPT(self.gpt_config)
+        self.flops_per_token = model.flops_per_token()
+        self.peak_flops = peak_flops(device, dtype, world_size)
+        if not self.enabled or self.first_step == c.max_steps:  # a finished run keeps its run.json
+            return
+        facts = dict(
+            model_config=asdict(self.gpt_config), train_config=asdict(c), tokenizer=tokenizer.name,
+            parameters=sum(p.numel() for p in model.parameters()), train_tokens=train_tokens,
+            device=f"{device.type}: {describe(device)}", dtype=str(dtype).removeprefix("torch."),
+            processes=world_size, git_commit=git_commit(),
+            versions=dict(python=platform.python_version(), torch=torch.__version__,
+                          numpy=np.__version__),
+            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+        write_json(self.path.with_name("run.json"), facts)
+        dp_size = world_size // (c.pp * c.tp)
+        print0(f"{facts['parameters']:,} parameters, {train_tokens:,} training tokens, "
+               f"{facts['dtype']} on {facts['device']}; processes: {c.parallel} {dp_size}, "
+               f"tp {c.tp}, pp {c.pp}; run directory {c.log_dir}")
+
+    def write(self, step, **values):
+        """Appends a line for each value that log.txt does not have yet."""
+        if not self.enabled:
+            return
+        new = {k: v for k, v in values.items() if (step, k) not in self.known}
+        data = "".join(f"{step} {stream} {value:.8g}\n" for stream, value in new.items()).encode()
+        with writing(self.path, "free some space, then continue with --resume"):
+            while data:
+                data = data[self.file.write(data):]  # a full disk may take a part
+        if self.writer:
+            for stream, value in new.items():
+                self.writer.add_scalar(stream, value, step)
+            self.writer.flush()
+
+    def write_samples(self, step, texts):
+        """Writes sampled texts for TensorBoard, as plain text and not as Markdown."""
+        if self.writer:
+            for i, text in enumerate(texts):
+                self.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
+            self.writer.flush()
+
+    def write_step(self, step, loss, lr, norm, tokens, seconds):
+        """Logs a step. Prints every log_every-th step, and those with a problem."""
+        c, tok_s = self.config, tokens / seconds
+        self.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s)
+        if step < self.first_step + 2:  # the first step compiles
+            self.seconds = seconds
+        self.seconds = 0.95 * self.seconds + 0.05 * seconds  # moving average
+        to_go = format_duration(self.seconds * (c.max_steps - step - 1)) + " to go"
+        problem = self.check(norm)
+        if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
+            use = f"{tok_s * self.flops_per_token / 1e12:.2f} TFLOP/s"
+            if self.peak_flops:
+                use = f"mfu {tok_s * self.flops_per_token / self.peak_flops:.1%}"
+            print0(fit(f"step {step:5d}/{c.max_steps} | loss {loss:.4f}{problem} | {to_go} | "
+                       f"norm {norm:.3f} | {tok_s:,.0f} tok/s | lr {lr:.2e} | "
+                       f"{seconds * 1000:.0f} ms | {use}"))
+        show_progress(step + 1, c.max_steps, f"loss {loss:.4f} | {to_go}")
+        if self.bad_in_a_row == MAX_BAD_STEPS:
+            raise UserError(
+                f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step {step}: the run "
+                f"has diverged; continue from a checkpoint of {c.log_dir} with --resume "
+                f"--max_lr {c.max_lr / 2:g}")
+
+    def check(self, norm):
+        """Counts a norm that is not finite, or jumps. Returns a note for the step's line, or ""."""
+        if not math.isfinite(norm):
+            self.bad_in_a_row += 1
+            self.skipped += 1
+            return f" | {self.skipped} skipped"
+        self.bad_in_a_row = 0
+        enough = len(self.recent) >= RECENT // 10
+        ratio = norm / statistics.median(self.recent) if enough else 0
+        self.recent.append(norm)
+        if ratio <= JUMP:
+            return ""
+        self.jumps += 1
+        return f" | jump: norm {ratio:.0f} x its median"
+
+    def summary(self):
+        return f"steps skipped: {self.skipped}, jumps of the gradient norm: {self.jumps}"
+
+
+def git_commit():
+    """The commit of this clone, with "-dirty" if files are changed; None without git."""
+    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def lock(directory):
+    """Locks the run directory until this process exits. Returns the file descriptor."""
+    descriptor = os.open(directory, os.O_RDONLY)  # of the directory: no lock file stays behind
+    try:
+        if fcntl:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"--log_dir {directory}: another run is writing there; stop it, or choose "
+                        "another directory") from error
+    except OSError as error:  # some network file systems have no locks
+        print0(f"note: {directory} cannot be locked ({error.strerror}); start no second run there")
+    return descriptor
+
+
+def move_aside(directory):
+    """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
+    patterns = ("events.out.tfevents.*", "run.json", "log.txt")
+    old = checkpoints(directory) + [path for p in patterns for path in directory.glob(p)]
+    if old:
+        base = directory.resolve()  # a link stays; "." gets a name
+        numbered = (base.with_name(f"{base.name}.{i}") for i in range(1, 10**6))
+        aside = next(path for path in numbered if not path.exists())
+        aside.mkdir()
+        for path in old:
+            shutil.move(path, aside / path.name)  # os.rename cannot leave a mount point
+        print0(f"the old run in {directory} was moved to {aside}")

@@ -1,0 +1,277 @@
+"""The shards: files of token ids. Their names, headers and fingerprints, reading and writing.
+
+A shard is {name}_{train|val}_{index:06d}.npy, one-dimensional uint16, as build-nanogpt writes it;
+the end-of-text id begins each document. llm.c's .bin files, uint16 after 256 int32, are read too.
+meta.json says how the shards were made. It is called progress.json until they are complete.
+"""
+
+# Read next: plaingpt/corpus.py, where text comes from.
+
+import bisect
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.cli import UserError, first_line, print0, replacing, write_json, writing
+
+ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
+
+
+@dataclass
+class Shard:
+    """A file of tokens. ids: the tokens of a text, in memory; None for a shard."""
+
+    path: Path
+    n_tokens: int
+    offset: int = 0  # bytes before the first token
+    changed: int = 0  # time of the last change, in ns
+    ids: np.ndarray | None = None
+
+    def read(self, start, count):
+        """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text."""
+        if self.ids is not None:
+            return self.ids[start : start + count]
+        try:  # no memory map: its pages would count as memory of the process
+            with open(self.path, "rb") as file:
+                same = os.fstat(file.fileno()).st_mtime_ns == self.changed
+                tokens = np.fromfile(file, "<u2", count, offset=self.offset + 2 * start)
+            if same and len(tokens) == count:
+                return tokens
+        except OSError:
+            pass
+        raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
+
+
+class Tokens:
+    """The tokens of a split: those of its shards, one shard after the other."""
+
+    def __init__(self, shards, vocab_size, name):
+        self.name = name  # for messages
+        self.shards = shards
+        self.vocab_size = vocab_size
+        self.starts = np.cumsum([0] + [shard.n_tokens for shard in shards]).tolist()
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def read(self, start, count):
+        """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text.
+
+        Raises UserError if a token is outside the vocabulary, or if a file has changed.
+        """
+        parts = []
+        end = start + count
+        i = bisect.bisect_right(self.starts, start) - 1
+        while start < end:  # the tokens may continue in the next shards
+            shard = self.shards[i]
+            stop = min(end, self.starts[i + 1])
+            part = shard.read(start - self.starts[i], stop - start)
+            if part.max(initial=0) >= self.vocab_size:
+                raise UserError(f"{shard.path}: token id {part.max()} is outside the vocabulary "
+                                f"of {self.vocab_size}; choose the --vocab_size of the data")
+            parts.append(part)
+            start = stop
+            i += 1
+        return np.concatenate(parts)
+
+    def fingerprint(self):
+        """Number of tokens, and CRC-32 of both ends of every shard; of a text, of all tokens."""
+        crc = 0
+        for shard, start in zip(self.shards, self.starts):
+            n = min(shard.n_tokens, ENDS) if shard.ids is None else shard.n_tokens
+            for first in sorted({start, start + shard.n_tokens - n}) if n else []:
+                crc = zlib.crc32(self.read(first, n).astype("<u2"), crc)
+        return f"{len(self):,} tokens with CRC-32 {crc:08x}"
+
+
+def open_tokens(data, split, vocab_size, tokenizer):
+    """Opens the split "train" or "val" of a directory of shards, or of a text -> Tokens.
+
+    `tokenizer` encodes a text; its last tenth is the split "val". Raises UserError.
+    """
+    path, name = Path(data), f"--data {data}, {split} split"
+    if path.is_file():
+        ids = read_text(path, tokenizer)
+        cut = len(ids) * 9 // 10
+        ids = ids[:cut] if split == "train" else ids[cut:]
+        return Tokens([Shard(path, len(ids), ids=ids)], vocab_size, name)
+    if not path.is_dir():
+        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
+    paths = find_shards(path, split)
+    if not paths:
+        raise UserError(f"--data {data}: no {split} shards in it; make them with fineweb.py")
+    if split == "train" and (path / "progress.json").exists():
+        print0(f"note: {data} is not complete, fineweb.py is at work on it or was interrupted")
+    return Tokens([open_shard(path) for path in paths], vocab_size, name)
+
+
+def find_shards(directory, split):
+    """Paths of the shards of a split, in the order of their names."""
+    name = re.compile(rf"_{split}_\d+\.(npy|bin)$")
+    return sorted(path for path in directory.glob("*") if name.search(path.name))
+
+
+def open_shard(path):
+    """Checks the header and the size of a shard -> Shard. Raises UserError."""
+    try:
+        changed = path.stat().st_mtime_ns
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.dtype != np.uint16 or tokens.ndim != 1:
+                kind = f"{tokens.dtype} of shape {tokens.shape}"
+                raise ValueError(f"{kind} is not one-dimensional uint16")
+            return Shard(path, len(tokens), tokens.offset, changed)
+        header = np.fromfile(path, "<i4", 256)
+        n_bytes = path.stat().st_size
+        if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
+            raise ValueError("it does not begin with 20240520 and 1, as llm.c's do")
+        if n_bytes != header.nbytes + 2 * int(header[2]):
+            raise ValueError(f"{n_bytes} bytes, but its header promises {header[2]} tokens")
+        return Shard(path, int(header[2]), header.nbytes, changed)
+    except Exception as error:  # a damaged header makes np.load raise any kind of error
+        reason = first_line(error)
+        raise UserError(f"{path}: not a readable shard ({reason}); make it again") from error
+
+
+def read_text(path, tokenizer):
+    """Tokens of a text file: (N,) uint16, or uint8 of bytes."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"--data {path}: cannot be read; give a readable file") from error
+    if b"\0" in data:
+        raise UserError(f"--data {path}: not a text; give one in UTF-8, or a directory of shards")
+    if tokenizer.name == "bytes":
+        return np.frombuffer(data, np.uint8)
+    return np.array(tokenizer.encode(data.decode(errors="replace")), np.uint16)
+
+
+def tokenizer_name(data):
+    """Name of the tokenizer of a directory of shards, or of a text file."""
+    default = "gpt2" if Path(data).is_dir() else "bytes"  # other programs write no meta.json
+    return read_meta(Path(data)).get("tokenizer", default)
+
+
+def read_meta(directory):
+    """Contents of meta.json or progress.json; {} without them. Raises UserError."""
+    for path in (directory / "meta.json", directory / "progress.json"):
+        if path.exists():
+            try:
+                return dict(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                reason = first_line(error)
+                raise UserError(f"{path}: is damaged ({reason}); restore it") from error
+    return {}
+
+
+def prefetch(batches):
+    """Yields the same batches; a thread prepares the next one while the current one is used."""
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(next, batches, None)
+        while (batch := future.result()) is not None:
+            future = thread.submit(next, batches, None)
+            yield batch
+
+
+class ShardWriter:
+    """Cuts tokens into shards. Continues after the shards that are in the directory.
+
+    settings: what may not change between the runs. facts: the contents of meta.json;
+    facts["next"] is where the next shard begins in the source: file, block, line, and how many
+    tokens of the block are in earlier shards. It is None at the end of the source.
+    """
+
+    def __init__(self, directory, name, settings, end_of_text, max_shards=None):
+        self.directory = Path(directory)
+        self.end_of_text = end_of_text
+        self.max_shards = max_shards or math.inf
+        versions = {p: importlib.metadata.version(p) for p in ("numpy", "tiktoken", "pyarrow")}
+        self.facts = dict(
+            settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0],
+            versions=dict(python=platform.python_version(), **versions))
+        if find_shards(self.directory, "(train|val)"):
+            self.resume(settings)
+        self.skip = self.facts["next"][3] if self.facts["next"] else 0
+        self.parts = []  # the tokens of the next shard
+
+    def resume(self, settings):
+        """Takes over the facts about the shards in the directory. Raises UserError."""
+        old = read_meta(self.directory)
+        differ = [key for key in settings if old.get(key) != settings[key]]
+        if differ:
+            reason = f"another {', '.join(differ)}" if old else "without meta.json"
+            raise UserError(f"--output_dir {self.directory}: holds other shards ({reason}); "
+                            "choose another directory")
+        self.facts["name"] = old["name"]  # the directory may have been renamed
+        try:
+            n_tokens = sum(open_shard(self.path(i)).n_tokens for i in range(old["shards"]))
+        except UserError:
+            n_tokens = None
+        if n_tokens == old["tokens"]:
+            self.facts.update(old)
+        else:
+            print(f"{self.directory}: shards are missing or damaged, all are made again",
+                  file=sys.stderr)
+
+    def path(self, index):
+        split = "val" if index < self.facts["val_shards"] else "train"
+        return self.directory / f"{self.facts['name']}_{split}_{index:06d}.npy"
+
+    @property
+    def done(self):
+        return self.facts["next"] is None or self.facts["shards"] >= self.max_shards
+
+    @property
+    def n_tokens(self):
+        return self.facts["tokens"] + sum(map(len, self.parts))
+
+    def add(self, block, tokens, n_skipped):
+        """Adds the tokens of the next block, (n,) uint16. n_skipped: its damaged records."""
+        used, self.skip = self.skip, 0
+        while used < len(tokens) and not self.done:
+            end = (self.facts["shards"] + 1) * self.facts["shard_size"]
+            self.parts.append(tokens[used : used + end - self.n_tokens])
+            used += len(self.parts[-1])
+            if self.n_tokens == end:
+                self.save([block.file, block.number, block.line, used])
+        if not self.done:
+            self.facts["skipped"] += n_skipped
+
+    def save(self, next):
+        """Writes the next shard, and then progress.json."""
+        facts, progress = self.facts, self.directory / "progress.json"
+        path = self.path(facts["shards"])
+        n_tokens = self.n_tokens - facts["tokens"]
+        header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
+        with writing(path, "free some space; the same command continues"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_json(progress, facts)
+            (self.directory / "meta.json").unlink(missing_ok=True)
+            with replacing(path) as temporary, open(temporary, "wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                file.writelines(self.parts)
+                file.flush()
+                os.fsync(file.fileno())
+        facts["documents"] += sum(int((part == self.end_of_text).sum()) for part in self.parts)
+        facts.update(shards=facts["shards"] + 1, tokens=self.n_tokens, next=next)
+        self.parts = []
+        write_json(progress, facts)
+
+    def finish(self):
+        """Writes the last shard, which may be short, and renames progress.json to meta.json."""
+        if self.parts:
+            self.save(None)
+        if not self.done:
+            self.facts["next"] = None
+        write_json(self.directory / "meta.json", self.facts)
+        (self.directory / "progress.json").unlink(missing_ok=True)

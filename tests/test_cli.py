@@ -1,0 +1,192 @@
+"""The command line: which errors are one sentence and which keep their traceback; flags; --help."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from conftest import ROOT, program
+
+from plaingpt.cli import UserError, parse_flags
+from plaingpt.device import lost_process_advice
+
+CONFIG = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+@dataclass
+class Config:
+    n: Annotated[int, "a number", "above 0 and at most 9"] = 1
+    p: Annotated[float | None, "a share of 100%", "at least 0"] = None
+    kind: Annotated[Literal["adamw", "muon"], "a choice"] = "adamw"
+    other: Annotated[Literal["a", "b"] | None, "a choice or none"] = None
+    files: Annotated[list[str] | None, "files"] = None
+    sizes: Annotated[list[int] | None, "sizes", "above 0"] = None
+    peers: Annotated[list[Literal["x", "y"]] | None, "peers"] = None
+    shuffle: Annotated[bool, "a switch"] = True
+    compile: Annotated[bool | None, "a switch or none"] = None
+    name: Annotated[str, "a text"] = "auto"
+'''
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A dataclass of a file whose annotations are strings."""
+    directory = tmp_path_factory.mktemp("config")
+    (directory / "string_config.py").write_text(CONFIG)
+    sys.path.insert(0, str(directory))
+    try:
+        import string_config
+        yield string_config.Config
+    finally:
+        sys.path.remove(str(directory))
+
+
+def run_source(source, cwd):
+    """Runs `source` as the body of a program's main() -> (exit status, stdout, stderr)."""
+    lines = "\n    ".join(source.splitlines())
+    (cwd / "prog.py").write_text(
+        f"import sys\nfrom plaingpt import cli\n\ndef main():\n    {lines}\n\ncli.run(main)\n")
+    done = subprocess.run([sys.executable, "prog.py"], cwd=cwd, text=True, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("source, last_line", [
+    ('raise RuntimeError("ProcessGroupNCCL is mentioned here")',
+     "RuntimeError: ProcessGroupNCCL is mentioned here"),
+    ('raise RuntimeError("Connection closed by peer, says gloo")',
+     "RuntimeError: Connection closed by peer, says gloo"),
+    ("import jsn", "ModuleNotFoundError: No module named 'jsn'"),
+    ("from json import dump_all", "ImportError: cannot import name 'dump_all' from 'json'"),
+    ('open("missing.txt")', "FileNotFoundError: [Errno 2] No such file or directory"),
+    ('cli.require("json.missing")', "ModuleNotFoundError: No module named 'json.missing'"),
+    ('with cli.writing("x"):\n    raise RuntimeError("a bug")', "RuntimeError: a bug"),
+], ids=["nccl", "gloo", "module", "name", "file", "submodule", "writing"])
+def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
+    status, _, err = run_source(source, tmp_path)
+    assert status == 1 and err.startswith("Traceback") and "prog.py" in err
+    assert err.splitlines()[-1].startswith(last_line), err
+    assert "pip install" not in err and "another process" not in err
+
+
+@pytest.mark.parametrize("source, status, line", [
+    ('raise cli.UserError("--n 0: must be above 0")', 2, "error: --n 0: must be above 0\n"),
+    ('raise cli.UserError("lost", status=1)', 1, "error: lost\n"),
+    ('cli.require("no_such_package.part")', 2,
+     "error: the package no_such_package is missing: pip install no_such_package\n"),
+    ('with cli.writing("a/b"):\n    open("a/b", "w")', 2, "error: a/b: cannot write (No such file "
+     "or directory); free some space, or choose another place\n"),
+    ("raise KeyboardInterrupt", 130, ""),
+    ("print(1)\nraise BrokenPipeError", 141, ""),
+    ("pass", 0, ""),
+], ids=["user", "status", "package", "writing", "ctrl-c", "pipe", "none"])
+def test_other_exits(source, status, line, tmp_path):
+    result = run_source(source, tmp_path)
+    assert (result[0], result[2]) == (status, line)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("", {}),
+    ("--n 9 --p 0.5", dict(n=9, p=0.5)),
+    ("--kind muon --other b", dict(kind="muon", other="b")),
+    ("--files a b", dict(files=["a", "b"])),
+    ("--sizes 4 8 --peers y x", dict(sizes=[4, 8], peers=["y", "x"])),
+    ("--no-shuffle --compile", dict(shuffle=False, compile=True)),
+    ("--shuffle --no-compile --name x", dict(shuffle=True, compile=False, name="x")),
+])
+def test_flags(config, flags, expected):
+    """The dict has only the flags that were given, so that a preset can fill in the others."""
+    assert parse_flags("", config, argv=flags.split()) == expected
+
+
+def test_arguments_without_a_flag(config):
+    argv = ["a.txt", "--n", "2", "b.txt"]
+    assert parse_flags("", config, argv=argv[1:], rest="runs") == dict(n=2, runs=["b.txt"])
+    assert parse_flags("", config, argv=[], rest="runs") == dict(runs=[])
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--n 0", "--n 0: must be above 0 and at most 9"),
+    ("--n 10", "--n 10: must be above 0 and at most 9"),
+    ("--p -1", "--p -1.0: must be at least 0"),
+    ("--p nan", "--p nan: must be at least 0"),
+    ("--p inf", "--p inf: must be at least 0"),
+    ("--sizes 4 0", "--sizes 0: must be above 0"),
+    ("--kind sgd", "--kind sgd: must be one of adamw, muon"),
+    ("--other c", "--other c: must be one of a, b"),
+    ("--peers x z", "--peers z: must be one of x, y"),
+    ("--n many", "--n: invalid int value: 'many'; see --help"),
+    ("--n", "--n: expected one argument; see --help"),
+    ("--shuffel", "unknown flag --shuffel; did you mean --shuffle?"),
+    ("--frobnicate=1", "unknown flag --frobnicate; --help lists all flags"),
+    ("extra", "unknown flag extra; --help lists all flags"),
+    ("--shuf", "unknown flag --shuf; did you mean --shuffle?"),
+])
+def test_wrong_flags(config, flags, message):
+    with pytest.raises(UserError) as error:
+        parse_flags("", config, argv=flags.split())
+    assert str(error.value) == message and error.value.status == 2
+
+
+def test_help_of_string_annotations(config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        parse_flags("What it does.", config, argv=["--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and "What it does." in out
+    for line in ("--n INT a number [1]", "--p FLOAT a share of 100%",
+                 "--other a|b a choice or none", "--kind adamw|muon a choice [adamw]",
+                 "--files STR [STR ...] files",
+                 "--peers x|y [x|y ...] peers", "--shuffle, --no-shuffle a switch [True]"):
+        assert line in " ".join(out.split()), out
+
+
+PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_fits_80_columns(name, tmp_path):
+    out, err = program("--help", cwd=tmp_path, program=name, env=dict(COLUMNS="80"))
+    assert not err and out.startswith("usage: ") and "  --" in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert not list(tmp_path.iterdir())  # --help makes no file
+
+
+def test_there_are_programs():
+    assert {"train_gpt2.py", "fineweb.py", "generate.py", "bench.py", "plot.py"} <= set(PROGRAMS)
+
+
+GLOO = ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+        "[127.0.0.1]:1")
+
+
+@pytest.mark.parametrize("error, detail", [
+    (RuntimeError(GLOO), "Connection closed by peer [127.0.0.1]:1"),
+    (RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
+                  "1800000ms for recv operation to complete"), "Timed out waiting"),
+    (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited"), "NCCL error in: x"),
+    (dist.DistNetworkError("The client socket has failed to connect"), "The client socket"),
+], ids=["gloo", "gloo timeout", "nccl", "network"])
+def test_a_lost_process_is_one_sentence(error, detail):
+    @lost_process_advice()
+    def main():
+        raise error
+
+    with pytest.raises(UserError) as caught:
+        main()
+    assert caught.value.status == 1 and detail in str(caught.value)
+    assert "another process" in str(caught.value) and "--resume" in str(caught.value)
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("ProcessGroupNCCL is mentioned here"), RuntimeError("gloo: shapes do not match"),
+    RuntimeError(f"after {GLOO}"), ValueError(GLOO), UserError("mine"),
+], ids=["nccl", "gloo", "inside", "other type", "user"])
+def test_other_errors_stay_as_they_are(error):
+    with pytest.raises(type(error)) as caught, lost_process_advice():
+        raise error
+    assert caught.value is error
