@@ -11,7 +11,6 @@ same command continues. Damaged records are counted, shown and skipped.
 
 # plaingpt/corpus.py reads the text in blocks, workers encode each block, and the main process
 # writes the shards: byte for byte those of build-nanogpt's fineweb.py.
-# Read next: plaingpt/shards.py, the format of the shards.
 
 import functools
 import itertools

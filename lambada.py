@@ -23,8 +23,6 @@ accuracy of the last token alone is higher; do not compare it with papers.
   GPT-3 124M     0.427       18.6    GPT-3 paper, table H.1
 """
 
-# Read next: storycloze.py.
-
 import math
 
 from plaingpt.cli import run

@@ -20,8 +20,6 @@ Chance is 0.5.
   GPT-3 124M            0.633   GPT-3 paper, table H.1, on the test set of 2016
 """
 
-# Read next: wikitext.py.
-
 from plaingpt.cli import run
 from plaingpt.evaluation import Benchmark, accuracy, choice, main, take
 

@@ -5,8 +5,6 @@ One object says what ids mean, and it travels with the data: shards and checkpoi
 network is needed. Encoding uses tiktoken. Decoding is a table lookup and needs no package.
 """
 
-# Read next: train_gpt2.py.
-
 import base64
 import functools
 import hashlib

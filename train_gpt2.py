@@ -319,7 +319,7 @@ def estimate_loss(trainer, loader, config, dp_rank, dp_size, device):
     if dist.is_initialized():
         dist.all_reduce(loss_sum)
         copies = dist.get_world_size() // dp_size
-    return loss_sum.item() / (copies * n_sequences)
+    return (loss_sum / (copies * n_sequences)).item()
 
 
 def print_samples(model, tokenizer, step, device):

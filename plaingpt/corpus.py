@@ -3,8 +3,6 @@
 Only a few blocks are in memory, whatever the size of a file; but a JSON array is read whole.
 """
 
-# Read next: plaingpt/evaluation.py, how models are scored.
-
 import codecs
 import csv
 import functools

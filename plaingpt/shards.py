@@ -5,8 +5,6 @@ the end-of-text id begins each document. llm.c's .bin files, uint16 after 256 in
 meta.json says how the shards were made. It is called progress.json until they are complete.
 """
 
-# Read next: plaingpt/corpus.py, where text comes from.
-
 import bisect
 import importlib.metadata
 import json
