@@ -66,7 +66,8 @@ class RunLog:
             return
         directory = Path(config.log_dir)
         self.path = directory / "log.txt"
-        tensorboard = require("torch.utils.tensorboard") if config.tensorboard else None
+        if config.tensorboard:
+            require("tensorboard")  # before anything is moved
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             self.lock = lock(directory)
@@ -80,7 +81,8 @@ class RunLog:
             with replacing(self.path) as temporary:
                 temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
             self.file = open(self.path, "ab", buffering=0)
-        if tensorboard:
+        if config.tensorboard:
+            tensorboard = require("torch.utils.tensorboard")
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
             settings = {k: str(v) for k, v in {**asdict(config), **asdict(gpt_config)}.items()}
             for summary in tensorboard.summary.hparams(settings, {"val": 0}):

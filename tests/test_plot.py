@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 from xml.etree import ElementTree
 
 import matplotlib.image
@@ -12,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import plot
 from plaingpt.cli import UserError
+from plaingpt.runlog import RunLog
+from train_gpt2 import TrainConfig
 
 BABY = ROOT / "log/records/baby"
 
@@ -84,6 +87,14 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(UserError, match="^the package matplotlib is missing: pip install matplotlib$"):
         plot.main([str(BABY)])
+
+
+def test_without_tensorboard(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    config = TrainConfig(tensorboard=True, log_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        RunLog(config, None, 0, rank=0)
+    assert not (tmp_path / "run").exists()
 
 
 def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
