@@ -9,22 +9,19 @@ In a .txt file <|endoftext|> separates documents. After an interruption the
 same command continues. Damaged records are counted, shown and skipped.
 """
 
-# plaingpt/corpus.py reads the text in blocks, workers encode each block, and the main process
-# writes the shards: byte for byte those of build-nanogpt's fineweb.py.
+# plaingpt/corpus.py reads the text in blocks, threads encode each block, and the main thread writes
+# the shards: byte for byte those of build-nanogpt's fineweb.py.
 
 import functools
 import itertools
-import multiprocessing
 import os
-import shutil
-import signal
 import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,12 +29,11 @@ from typing import Annotated, Literal
 import numpy as np
 from tqdm import tqdm
 
-from plaingpt.cli import UserError, catch_stop_signals, format_duration, parse_flags, require, run
+from plaingpt.cli import UserError, catch_stop_signals, parse_flags, require, run
 from plaingpt.corpus import checksum, find_files, load_hub, read_blocks, texts_of
 from plaingpt.shards import ShardWriter
 from tokenizer import MERGES, MERGES_SHA256, get_tokenizer
 
-END_OF_TEXT = 50256  # GPT-2's
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHOWN = 5  # damaged records that are shown
 
@@ -52,7 +48,7 @@ class ShardConfig:
     shard_size: Annotated[int, "tokens in a shard", "at least 1"] = 100000000
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
-    num_proc: Annotated[int | None, "workers [one per core]", "at least 1"] = None
+    num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
     backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "auto: the installed one"] = "auto"
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
@@ -65,19 +61,14 @@ def get_gigatoken(thread):
 
 def encode(texts, backend):
     """Texts -> their tokens, each text led by <|endoftext|>: (n,) uint16."""
-    if not texts:
-        return np.empty(0, np.uint16)
-    if backend == "gigatoken":
-        import awkward as ak  # gigatoken depends on it
+    gpt2 = get_tokenizer("gpt2")
+    if backend == "tiktoken" or not texts:
+        return gpt2.encode_documents(texts)
+    import awkward as ak  # gigatoken depends on it
 
-        ragged = get_gigatoken(threading.get_ident()).encode_batch(texts, parallel=False)
-        tokens, lengths = ak.to_numpy(ak.flatten(ragged)), ak.to_numpy(ak.num(ragged))
-    else:
-        encoding = get_tokenizer("gpt2").encoding
-        parts = [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-        tokens, lengths = np.concatenate(parts), [len(part) for part in parts]
-    starts = np.cumsum(lengths) - lengths
-    return np.insert(tokens.astype(np.uint16), starts, END_OF_TEXT)
+    ragged = get_gigatoken(threading.get_ident()).encode_batch(texts, parallel=False)
+    tokens, lengths = ak.to_numpy(ak.flatten(ragged)), ak.to_numpy(ak.num(ragged))
+    return np.insert(tokens.astype(np.uint16), np.cumsum(lengths) - lengths, gpt2.end_of_text)
 
 
 def tokenize(block, text_key, backend):
@@ -89,25 +80,10 @@ def tokenize(block, text_key, backend):
     return tokens, skipped
 
 
-def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
 def tokenize_all(blocks, config, backend):
-    """Yields (block, its tokens, its skipped records) in order, a few blocks at a time.
-
-    gigatoken runs in threads: it releases the interpreter lock, and sending the text to another
-    process would take longer than encoding it.
-    """
-    if backend == "gigatoken":
-        pool = ThreadPoolExecutor(config.num_proc)
-    else:
-        pool = ProcessPoolExecutor(config.num_proc, initializer=start_worker)
+    """Yields (block, its tokens, its skipped records) in order. Threads are a few blocks ahead."""
     running = deque()
-    with pool:
+    with ThreadPoolExecutor(config.num_proc) as pool:
         for block in itertools.chain(blocks, [None]):
             if block:
                 running.append((block, pool.submit(tokenize, block, config.text_key, backend)))
@@ -127,15 +103,6 @@ def choose_backend(config, blocks):
         return "gigatoken"
     print("gigatoken and tiktoken encode this text differently; tiktoken is used", file=sys.stderr)
     return "tiktoken"
-
-
-def check_disk(directory, n_bytes):
-    """Raises UserError if the disk of a directory, which need not exist, has too little room."""
-    place = next(p for p in (directory, *directory.absolute().parents) if p.exists())
-    free = shutil.disk_usage(place).free
-    if n_bytes > free:
-        raise UserError(f"--output_dir {directory}: the shards need about {n_bytes / 1e9:.1f} GB, "
-                        f"but {free / 1e9:.1f} GB are free; free some space, or use --max_shards")
 
 
 def fill(writer, config, paths):
@@ -160,10 +127,6 @@ def fill(writer, config, paths):
                     raise UserError(f"{where}: {reason}; correct it, or leave out --strict")
                 tqdm.write(f"skipped {where}: {reason}", file=sys.stderr)
                 n_shown += 1
-            if block is first[0]:
-                estimate = (n_before + len(tokens)) * n_bytes / max(1, block.done)
-                most = writer.max_shards * config.shard_size
-                check_disk(writer.directory, 2 * (min(estimate, most) - n_before))
             writer.add(block, tokens, len(skipped))
             bar.update(block.done - bar.n)
             if writer.done:
@@ -176,7 +139,8 @@ def fill(writer, config, paths):
                         "choose another file or --text_key")
     seconds = time.monotonic() - start
     speed = (writer.n_tokens - n_before) / seconds / 1e6
-    print(f"{backend}: {format_duration(seconds)}, {speed:.1f} million tokens per second")
+    duration = timedelta(seconds=round(seconds))
+    print(f"{backend}: {duration}, {speed:.1f} million tokens per second")
 
 
 def main(argv=None):
@@ -198,17 +162,14 @@ def main(argv=None):
     settings = dict(source=source, text_key=config.text_key, tokenizer="gpt2",
                     tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size,
                     val_shards=config.val_shards)
-    writer = ShardWriter(config.output_dir, name, settings, END_OF_TEXT, config.max_shards)
+    end_of_text = get_tokenizer("gpt2").end_of_text
+    writer = ShardWriter(config.output_dir, name, settings, end_of_text, config.max_shards)
     facts = writer.facts
     if config.strict and facts["skipped"]:
         raise UserError(f"--output_dir {config.output_dir}: was made without --strict, "
                         f"{facts['skipped']} records were skipped; choose another directory")
     if not writer.done:
-        try:
-            fill(writer, config, paths)
-        except BrokenProcessPool as error:
-            raise UserError("a worker died, probably for lack of memory; the same command with a "
-                            "smaller --num_proc continues") from error
+        fill(writer, config, paths)
     writer.finish()
     n_val = min(facts["shards"], config.val_shards)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"

@@ -12,15 +12,7 @@ The 10,042 validation examples come from the hub, or from a file of records:
    "endings": ["lights the stove.", "eats it.", "sings.", "naps."], "label": 0}
 
 The model's answer is the ending that is most likely after the context. Chance
-is 0.25. Longer endings are less likely, so acc_norm divides the log-likelihood
-by the length. Compare only figures of the same style and length:
-
-                   acc  acc_norm   style, length, source
-  GPT-2 124M    0.2859    0.2955   completion, tokens; llm.c, build-nanogpt
-  GPT-2 1558M   0.3842    0.4893
-  GPT-2 124M    0.2892    0.3114   harness, characters; EleutherAI's harness
-  GPT-2 1558M   0.4004    0.5089
-  GPT-3 124M              0.337    its own prompt, tokens; its paper, table H.1
+is 0.25. docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 """
 
 import re

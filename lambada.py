@@ -10,17 +10,8 @@ file with one passage a line, or from a file of records:
   {"text": "Ada hid the ring in the teapot, and later she opened the teapot"}
 
 The context is everything before the last word, the ending is this word with its
-space. An answer is right if every token of the word is the likeliest one. The
-accuracy of the last token alone is higher; do not compare it with papers.
-
-                   acc  perplexity
-  GPT-2 124M    0.3256       40.06   EleutherAI's harness, task lambada_openai,
-                                     the same figures as those of this program
-  GPT-2 117M    0.4599       35.13   GPT-2 paper, table 3; the accuracies are
-  GPT-2 345M    0.5548       15.60   higher because a filter removes stop words
-  GPT-2 762M    0.6012       10.87
-  GPT-2 1542M   0.6324        8.63
-  GPT-3 124M     0.427       18.6    GPT-3 paper, table H.1
+space. An answer is right if every token of the word is the likeliest one.
+docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 """
 
 import math

@@ -3,7 +3,6 @@
 Attention mixes positions, the MLP works on each position alone, a block adds both to the residual
 stream, and GPT stacks the blocks between an embedding and a head that share one matrix. Parameters
 have the names of OpenAI's GPT-2. B, T, C: batch, time, channels; nh heads of hs = C / nh channels.
-Read next: tokenizer.py, then train_gpt2.py.
 
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
@@ -59,10 +58,10 @@ class CausalSelfAttention(nn.Module):
         hs = C // self.n_head
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
+        if cache:
+            k = torch.cat([cache[0], k], dim=2)  # (B, nh, T so far, hs)
+            v = torch.cat([cache[1], v], dim=2)  # (B, nh, T so far, hs)
         if cache is not None:
-            if cache:
-                k = torch.cat([cache[0], k], dim=2)  # (B, nh, T so far, hs)
-                v = torch.cat([cache[1], v], dim=2)  # (B, nh, T so far, hs)
             cache[:] = k, v
         dropout = self.dropout if self.training else 0.0
         causal = mask is None and T > 1  # a single new token attends to all of the cache

@@ -1,4 +1,4 @@
-"""Story Cloze Test: which of two sentences ends a story of four sentences?
+"""Story Cloze Test: which of two sentences ends a story?
 (Mostafazadeh et al. 2016, arXiv:1604.01696)
 
   python storycloze.py --data val2016.csv         newest checkpoint in log/
@@ -10,14 +10,9 @@ these columns (sentence_quiz1, answer_right_ending and the like work, too):
 
   InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence4,
   RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding
-  7,Max missed the bus.,He began to walk.,Rain came down.,A neighbor drove by.,
-  She gave him a lift.,He sat on the bus.,1
 
 The context is the four sentences; the model's answer is the likelier ending.
-Chance is 0.5.
-
-               acc_norm_token
-  GPT-3 124M            0.633   GPT-3 paper, table H.1, on the test set of 2016
+Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
 """
 
 from plaingpt.cli import run

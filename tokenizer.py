@@ -8,7 +8,10 @@ network is needed. Encoding uses tiktoken. Decoding is a table lookup and needs 
 import base64
 import functools
 import hashlib
+import uuid
 from pathlib import Path
+
+import numpy as np
 
 from plaingpt.cli import UserError, require
 
@@ -35,19 +38,29 @@ class Tokenizer:
         self.token_bytes = token_bytes + [text.encode() for text in special]
         self.n_vocab = len(self.token_bytes)
         self.end_of_text = special.get(END_OF_TEXT, ord("\n"))
+        self.mark = f"<|{uuid.uuid4()}|>"  # for end_of_text in encode_documents; in no document
 
     @functools.cached_property
     def encoding(self):
         """The tiktoken.Encoding behind encode()."""
-        special_ids = set(self.special.values())
-        ranks = {token: i for i, token in enumerate(self.token_bytes) if i not in special_ids}
+        ordinary = self.token_bytes[: self.n_vocab - len(self.special)]
+        ranks = {token: i for i, token in enumerate(ordinary)}
         pattern = GPT2_PATTERN if self.name == "gpt2" else r"[\s\S]"
         return require("tiktoken").Encoding(
-            self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
+            self.name, pat_str=pattern, mergeable_ranks=ranks,
+            special_tokens={self.mark: self.end_of_text})
 
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text."""
         return self.encoding.encode_ordinary(text)
+
+    def encode_documents(self, texts):
+        """Texts -> their ids, each text led by end_of_text: (n,) uint16.
+
+        One call for all texts, because a thread releases the interpreter lock during a call.
+        """
+        text = "".join(self.mark + text for text in texts)
+        return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
 
     def decode(self, ids):
         """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""

@@ -73,15 +73,14 @@ class TrainConfig:
 
 # Rates and batches of the GPT-3 paper, table 2.1. The baby's recipe was measured: it reaches the
 # lowest loss after a minute on two CPU cores.
+LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
     "gpt2-large": dict(max_lr=2.5e-4, batch_size=16),
     "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
-    "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, total_batch_size=2**20, max_steps=9537,
-                      warmup_steps=358),
-    "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, total_batch_size=2**20, max_steps=9537,
-                      warmup_steps=358),
+    "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **LARGE),
+    "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
     "baby": dict(optimizer="muon", max_lr=4e-3, batch_size=16, total_batch_size=1024,
                  max_steps=2700, warmup_steps=100, val_every=500, val_tokens=65536, eval_every=0,
                  sample_every=900, log_every=100),
@@ -117,7 +116,10 @@ def parse_args(argv=None):
         raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out")
     if c.muon_lr and c.optimizer != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
-    return g, c, set(given)
+    names = set(given)
+    if "preset" in given and not c.init_from:  # then the model of a resumed run has this shape
+        names |= {"n_layer", "n_head", "n_embd", "block_size"}
+    return g, c, names
 
 
 def check_batch_size(config, T, dp_size, n_sequences):
@@ -374,8 +376,7 @@ def main(argv=None):
         if step > first_step and (last or stop or evaluate or due(step, config.save_every)):
             save_checkpoint(trainer, step, position, config, tokenizer, fingerprints)
         if stop:
-            print0(f"stopped by a signal; step {step} is saved, --resume continues from it; "
-                   + log.summary())
+            print0(f"stopped by a signal; step {step} is saved; {log.summary()}")
             break
         if last or step == 0 or due(step, config.val_every):
             with devices.batch_size_advice(config.batch_size, n_sequences // dp_size):
@@ -396,8 +397,8 @@ def main(argv=None):
         for group in (g for optimizer in trainer.optimizers for g in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * lr / config.max_lr
         # Dropout depends on (seed, step, rank) alone, so a resumed run has the same masks.
-        numbers = np.random.SeedSequence([config.seed, step, rank // config.tp])
-        torch.manual_seed(int(numbers.generate_state(1)[0]))
+        seed = np.random.SeedSequence([config.seed, step, rank // config.tp]).generate_state(1)
+        torch.manual_seed(int(seed[0]))
         with devices.batch_size_advice(min(B, config.batch_size), n_sequences // dp_size):
             loss, norm, stop = train_step(
                 trainer, batches, n_sequences // (B * dp_size), config.grad_clip, stop_signals)

@@ -1,4 +1,4 @@
-"""WikiText-103: how well does a model predict good articles of Wikipedia?
+"""WikiText-103: how well does a model predict articles of Wikipedia?
 (Merity et al. 2016, arXiv:1609.07843)
 
   python wikitext.py                              newest checkpoint in log/
@@ -13,13 +13,7 @@ are comparable between models with different tokens, those per token are not.
 
 An article longer than the model's context is read in windows without overlap.
 With --stride N they advance by N tokens: more context, and a longer run.
-
-                word_perplexity
-  GPT-2 124M              37.37   EleutherAI's harness; this program's default
-  GPT-2 117M              37.50   GPT-2 paper, table 3
-  GPT-2 345M              26.37
-  GPT-2 762M              22.05
-  GPT-2 1542M             17.48
+docs/benchmarks.md has the scores of GPT-2.
 """
 
 import math
@@ -53,10 +47,9 @@ def pages(records):
         if "page" in record:
             yield take(record, page=str)[0]
         else:
-            lines.append(take(record, text=str)[0] or " \n")  # the hub's empty lines are ""
-    text = "\n".join(line.removesuffix("\n") for line in lines)
-    if lines and lines[-1].endswith("\n"):
-        text += "\n"
+            line = take(record, text=str)[0] or " \n"  # the hub's empty lines are ""
+            lines.append(line if line.endswith("\n") else line + "\n")
+    text = "".join(lines)
     yield from filter(str.strip, re.split(HEADING, text))
 
 

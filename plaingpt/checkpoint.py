@@ -150,12 +150,9 @@ def init_model(gpt_config, config, given, checkpoint):
     if Path(config.data).is_dir() and name != tokenizer.name:
         raise UserError(f"--data {config.data}: has tokens of {name}, but {source} was trained on "
                         f"{tokenizer.name}; tokenize the data again")
-    # A resumed run must have the same shape. Weights of --init_from bring theirs, and only a flag
-    # can contradict it.
     have, want = asdict(model.config), asdict(gpt_config)
-    compared = set(given) if config.init_from else set(given) | set(want) - {"vocab_size"}
-    wrong = [f"{k} is {have[k]}, not {want[k]}" for k in have if k in compared
-             and k != "dropout" and have[k] != want[k]]
+    wrong = [f"{k} is {have[k]}, not {want[k]}" for k in want
+             if k in given and k != "dropout" and have[k] != want[k]]
     if wrong:
         raise UserError(f"{source} has another model: {', '.join(wrong)}; leave these flags out")
     return model, tokenizer
@@ -201,8 +198,6 @@ def restore(checkpoint, trainer, config, fingerprints):
         raise UserError(f"--data {config.data} is not the data of the run in {run}: "
                         f"{', '.join(changed)}; to use its weights in a new run, --init_from {run}")
     saved = checkpoint["optimizer"]
-    if "state" in saved:  # the format before Muon
-        saved = {"adamw": saved}
     names = names_of(trainer.optimizers)
     if saved.keys() != set(names):
         raise UserError(f"the run in {run} has --optimizer {before.get('optimizer', 'adamw')}, not "

@@ -17,9 +17,13 @@ import os
 import shutil
 import signal
 import sys
-import types
 import typing
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le}
 
@@ -45,12 +49,11 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
 
     parser.error = error
-    rules = {}
     for config in configs:
         group = parser.add_argument_group(config.__name__)
         hints = typing.get_type_hints(config, include_extras=True)
         for field in dataclasses.fields(config):
-            options, *rules[field.name] = read_annotation(hints[field.name], field.default)
+            options = read_annotation(field.name, hints[field.name], field.default)
             group.add_argument(f"--{field.name}", **options)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
@@ -60,37 +63,36 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists all flags"
         raise UserError(f"unknown flag {flag}; {hint}")
-    for name, (choices, limits) in rules.items():
-        value = getattr(given, name, [])
-        for item in value if isinstance(value, list) else [value]:
-            if choices and item not in choices:
-                raise UserError(f"--{name} {item}: must be one of {', '.join(choices)}")
-            for limit in limits.split(" and ") if limits else []:
-                words, bound = limit.rsplit(" ", 1)
-                if not (math.isfinite(item) and COMPARE[words](item, float(bound))):
-                    raise UserError(f"--{name} {item}: must be {limits}")
     return vars(given)
 
 
-def read_annotation(hint, default):
-    """Annotation of a field -> (options for add_argument, choices or (), range or "")."""
+def read_annotation(name, hint, default):
+    """Annotation of a field -> options for add_argument."""
     kind, text, *limits = typing.get_args(hint)
     text += "" if default is None else f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kind = typing.get_args(kind)[0]  # the other one is None
+    if type(None) in typing.get_args(kind):
+        kind = typing.get_args(kind)[0]
     if typing.get_origin(kind) is list:
         kind = typing.get_args(kind)[0]
         options["nargs"] = "+"
-    if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
-        options["metavar"] = "|".join(choices)
-        return options, choices, ""
     if kind is bool:
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options.update(type=kind, metavar=kind.__name__.upper())
-    return options, (), "".join(limits)
+        return options | dict(action=argparse.BooleanOptionalAction)
+    choices = typing.get_args(kind)  # of a Literal
+    kind = str if choices else kind
+
+    def convert(text):
+        value = kind(text)
+        if choices and value not in choices:
+            raise UserError(f"--{name} {value}: must be one of {', '.join(choices)}")
+        for limit in limits[0].split(" and ") if limits else []:
+            words, bound = limit.rsplit(" ", 1)
+            if not (math.isfinite(value) and COMPARE[words](value, float(bound))):
+                raise UserError(f"--{name} {value}: must be {limits[0]}")
+        return value
+
+    convert.__name__ = kind.__name__  # for argparse's message
+    return options | dict(type=convert, metavar="|".join(choices) or kind.__name__.upper())
 
 
 def run(main):
@@ -175,6 +177,21 @@ def replacing(path):
         temporary.unlink(missing_ok=True)
 
 
+def lock(directory, flag):
+    """Locks a directory until this process exits. Returns the file descriptor. Raises UserError."""
+    if not fcntl:
+        return None
+    descriptor = os.open(directory, os.O_RDONLY)  # of the directory: no lock file stays behind
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{flag} {directory}: another process is writing there; stop it, or choose "
+                        "another directory") from error
+    except OSError as error:  # some network file systems have no locks
+        print0(f"note: {directory} cannot be locked ({error.strerror}); start no second run there")
+    return descriptor
+
+
 def check_json(path):
     """Raises UserError if --json FILE cannot be written: before the work, not after it."""
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
@@ -195,11 +212,3 @@ def write_json(path, value):
 def first_line(error):
     """First line of an exception's text, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def format_duration(seconds):
-    """45s, 3m20s, 2h05m."""
-    minutes, seconds = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"

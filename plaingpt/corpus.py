@@ -5,7 +5,6 @@ Only a few blocks are in memory, whatever the size of a file; but a JSON array i
 
 import codecs
 import csv
-import functools
 import io
 import itertools
 import json
@@ -80,8 +79,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
     A failed download is repeated, and continues where it stopped. If not patient, and the hub
     does not answer, only the cache is used. Raises UserError.
     """
-    silent = not patient and hub_is_silent()
-    if silent:
+    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers():
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
     import datasets
     import pyarrow as pa
@@ -95,8 +93,6 @@ def load_hub(dataset, name=None, split="train", patient=True):
             break
         except Exception as error:  # network errors come from several libraries
             reason = f"{dataset}: {first_line(error.__cause__ or error)}"
-            if silent:
-                reason = f"{dataset}: the hub does not answer, and the cache has no copy"
             final = isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE
             if final or attempt == RETRIES:
                 raise UserError(f"{reason}; HF_ENDPOINT may name a mirror of the hub") from error
@@ -108,17 +104,14 @@ def load_hub(dataset, name=None, split="train", patient=True):
     return files, n_rows, files[0].parent.name if files else None
 
 
-@functools.cache
-def hub_is_silent():
-    """Whether the hub or its mirror gives no answer in five seconds. False if HF_HUB_OFFLINE."""
-    if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
-        return False
+def hub_answers():
+    """Whether the hub, or its mirror, gives any answer in five seconds."""
     try:
         url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         urllib.request.urlopen(url, timeout=5).close()
     except (OSError, ValueError) as error:
-        return not isinstance(error, urllib.error.HTTPError)  # which is an answer
-    return False
+        return isinstance(error, urllib.error.HTTPError)
+    return True
 
 
 def read_records(path):
@@ -166,10 +159,8 @@ def parse_json(line):
     """A JSON object -> dict. Raises ValueError."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("not JSON (nested too deeply)") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"not an object with fields, but a {type(record).__name__}")
     return record
@@ -250,7 +241,7 @@ def table_blocks(path, text_key):
             schema = batches.schema
         if text_key not in schema.names:
             raise ValueError(f"no column {text_key!r}, but {', '.join(schema.names)}")
-        row = before = 0
+        row = 0
         for batch in batches:
             column = batch.column(text_key)
             values = column.cast(pa.large_binary()).to_pylist()
@@ -258,9 +249,8 @@ def table_blocks(path, text_key):
             step = max(1, len(values) * BLOCK // max(1, column.nbytes))
             for start in range(0, len(values), step):
                 part = values[start : start + step]
-                share = (start + len(part)) / len(values)  # of the batch
-                yield before + int(share * (done - before)), "table", row + start, part
-            row, before = row + len(values), done
+                yield done, "table", row + start, part
+            row += len(values)
 
 
 def texts_of(block, text_key):

@@ -15,21 +15,21 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend
 
-from plaingpt.cli import UserError, first_line, print0
+from plaingpt.cli import UserError, first_line
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
 
 
 def ranks():
     """Returns (rank, local rank, world size) as torchrun sets them; (0, 0, 1) without torchrun."""
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    values = {name: os.environ.get(name, default) for name, default in names.items()}
-    for name, value in values.items():
-        if not value.isdecimal():
-            raise UserError(f"{name}={value}: is not a number; unset it, torchrun sets it itself")
-    return tuple(map(int, values.values()))
+    values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    if not any(values):
+        return 0, 0, 1
+    if not all(value.isdecimal() for value in values):
+        raise UserError("RANK, LOCAL_RANK and WORLD_SIZE: must all be numbers, or all be unset; "
+                        "torchrun sets them")
+    return tuple(map(int, values))
 
 
 def data_parallel_rank(config, rank, world_size):
@@ -44,9 +44,10 @@ def data_parallel_rank(config, rank, world_size):
 
 def describe(device):
     """Name of the hardware, for a person."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpu = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
-    cuda = device.type == "cuda"
-    return torch.cuda.get_device_name(device) if cuda else f"{cpu}, {os.cpu_count()} cores"
+    return f"{cpu}, {os.cpu_count()} cores"
 
 
 def find_device(name, local_rank=0, world_size=1):
@@ -74,52 +75,24 @@ def setup(name, keep_memory=True, deterministic=False):
         torch.utils.deterministic.fill_uninitialized_memory = False  # we read none
     rank, local_rank, world_size = ranks()
     device = find_device(name, local_rank, world_size)
-    if device.type == "cpu" and sys.platform == "linux":
-        tune_malloc(keep_memory)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if device.type == "cpu" and hasattr(libc, "mallopt"):
+        # glibc returns large freed blocks to the system and gets them back zeroed, page by page: a
+        # third of a step. Keep them (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD). But FSDP frees whole
+        # tensors all the time, and kept blocks would fragment its memory.
+        if keep_memory:
+            libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-3, 2**31 - 1 if keep_memory else 2**17)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32
-        prefer_attention(torch.cuda.get_device_capability(device), torch.backends.cudnn.version())
     try:
         if world_size > 1:
             cuda = device.type == "cuda"
             dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    except ValueError as error:  # a variable is missing
-        raise UserError(f"WORLD_SIZE={world_size}: no process group ({first_line(error)}); start "
-                        "the program with torchrun, or unset WORLD_SIZE") from error
+    except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
+        raise UserError(f"no process group ({first_line(error)}); use torchrun") from error
     return rank, world_size, device
-
-
-def tune_malloc(keep_memory):
-    """Makes glibc keep freed memory, or return every block of 128 KiB or more to the system.
-
-    By default it returns large blocks and gets them back zeroed, page by page: a third of a step.
-    FSDP frees whole tensors all the time; kept blocks would fragment its memory.
-    """
-    options = {-1: 2**31 - 1, -3: 2**31 - 1} if keep_memory else {-3: 2**17}
-    libc = ctypes.CDLL(None)
-    for option, size in options.items():  # -1: M_TRIM_THRESHOLD, -3: M_MMAP_THRESHOLD
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(option, size)
-
-
-def prefer_attention(capability, cudnn):
-    """Prefers cuDNN's attention to flash attention on Hopper, from cuDNN 9.15.1 on.
-
-    It trains 1.7 to 2.3 times as fast on an H100; elsewhere flash attention is faster
-    (huggingface/transformers#48163).
-    """
-    if capability[0] == 9 and cudnn > 91500:
-        order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
-                 SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-        torch._C._set_sdp_priority_order([int(backend) for backend in order])
-    elif capability[0] == 9:
-        print0(f"note: cuDNN {cudnn} lacks fast attention for this GPU; update nvidia-cudnn-cu13")
-
-
-def out_of_memory(error):
-    """True if a RuntimeError means out of memory. A CPU allocation has no exception class."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextlib.contextmanager
@@ -128,7 +101,8 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        if not out_of_memory(error):
+        on_cpu = "DefaultCPUAllocator" in str(error)  # it has no exception class of its own
+        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
             raise
         raise UserError(message) from error
 

@@ -41,11 +41,9 @@ class ShardedTrainer(nn.Module):
         super().__init__()
         n_head, n_layer = model.config.n_head, model.config.n_layer
         if n_head % config.tp:
-            raise UserError(f"--tp {config.tp} does not divide the {n_head} heads of this model; "
-                            "give a divisor")
+            raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
         if config.pp > n_layer:
-            raise UserError(f"--pp {config.pp} is more than the {n_layer} blocks of this model; "
-                            "make it smaller")
+            raise UserError(f"--pp {config.pp} is more than the model's {n_layer} blocks")
         self.model, self.config, self.device = model, model.config, device
         self.batch_size, self.n_stages = config.batch_size, config.pp
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

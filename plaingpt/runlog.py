@@ -1,8 +1,8 @@
 """What a run writes beside its checkpoints: log.txt, run.json, TensorBoard event files."""
 
 import html
+import json
 import math
-import os
 import platform
 import shutil
 import statistics
@@ -10,30 +10,17 @@ import subprocess
 import time
 from collections import deque
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from model import GPT
+from plaingpt import cli
 from plaingpt.checkpoint import checkpoints
-from plaingpt.cli import (
-    UserError,
-    fit,
-    format_duration,
-    print0,
-    replacing,
-    require,
-    show_progress,
-    write_json,
-    writing,
-)
+from plaingpt.cli import UserError, print0
 from plaingpt.device import describe, peak_flops, ranks
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # written by a step; the others evaluate a model
 JUMP, RECENT = 10, 100  # the norm jumps if it is above JUMP times the median of RECENT steps
@@ -64,32 +51,30 @@ class RunLog:
         self.bad_in_a_row = self.skipped = self.jumps = 0
         if not self.enabled:
             return
+        if config.tensorboard:  # imported before anything is moved
+            cli.require("tensorboard")
+            tensorboard = cli.require("torch.utils.tensorboard")
         directory = Path(config.log_dir)
         self.path = directory / "log.txt"
-        if config.tensorboard:
-            require("tensorboard")  # before anything is moved
-        with writing(f"--log_dir {directory}"):
+        with cli.writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-            self.lock = lock(directory)
+            self.lock = cli.lock(directory, "--log_dir")
             (directory / "log.txt.tmp").touch()  # fails before anything is moved
             if step == 0:
                 move_aside(directory)
             lines = read_log(self.path) if self.path.exists() else []
             kept = [line for line in lines
                     if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
-            self.known = {line[:2] for line in kept if line[0] == step}
-            with replacing(self.path) as temporary:
+            self.known = {line[:2]: line[2] for line in kept if line[0] == step}
+            with cli.replacing(self.path) as temporary:
                 temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
             self.file = open(self.path, "ab", buffering=0)
         if config.tensorboard:
-            tensorboard = require("torch.utils.tensorboard")
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
-            settings = {k: str(v) for k, v in {**asdict(config), **asdict(gpt_config)}.items()}
-            for summary in tensorboard.summary.hparams(settings, {"val": 0}):
-                self.writer.file_writer.add_summary(summary)
-            for at, stream, value in kept:
-                if at == step:  # purged above
-                    self.writer.add_scalar(stream, float(value), at)
+            settings = json.dumps({**asdict(config), **asdict(gpt_config)}, indent=2)
+            self.writer.add_text("settings", f"<pre>{html.escape(settings)}</pre>")
+            for (_, stream), value in self.known.items():  # purged above
+                self.writer.add_scalar(stream, float(value), step)
 
     def start(self, tokenizer, device, dtype, train_tokens):
         """Writes run.json, which has what one needs to repeat the run, and prints a summary."""
@@ -108,7 +93,7 @@ class RunLog:
             versions=dict(python=platform.python_version(), torch=torch.__version__,
                           numpy=np.__version__),
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
-        write_json(self.path.with_name("run.json"), facts)
+        cli.write_json(self.path.with_name("run.json"), facts)
         dp_size = world_size // (c.pp * c.tp)
         print0(f"{facts['parameters']:,} parameters, {train_tokens:,} training tokens, "
                f"{facts['dtype']} on {facts['device']}; processes: {c.parallel} {dp_size}, "
@@ -120,7 +105,7 @@ class RunLog:
             return
         new = {k: v for k, v in values.items() if (step, k) not in self.known}
         data = "".join(f"{step} {stream} {value:.8g}\n" for stream, value in new.items()).encode()
-        with writing(self.path, "free some space, then continue with --resume"):
+        with cli.writing(self.path, "free some space, then continue with --resume"):
             while data:
                 data = data[self.file.write(data):]  # a full disk may take a part
         if self.writer:
@@ -142,16 +127,16 @@ class RunLog:
         if step < self.first_step + 2:  # the first step compiles
             self.seconds = seconds
         self.seconds = 0.95 * self.seconds + 0.05 * seconds  # moving average
-        to_go = format_duration(self.seconds * (c.max_steps - step - 1)) + " to go"
+        to_go = f"{timedelta(seconds=round(self.seconds * (c.max_steps - step - 1)))} to go"
         problem = self.check(norm)
         if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
             use = f"{tok_s * self.flops_per_token / 1e12:.2f} TFLOP/s"
             if self.peak_flops:
                 use = f"mfu {tok_s * self.flops_per_token / self.peak_flops:.1%}"
-            print0(fit(f"step {step:5d}/{c.max_steps} | loss {loss:.4f}{problem} | {to_go} | "
+            print0(cli.fit(f"step {step:5d}/{c.max_steps} | loss {loss:.4f}{problem} | {to_go} | "
                        f"norm {norm:.3f} | {tok_s:,.0f} tok/s | lr {lr:.2e} | "
                        f"{seconds * 1000:.0f} ms | {use}"))
-        show_progress(step + 1, c.max_steps, f"loss {loss:.4f} | {to_go}")
+        cli.show_progress(step + 1, c.max_steps, f"loss {loss:.4f} | {to_go}")
         if self.bad_in_a_row == MAX_BAD_STEPS:
             raise UserError(
                 f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step {step}: the run "
@@ -166,12 +151,12 @@ class RunLog:
             return f" | {self.skipped} skipped"
         self.bad_in_a_row = 0
         enough = len(self.recent) >= RECENT // 10
-        ratio = norm / statistics.median(self.recent) if enough else 0
+        median = statistics.median(self.recent) if enough else math.inf
         self.recent.append(norm)
-        if ratio <= JUMP:
+        if norm <= JUMP * median:
             return ""
         self.jumps += 1
-        return f" | jump: norm {ratio:.0f} x its median"
+        return f" | jump: norm {norm / median:.0f} x its median"
 
     def summary(self):
         return f"steps skipped: {self.skipped}, jumps of the gradient norm: {self.jumps}"
@@ -186,28 +171,14 @@ def git_commit():
         return None
 
 
-def lock(directory):
-    """Locks the run directory until this process exits. Returns the file descriptor."""
-    descriptor = os.open(directory, os.O_RDONLY)  # of the directory: no lock file stays behind
-    try:
-        if fcntl:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"--log_dir {directory}: another run is writing there; stop it, or choose "
-                        "another directory") from error
-    except OSError as error:  # some network file systems have no locks
-        print0(f"note: {directory} cannot be locked ({error.strerror}); start no second run there")
-    return descriptor
-
-
 def move_aside(directory):
     """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
     patterns = ("events.out.tfevents.*", "run.json", "log.txt")
     old = checkpoints(directory) + [path for p in patterns for path in directory.glob(p)]
     if old:
-        base = directory.resolve()  # a link stays; "." gets a name
-        numbered = (base.with_name(f"{base.name}.{i}") for i in range(1, 10**6))
-        aside = next(path for path in numbered if not path.exists())
+        base, i = directory.resolve(), 1  # a link stays; "." gets a name
+        while (aside := base.with_name(f"{base.name}.{i}")).exists():
+            i += 1
         aside.mkdir()
         for path in old:
             shutil.move(path, aside / path.name)  # os.rename cannot leave a mount point

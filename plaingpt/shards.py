@@ -6,13 +6,10 @@ meta.json says how the shards were made. It is called progress.json until they a
 """
 
 import bisect
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -193,10 +190,8 @@ class ShardWriter:
         self.directory = Path(directory)
         self.end_of_text = end_of_text
         self.max_shards = max_shards or math.inf
-        versions = {p: importlib.metadata.version(p) for p in ("numpy", "tiktoken", "pyarrow")}
         self.facts = dict(
-            settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0],
-            versions=dict(python=platform.python_version(), **versions))
+            settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0])
         if find_shards(self.directory, "(train|val)"):
             self.resume(settings)
         self.skip = self.facts["next"][3] if self.facts["next"] else 0
@@ -210,16 +205,10 @@ class ShardWriter:
             reason = f"another {', '.join(differ)}" if old else "without meta.json"
             raise UserError(f"--output_dir {self.directory}: holds other shards ({reason}); "
                             "choose another directory")
-        self.facts["name"] = old["name"]  # the directory may have been renamed
-        try:
-            n_tokens = sum(open_shard(self.path(i)).n_tokens for i in range(old["shards"]))
-        except UserError:
-            n_tokens = None
-        if n_tokens == old["tokens"]:
-            self.facts.update(old)
-        else:
-            print(f"{self.directory}: shards are missing or damaged, all are made again",
-                  file=sys.stderr)
+        self.facts.update(old)  # its name, too: the directory may have been renamed
+        if sum(open_shard(self.path(i)).n_tokens for i in range(old["shards"])) != old["tokens"]:
+            raise UserError(f"--output_dir {self.directory}: a shard has not as many tokens as "
+                            "meta.json says; delete the directory and start again")
 
     def path(self, index):
         split = "val" if index < self.facts["val_shards"] else "train"

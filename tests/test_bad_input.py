@@ -266,9 +266,9 @@ def test_each_mistake_gives_a_one_sentence_error(world, name, flags, wrong, reme
 
 
 @pytest.mark.parametrize("env, sentence", [
-    (dict(RANK="x"), "RANK=x: is not a number; unset it, torchrun sets it itself"),
-    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2: no process group .*RANK expected.*; start the program with torchrun, or unset WORLD_SIZE"),
-    (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2: no process group .*MASTER_ADDR expected.*; start the program with torchrun")])
+    (dict(RANK="x"), "RANK, LOCAL_RANK and WORLD_SIZE: must all be numbers"),
+    (dict(RANK="1"), "RANK, LOCAL_RANK and WORLD_SIZE: must all be numbers"),
+    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"), "no process group .*MASTER_ADDR expected.*; use torchrun")])
 def test_invalid_torchrun_environment(world, env, sentence):
     before = everything(world)
     _, err = program("--preset", "baby", "--device", "cpu", cwd=world, status=2, env=env)

@@ -261,8 +261,8 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone, alone_with_aux
 
 
 @pytest.mark.parametrize("flags, message", [
-    (TP, "--tp 2 does not divide the 3 heads of this model; give a divisor"),
-    (PP, "--pp 2 is more than the 1 blocks of this model; make it smaller")], ids=["tp", "pp"])
+    (TP, "--tp 2 does not divide the model's 3 heads"),
+    (PP, "--pp 2 is more than the model's 1 blocks")], ids=["tp", "pp"])
 def test_a_model_that_cannot_be_split(tmp_path, flags, message):
     shape = ["--n_head", 3, "--n_layer", 1, "--n_embd", 33]
     _, err = run_small(tmp_path, 2, *flags, *shape, "--evals", "", "--log_dir", "run", status=2)

@@ -116,7 +116,7 @@ def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
         assert all(event.value == pytest.approx(log[event.step, stream], rel=1e-6) for event in events.Scalars(stream))
     samples = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("sample 1/text_summary")}
     assert sorted(samples) == [5, 10, 12, 14] and all(re.fullmatch("<pre>.+</pre>", text, re.S) for text in samples.values())
-    hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert b"n_layer" in hparams and b"max_lr" in hparams
+    settings = events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+    assert b"n_layer" in settings and b"max_lr" in settings
     program(*flags, cwd=tmp_path)  # a new run: the event files of the old run move with it
     assert len(list((tmp_path / "run").glob("events*"))) == 1 and len(list((tmp_path / "run.1").glob("events*"))) == 3
