@@ -4,29 +4,32 @@
   python bench.py --batch_size 16 32 64 --peer plain transformers
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
 
---peer adds other models, eager and compiled: plain is build-nanogpt's,
-transformers is Hugging Face's. All models alternate, each in a new process.
+--peer also times the models of build-nanogpt (plain) and of Hugging Face
+(transformers), eager and compiled. All models alternate, each in a new process.
 
 Columns of the table:
   ms        median time of a step; range: of the fastest and the slowest
   tok/s     tokens per second of all processes together
   TFLOP/s   operations of the model per second, with full attention
-  peak      TFLOP/s divided by the peak in the GPU's data sheet: MFU
+  peak      share of the GPU's peak TFLOP/s in its data sheet (MFU)
   GB        peak memory of one process; on a GPU, of its tensors
   first s   time of the first step, with compilation
   x slower  time of a step divided by that of plainGPT
 """
 
 import itertools
+import multiprocessing
+import os
 import resource
+import signal
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Annotated, Literal
 
 import torch
@@ -85,7 +88,7 @@ class Peer(torch.nn.Module):
 
 
 def measure(name, config, with_profile, gpt_config, B, n, device):
-    """Times n steps. Returns lists: seconds of the first step and of the n, peak bytes."""
+    """Times n steps. Returns lists: first (seconds), times (n seconds), memory (bytes)."""
     cuda = device.type == "cuda"
     rank, _, world_size = devices.ranks()
     if name == "plainGPT" and not dist.is_initialized():
@@ -133,17 +136,30 @@ def run_rounds(models, rounds, with_profile, *args):
     return results
 
 
+def start_child():
+    """Ends this process with the main process, whatever ends that."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def in_new_process(function, *args):
     """Returns function(*args), or dict(failure=[text]). With torchrun it runs in this process."""
     if dist.is_initialized():
         return function(*args)
-    try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return pool.submit(function, *args).result()
-    except Exception as error:  # the other models continue
-        if not isinstance(error, UserError):
-            traceback.print_exc()
-        return dict(failure=[first_line(error)])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_child) as pool:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child ignores Ctrl-C
+        future = pool.submit(function, *args)
+        signal.signal(signal.SIGINT, handler)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
+        except Exception as error:  # the other models continue
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+            return dict(failure=[first_line(error)])
 
 
 def print_rows(B, results, tokens, flops, peak):

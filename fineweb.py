@@ -9,8 +9,8 @@ In a .txt file <|endoftext|> separates documents. After an interruption the
 same command continues. Damaged records are counted, shown and skipped.
 """
 
-# plaingpt/corpus.py reads the text in blocks, threads encode each block, and the main thread writes
-# the shards: byte for byte those of build-nanogpt's fineweb.py.
+# plaingpt/corpus.py reads the text in blocks. Threads encode the blocks. The main thread writes the
+# shards. They equal the shards of build-nanogpt's fineweb.py byte for byte.
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 import numpy as np
 from tqdm import tqdm
 
-from plaingpt.cli import UserError, catch_stop_signals, parse_flags, require, run
+from plaingpt.cli import UserError, catch_stop_signals, parse_flags, require, restoring_signals, run
 from plaingpt.corpus import checksum, find_files, load_hub, read_blocks, texts_of
 from plaingpt.shards import ShardWriter
 from tokenizer import MERGES, MERGES_SHA256, get_tokenizer
@@ -55,7 +55,7 @@ class ShardConfig:
 
 @functools.cache
 def get_gigatoken(thread):
-    """One tokenizer per thread: threads that share one wait for each other."""
+    """One tokenizer per thread. Threads with a common tokenizer would wait for each other."""
     return require("gigatoken").Tokenizer.from_tiktoken(MERGES, "gpt2", {})
 
 
@@ -76,7 +76,7 @@ def tokenize(block, text_key, backend):
     texts, skipped = texts_of(block, text_key)
     tokens = encode(texts, backend)
     if block.kind == "text":
-        tokens = tokens[1:]  # the first text continues the document of the block before
+        tokens = tokens[1:]  # no end-of-text: continues the previous block's document
     return tokens, skipped
 
 
@@ -113,8 +113,8 @@ def fill(writer, config, paths):
     blocks = read_blocks(paths, config.text_key, *facts["next"][:2])
     first = list(itertools.islice(blocks, 8))
     if first and first[0].line != facts["next"][2]:
-        raise UserError(f"{paths[first[0].file]}: another version of pyarrow reads other blocks; "
-                        f"delete {config.output_dir} and start again")
+        raise UserError(f"{paths[first[0].file]}: this pyarrow splits it into other blocks; "
+                        "start again with another --output_dir")
     backend = choose_backend(config, first)
     n_bytes = sum(path.stat().st_size for path in paths)
     n_before, n_shown, start = writer.n_tokens, 0, time.monotonic()
@@ -143,6 +143,7 @@ def fill(writer, config, paths):
     print(f"{backend}: {duration}, {speed:.1f} million tokens per second")
 
 
+@restoring_signals()
 def main(argv=None):
     given = parse_flags(__doc__, ShardConfig, argv=argv)
     config = ShardConfig(**given)
@@ -152,7 +153,8 @@ def main(argv=None):
     if config.input:
         if "dataset" in given or "name" in given:
             raise UserError("--input: --dataset and --name are for the hub; give one or the other")
-        paths = find_files(config.input)
+        own = {Path(config.output_dir, f).resolve() for f in ("meta.json", "progress.json")}
+        paths = [path for path in find_files(config.input) if path.resolve() not in own]
         source = dict(input=[[p.name, p.stat().st_size, checksum(p)] for p in paths])
     else:
         if config.dataset == FINEWEB:
@@ -181,7 +183,7 @@ def main(argv=None):
         print(f"to train on it: python train_gpt2.py --data {config.output_dir}{small}")
     elif facts["next"] is None:
         kind = "training" if n_val else "validation"
-        print(f"there are no {kind} shards: to train, delete {config.output_dir}, then use "
+        print(f"there are no {kind} shards: to train, start again with another --output_dir, "
               f"--val_shards 1 --shard_size {max(1, facts['tokens'] // 10)}")
 
 

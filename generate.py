@@ -26,8 +26,8 @@ class GenerateConfig:
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
     temperature: Annotated[float, "higher: more random; 0: likeliest token", "at least 0"] = 0.8
     top_k: Annotated[int, "draw from the k likeliest tokens; 0: all", "at least 0"] = 50
-    top_p: Annotated[float, "draw from the likeliest that reach p", "above 0 and at most 1"] = 1.0
-    seed: Annotated[int, "random seed", "at least 0"] = 42
+    top_p: Annotated[float, "draw from the top tokens with sum p", "above 0 and at most 1"] = 1.0
+    seed: Annotated[int, "random seed", f"at least 0 and at most {2**63 - 1}"] = 42
     json: Annotated[str | None, "also write prompts and texts to this file"] = None
     device: Annotated[str, "cuda, mps or cpu"] = "auto"
 
@@ -40,9 +40,10 @@ def read_prompts(config):
         raise UserError("--prompt and --prompts exclude each other; give one")
     where = f"--prompts {config.prompts}"
     try:
-        lines = Path(config.prompts).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(config.prompts).read_text(encoding="utf-8-sig", errors="replace").split("\n")
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror}); give a text file") from error
+    lines = lines[:-1] if lines[-1] == "" else lines
     if not lines:
         raise UserError(f"{where}: is empty; write one prompt a line")
     return [(f"{where}, line {n}", line) for n, line in enumerate(lines, start=1)]

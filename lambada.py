@@ -9,15 +9,13 @@ file with one passage a line, or from a file of records:
 
   {"text": "Ada hid the ring in the teapot, and later she opened the teapot"}
 
-The context is everything before the last word, the ending is this word with its
-space. An answer is right if every token of the word is the likeliest one.
+The context is the text before the last word. The ending is a space and the last
+word. An answer is right if every token of the ending is the most likely one.
 docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 """
 
-import math
-
 from plaingpt.cli import run
-from plaingpt.evaluation import Benchmark, Example, bad_record, main, take
+from plaingpt.evaluation import Benchmark, Example, bad_record, main, perplexity, take
 
 
 def examples(records):
@@ -35,7 +33,7 @@ def examples(records):
 def report(examples, scores):
     """Figures of the last words."""
     return dict(
-        acc=float(scores.greedy.mean()), perplexity=math.exp(-scores.log_likelihood.mean()),
+        acc=float(scores.greedy.mean()), perplexity=perplexity(-scores.log_likelihood.mean()),
         last_token_acc=float(scores.last_greedy.mean()))
 
 

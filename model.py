@@ -1,8 +1,8 @@
 """GPT-2: a batch of token ids in, logits and a loss out.
 
-Attention mixes positions, the MLP works on each position alone, a block adds both to the residual
-stream, and GPT stacks the blocks between an embedding and a head that share one matrix. Parameters
-have the names of OpenAI's GPT-2. B, T, C: batch, time, channels; nh heads of hs = C / nh channels.
+Attention mixes positions. The MLP works on each position separately. A block adds both outputs to
+the residual stream. GPT is an embedding, blocks and a head; embedding and head share one matrix.
+Parameters are named as in OpenAI's GPT-2. B, T, C: batch, time, channels; nh heads of hs channels.
 
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
@@ -30,7 +30,7 @@ class GPTConfig:
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 
-# GPT-2 paper, table 2; GPT-3 paper, table 2.1 (except the 1.3B: 24 heads of 128 are not 2048).
+# GPT-2 paper, table 2; GPT-3 paper, table 2.1. Its 24 heads for 1.3B are wrong: 24 x 128 != 2048.
 PRESETS = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
 
         cache: a list for each block, empty at first, for the keys and values of earlier tokens.
-        pos: (B, T); default: after the cache. mask: (B, 1, T, T) bool, if not the lower triangle.
+        pos: (B, T), default: after the cache. mask: (B, 1, T, T) bool, default: lower triangle.
         """
         T = idx.size(1)
         if pos is None:
@@ -175,8 +175,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
         """Samples max_new_tokens ids after each row: (B, T) -> (B, T + max_new_tokens).
 
-        temperature 0 takes the most likely token. top_k keeps the k most likely tokens, top_p the
-        fewest whose probabilities reach p (Holtzman et al. 2020, arXiv:1904.09751).
+        temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
+        the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
         """
         if idx.size(1) == 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ValueError("need a token, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
@@ -216,14 +216,14 @@ class GPT(nn.Module):
             groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["initial_lr"] = group["lr"]  # the schedule multiplies it
-            group.setdefault("param_names", [])  # a pipeline stage may lack one of the groups
+            group.setdefault("param_names", [])  # not set if a pipeline stage has an empty group
         return optimizers
 
     def flops_per_token(self, causal=False):
         """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).
 
-        6 for each weight of a matrix product, with padding, and 12 n_layer n_embd T for attention:
-        all T x T scores, or with causal=True the lower half.
+        Matrix products: 6 for each weight, padding included. Attention: 12 n_layer n_embd T for all
+        T x T scores. causal=True counts only the lower half of the scores.
         """
         c = self.config
         weights = 12 * c.n_layer * c.n_embd**2 + (c.vocab_size + -c.vocab_size % 128) * c.n_embd
@@ -246,7 +246,7 @@ def sample(logits, temperature, top_k, top_p, generator):
     """Draws one id for each row: (B, vocab_size) -> (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
+    logits = logits.nan_to_num() / temperature  # NaN would end the process on a GPU
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -254,5 +254,6 @@ def sample(logits, temperature, top_k, top_p, generator):
         probs, order = F.softmax(logits, dim=-1).sort(descending=True)  # (B, vocab_size)
         # A token is dropped if the tokens before it already reach p. The first one always stays.
         drop = probs.cumsum(dim=-1) - probs >= top_p
+        drop[:, 0] = False
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)

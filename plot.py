@@ -3,22 +3,20 @@
   python plot.py log/baby log/baby.1              writes plot.png
   python plot.py log/gpt2 --x tokens --output gpt2.svg
 
-The training loss is a running mean; horizontal lines are the scores of others.
+The training loss is a running mean. Dotted lines show published scores.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
 
 from plaingpt.cli import UserError, parse_flags, require, run, writing
 from plaingpt.runlog import read_log
-from train_gpt2 import get_batch_tokens
 
-# Panels in their order: (label, {model: score}). The loss is that on FineWeb-Edu (build-nanogpt).
+# Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
 PANELS = {
     "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
     "hella": ("HellaSwag, accuracy per token", {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337}),
@@ -45,20 +43,25 @@ def read_run(directory):
     if not streams:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
     facts = json.loads(facts.read_text()) if facts.is_file() else {}  # build-nanogpt writes none
+    if not isinstance(facts, dict):
+        raise UserError(f"{directory}/run.json: is not the file of a run; restore or delete it")
     return {stream: np.array(pairs).T for stream, pairs in streams.items()}, facts
 
 
 def draw_run(panels, name, color, streams, position):
-    """Draws one run into {panel: Axes}. position: of each step, on x."""
+    """Draws one run into {panel: Axes}. position[step]: the step's place on the x axis."""
     for stream, (steps, values) in streams.items():
         panel = panels.get("loss" if stream in LOSSES else stream)
         label = f"{name}, {LOSSES[stream]}" if stream in LOSSES else name
         x = position[steps.astype(int)]
         if panel and stream in ("train", "norm", "tok_s"):
             panel.plot(x, values, color=color, alpha=0.15, linewidth=0.6)
-            N, n = len(values), max(1, len(values) // 100)
-            sums = np.convolve(values, np.ones(n))[:N]  # (N + n - 1) -> (N)
-            panel.plot(x, sums / np.minimum(np.arange(N) + 1, n), color=color, label=label)
+            window = np.ones(max(1, len(values) // 100))
+            finite = np.isfinite(values)
+            sums = np.convolve(np.where(finite, values, 0), window)[: len(x)]
+            counts = np.convolve(finite, window)[: len(x)]
+            means = np.divide(sums, counts, out=np.full(len(x), np.nan), where=counts > 0)
+            panel.plot(x, means, color=color, label=label)
         elif panel:
             marker = "" if stream == "lr" else "."
             panel.plot(x, values, color=color, linewidth=0.8, marker=marker, label=label)
@@ -68,20 +71,22 @@ def draw(runs, x):
     """{name: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
     found = {"loss" if s in LOSSES else s for streams, _ in runs.values() for s in streams}
     names = [name for name in PANELS if name in found]
+    if not names:
+        raise UserError(f"{', '.join(runs)}: no stream that plot.py knows: {', '.join(PANELS)}")
     rows = (len(names) + 1) // 2
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
-    for i, (name, (streams, facts)) in enumerate(runs.items()):
+    for i, (name, (streams, _)) in enumerate(runs.items()):
         last = int(max(steps[-1] for steps, _ in streams.values()))
         position = np.arange(last + 1)
         if x == "tokens":
-            if not facts:
-                raise UserError(f"{name}: no run.json with the tokens of a step; use --x steps")
-            config = SimpleNamespace(**facts["train_config"])
-            tokens = [get_batch_tokens(step, config) for step in range(last)]
-            position = np.cumsum([0, *tokens])
-        draw_run(panels, name, f"C{i}", streams, position)
-    fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in facts["train_config"]["data"]
+            if "tokens" not in streams:
+                raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
+            steps, consumed = streams["tokens"]
+            position = np.zeros(last + 2)
+            position[steps.astype(int) + 1] = consumed  # after the step
+        draw_run(panels, name.replace("$", r"\$"), f"C{i}", streams, position)
+    fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
     for name, panel in panels.items():
         label, scores = PANELS[name]

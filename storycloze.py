@@ -4,7 +4,7 @@
   python storycloze.py --data val2016.csv         newest checkpoint in log/
   python storycloze.py --data val2016.csv --model gpt2
 
-The data are not free: ask their owners with the form at
+The data are not public. Request them from their owners with the form at
 https://cs.rochester.edu/nlp/rocstories. The CSV files of 2016 and of 2018 have
 these columns (sentence_quiz1, answer_right_ending and the like work, too):
 
@@ -32,7 +32,7 @@ def examples(records):
 
 
 def plain(name):
-    """Name of a column, without the differences in spelling."""
+    """Name of a column in one spelling: the files of 2016 and 2018 differ."""
     return str(name).lower().replace("_", "").replace("randomfifth", "")
 
 
@@ -47,7 +47,7 @@ BENCHMARK = Benchmark(
     no_data="the Story Cloze data are not on the hub: fill in the form at "
             "https://cs.rochester.edu/nlp/rocstories, then give --data FILE.csv "
             "(in training: --evals storycloze=FILE.csv)",
-    figures=dict(acc="no length; as EleutherAI's harness",
+    figures=dict(acc="not divided by length; as EleutherAI's harness",
                  acc_norm_token="per token; as the GPT-3 paper"))
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Text to token ids and back: GPT-2's byte-pair encoding, and plain bytes.
 
-One object says what ids mean, and it travels with the data: shards and checkpoints keep its name,
+A Tokenizer converts text to ids and ids to text. Shards and checkpoints store its name,
 "gpt2" or "bytes". GPT-2's merges are in plaingpt/gpt2.tiktoken (OpenAI, MIT license), so no
 network is needed. Encoding uses tiktoken. Decoding is a table lookup and needs no package.
 """
@@ -8,6 +8,7 @@ network is needed. Encoding uses tiktoken. Decoding is a table lookup and needs 
 import base64
 import functools
 import hashlib
+import re
 import uuid
 from pathlib import Path
 
@@ -19,17 +20,18 @@ MERGES = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
 # tiktoken pins the same hash for r50k_base, its name for this encoding.
 MERGES_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 END_OF_TEXT = "<|endoftext|>"
+LONG_SPACE = 500_000
 # GPT-2 splits text before it merges bytes: contractions, words, numbers, other symbols, spaces.
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""")
 
 
 class Tokenizer:
-    """What token ids mean. Get one from get_tokenizer(name).
+    """Converts text to ids and ids to text. get_tokenizer(name) creates one.
 
     name: "gpt2" or "bytes". n_vocab: the number of ids. token_bytes: the bytes of each id.
-    end_of_text: the id before every document, and the one that generation starts from. Bytes have
-    no id of their own for it, and use the line break.
+    end_of_text: the id before every document; generation also starts from it. For "bytes" it is
+    the id of the line break.
     """
 
     def __init__(self, name, token_bytes, special):
@@ -38,7 +40,7 @@ class Tokenizer:
         self.token_bytes = token_bytes + [text.encode() for text in special]
         self.n_vocab = len(self.token_bytes)
         self.end_of_text = special.get(END_OF_TEXT, ord("\n"))
-        self.mark = f"<|{uuid.uuid4()}|>"  # for end_of_text in encode_documents; in no document
+        self.mark = f"<|{uuid.uuid4()}|>"  # encode_documents reads it as end_of_text; it is random
 
     @functools.cached_property
     def encoding(self):
@@ -52,6 +54,10 @@ class Tokenizer:
 
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text."""
+        try:
+            check_spaces(text)
+        except ValueError as error:
+            raise UserError(f"the text has {error}; shorten them") from error
         return self.encoding.encode_ordinary(text)
 
     def encode_documents(self, texts):
@@ -67,6 +73,12 @@ class Tokenizer:
         unknown = "\ufffd".encode()
         parts = [self.token_bytes[i] if i < self.n_vocab else unknown for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
+
+
+def check_spaces(text):
+    """Raises ValueError for so many spaces that tiktoken's regex would overflow its stack."""
+    if len(text) >= LONG_SPACE and re.search(rf"\s{{{LONG_SPACE}}}", text):
+        raise ValueError(f"more than {LONG_SPACE:,} white spaces in a row")
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import plaingpt.device as devices
 from model import PRESETS, GPTConfig
 from plaingpt.checkpoint import find_checkpoint, init_model, restore, save_checkpoint
-from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, run
+from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, restoring_signals, run
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.runlog import RunLog
 from plaingpt.shards import open_tokens, prefetch
@@ -71,8 +71,7 @@ class TrainConfig:
     pp: Annotated[int, "pipeline stages; at most n_layer", "above 0"] = 1
 
 
-# Rates and batches of the GPT-3 paper, table 2.1. The baby's recipe was measured: it reaches the
-# lowest loss after a minute on two CPU cores.
+# GPT-3 paper, table 2.1. baby: the best of those that we measured, for a minute on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 RECIPES = {
     "gpt2": dict(),
@@ -106,7 +105,7 @@ def parse_args(argv=None):
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
     auto_baby = preset == "baby" and not data and "preset" not in given
-    hint = f"; python fineweb.py makes {SHARDS}/ for the preset gpt2" if auto_baby else ""
+    hint = "; for the preset gpt2, first run python fineweb.py" if auto_baby else ""
     print0(f"preset {preset} on {values['data']}{hint}")
     g = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
     c = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
@@ -117,7 +116,7 @@ def parse_args(argv=None):
     if c.muon_lr and c.optimizer != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     names = set(given)
-    if "preset" in given and not c.init_from:  # then the model of a resumed run has this shape
+    if "preset" in given and not c.init_from:  # a resumed model must have the preset's shape
         names |= {"n_layer", "n_head", "n_embd", "block_size"}
     return g, c, names
 
@@ -135,17 +134,17 @@ def check_batch_size(config, T, dp_size, n_sequences):
         share = size // unit  # sequences of a process in this step
         if share % min(config.batch_size, share // config.pp):
             raise UserError(
-                f"--batch_size {config.batch_size} does not divide the {share} sequences of a "
-                f"process in a step into at least {config.pp} equal micro-batches; give a divisor")
+                f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
+                f"give a divisor of {share} that makes at least {config.pp} micro-batches")
 
 
 class DataLoaderLite:
     """The stream of sequences: a pure function of (tokens, T, seed, epoch).
 
-    Sequence i is tokens iT to iT+T: T+1 of them, so that its last token is the next one's first
-    and every token is a target once. An epoch is a random permutation of all sequences. A position
-    counts sequences from the start of the run, so nothing depends on the number of processes.
-    tokens: has len() and read(start, count). Raises UserError if there is not one sequence.
+    Sequence i is the T+1 tokens from iT to iT+T. Sequence i+1 begins with its last token, so each
+    token is a target once. An epoch is a random permutation of all sequences. A position counts
+    sequences from the start of the run, so nothing depends on the number of processes.
+    tokens: has len() and read(start, count). Raises UserError if they are fewer than T+1.
     """
 
     def __init__(self, tokens, T, seed=1337, shuffle=True):
@@ -201,14 +200,14 @@ def get_batch_tokens(step, config):
 
 
 def micro_batch(step, config, T, dp_size):
-    """Returns (sequences in a step, sequences of a micro-batch). A pipeline takes all at once."""
+    """Returns the sequences of a step and of a batch: a micro-batch, or all for a pipeline."""
     n_sequences = get_batch_tokens(step, config) // T
     share = n_sequences // dp_size
     return n_sequences, share if config.pp > 1 else min(config.batch_size, share)
 
 
 def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device):
-    """Yields this process's (x, y), (B, T) each, from a step to the end of the run."""
+    """Yields (x, y), (B, T) each, of this process for all steps from first_step on."""
     for step in range(first_step, config.max_steps):
         n_sequences, B = micro_batch(step, config, loader.T, dp_size)
         for start in range(position + dp_rank * B, position + n_sequences, dp_size * B):
@@ -217,7 +216,7 @@ def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device
 
 
 class Trainer:
-    """Trains a model that every process holds whole: one process, or DDP.
+    """Trains with the whole model on every process: one process, or DDP.
 
     Validation, benchmarks, samples and checkpoints use eval_model, which is neither compiled nor
     wrapped. ShardedTrainer in plaingpt/parallel.py has the same members.
@@ -228,6 +227,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.eval_model = model.to(device)
         self.optimizers = model.configure_optimizers(*rates)
+        self.groups = [optimizer.state_dict()["param_groups"] for optimizer in self.optimizers]
         self.model = model
         if config.compile:
             self.model = torch.compile(model, dynamic=False, fullgraph=True)
@@ -238,7 +238,7 @@ class Trainer:
     def forward_backward(self, x, y, micro_steps, last):
         """Adds the gradients of a micro-batch. Returns its part of the step's loss.
 
-        last: whether it is the step's last micro-batch, which averages over the processes.
+        last: True for the step's last micro-batch. DDP then averages the gradients.
         """
         if isinstance(self.model, DDP):
             self.model.require_backward_grad_sync = last  # DDP reads it in the forward
@@ -257,17 +257,15 @@ class Trainer:
         return self.eval_model.state_dict(), [o.state_dict() for o in self.optimizers]
 
     def load_optimizer_states(self, states):
-        """Loads the moments of each optimizer; rates and decay stay those of the flags."""
-        for optimizer, state in zip(self.optimizers, states):
-            groups = optimizer.state_dict()["param_groups"]
+        """Loads the moments of each optimizer. Learning rate and decay come from the flags."""
+        for optimizer, groups, state in zip(self.optimizers, self.groups, states):
             optimizer.load_state_dict(dict(state=state, param_groups=groups))
 
 
 def prepare(model, config, device, dtype):
     """GPT -> Trainer, or ShardedTrainer if the flags ask for FSDP, TP or PP."""
     model.activation_checkpointing = config.activation_checkpointing
-    if config.compile is None:
-        config = replace(config, compile=device.type == "cuda")
+    config = replace(config, compile=devices.choose_compile(config.compile, device))
     rates = config.weight_decay, config.max_lr, config.optimizer, config.muon_lr
     trainer = Trainer
     if dist.is_initialized() and (config.parallel == "fsdp" or config.tp * config.pp > 1):
@@ -278,7 +276,7 @@ def prepare(model, config, device, dtype):
 def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
     """One step: accumulate, average, clip, update. Returns (loss, gradient norm, stop).
 
-    batches: iterator of (x, y), of which micro_steps are taken. A step with a non-finite gradient
+    batches: iterator of (x, y); takes micro_steps of them. A step with a non-finite gradient
     changes nothing. stop: True on all processes if stop_signals is not empty on any of them.
     """
     loss_sum = 0.0
@@ -291,9 +289,9 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
     sums = torch.stack([loss_sum, stop, torch.ones_like(loss_sum)])
     if dist.is_initialized():
         dist.all_reduce(sums)
-    # The only synchronization of the step with the device.
+    # Here the CPU waits for the device. It does so once per step.
     loss_sum, stop, processes, norm = torch.cat([sums, norm.view(1)]).tolist()
-    if math.isfinite(norm):  # scaler.step would ask the device again
+    if math.isfinite(norm):  # scaler.step would wait for the device again
         for optimizer in trainer.optimizers:
             optimizer.step()
     trainer.scaler.update()
@@ -317,15 +315,11 @@ def estimate_loss(trainer, loader, config, dp_rank, dp_size, device):
         with trainer.autocast:
             loss_sum += rows * model.loss(model.hidden(x), y)
     model.train()
-    copies = 1  # processes with the same rows
-    if dist.is_initialized():
-        dist.all_reduce(loss_sum)
-        copies = dist.get_world_size() // dp_size
-    return (loss_sum / (copies * n_sequences)).item()
+    return (devices.sum_over_data(loss_sum, dp_size) / n_sequences).item()
 
 
 def print_samples(model, tokenizer, step, device):
-    """Prints two texts that the model writes from nothing. Returns them."""
+    """Prints two texts that the model writes without a prompt. Returns them."""
     model.eval()
     idx = torch.full((2, 1), tokenizer.end_of_text, device=device)  # (B, T)
     n = 500 if tokenizer.name == "bytes" else 64
@@ -341,6 +335,7 @@ def due(step, every):
     return every > 0 and step > 0 and step % every == 0
 
 
+@restoring_signals()
 @devices.lost_process_advice()
 def main(argv=None):
     gpt_config, config, given = parse_args(argv)
@@ -349,7 +344,7 @@ def main(argv=None):
     stop_signals = catch_stop_signals()
     dtype = devices.choose_dtype(config.dtype, device)
     dp_rank, dp_size = devices.data_parallel_rank(config, rank, world_size)
-    checkpoint = find_checkpoint(config, rank, world_size)
+    checkpoint = find_checkpoint(config)
     model, tokenizer = init_model(gpt_config, config, given, checkpoint)
     T = model.config.block_size
     train_tokens = open_tokens(config.data, "train", model.config.vocab_size, tokenizer)
@@ -368,13 +363,16 @@ def main(argv=None):
     log.start(tokenizer, device, dtype, len(train_tokens))
     batches = prefetch(
         micro_batches(loader, config, first_step, position, dp_rank, dp_size, device))
-    stop = False
+    stop = save = False
     for step in range(first_step, config.max_steps + 1):
         last = step == config.max_steps
         n_sequences, B = micro_batch(step, config, T, dp_size)
         evaluate = evals and (last or due(step, config.eval_every))
-        if step > first_step and (last or stop or evaluate or due(step, config.save_every)):
+        save = save or last or stop or evaluate or due(step, config.save_every)
+        # While gradients are not finite, the run may have diverged: keep the older checkpoints.
+        if save and step > first_step and (last or stop or not log.bad_in_a_row):
             save_checkpoint(trainer, step, position, config, tokenizer, fingerprints)
+            save = False
         if stop:
             print0(f"stopped by a signal; step {step} is saved; {log.summary()}")
             break
@@ -403,7 +401,7 @@ def main(argv=None):
             loss, norm, stop = train_step(
                 trainer, batches, n_sequences // (B * dp_size), config.grad_clip, stop_signals)
         position += n_sequences
-        log.write_step(step, loss, lr, norm, n_sequences * T, time.perf_counter() - start)
+        log.write_step(step, loss, lr, norm, n_sequences * T, position * T, start)
     devices.shut_down(world_size)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from plaingpt.cli import run
-from plaingpt.evaluation import Benchmark, Example, main, take
+from plaingpt.evaluation import Benchmark, Example, main, perplexity, take
 
 HEADING = r"(?m)\n(?=[^\S\n]*= (?!=).*(?<!=) =[^\S\n]*$)"  # the line break before " = Title = "
 
@@ -35,13 +35,13 @@ class Options:
 def examples(records, stride=Options.stride):
     """Records -> Examples, one for each article. Raises UserError."""
     for page in pages(records):
-        # As the harness counts: white space at an end of the article adds an empty word.
+        # Counts words like the harness: white space at either end adds an empty word.
         counts = dict(words=len(re.split(r"\s+", page)), bytes_before=len(page.encode()))
         yield Example([""], [detokenize(page)], stride=stride, counts=counts)
 
 
 def pages(records):
-    """Records of articles, or of lines, which are joined and split before each title."""
+    """Yields articles. Records of lines are joined, then split before each title."""
     lines = []
     for record in records:
         if "page" in record:
@@ -74,8 +74,8 @@ def report(examples, scores):
     words = sum(example.counts["words"] for example in examples)
     n_bytes = sum(example.counts["bytes_before"] for example in examples)
     return dict(
-        word_perplexity=math.exp(nats / words),
-        token_perplexity=math.exp(nats / scores.tokens.sum()),
+        word_perplexity=perplexity(nats / words),
+        token_perplexity=perplexity(nats / scores.tokens.sum()),
         bits_per_byte=nats / n_bytes / math.log(2))
 
 
@@ -83,7 +83,7 @@ BENCHMARK = Benchmark(
     name="wikitext", doc=__doc__, stream="wikitext", examples=examples, report=report,
     hub=dict(dataset="Salesforce/wikitext", name="wikitext-103-raw-v1", split="test"),
     options=(Options,), figures=dict(
-        word_perplexity="per word of the split text; as papers, the harness",
+        word_perplexity="per word of the split text; as in papers and the harness",
         token_perplexity="per token; only for the same tokenizer",
         bits_per_byte="per byte of the split text; as the harness"))
 

@@ -1,4 +1,4 @@
-"""Checkpoints: find, load, save, resume. And the weights that a run or a program starts from."""
+"""Finds, loads, saves and resumes checkpoints. Also loads the weights that a run starts from."""
 
 import os
 import zipfile
@@ -6,19 +6,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from model import GPT, GPTConfig
 from plaingpt.cli import UserError, first_line, print0, replacing, writing
-from plaingpt.device import memory_advice, ranks
+from plaingpt.device import memory_advice, on_rank0, ranks
 from plaingpt.shards import tokenizer_name
 from tokenizer import get_tokenizer
 
-ENTRIES = {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config",
-           "tokenizer"}
-# Settings that may change at every resume without a note: checkpoints do not keep them.
+ENTRIES = dict(model=dict, optimizer=dict, scaler=dict, step=int, position=int, model_config=dict,
+               train_config=dict, tokenizer=str)
+# Checkpoints do not store these settings, so they may change at a resume without a note.
 LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
           "log_dir", "log_every", "resume", "tensorboard"}
+
+
+class Damaged(UserError):
+    """The file can be opened, but is no whole checkpoint."""
 
 
 def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints):
@@ -29,6 +32,9 @@ def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints):
     model_state, optimizer_states = trainer.full_state()
     if ranks()[0] > 0:
         return
+    if not is_finite(model_state):
+        raise UserError(f"the parameters are not finite at step {step}: the run has diverged, and "
+                        f"this step is not saved; {way_back(config)}")
     settings = {**asdict(config), **fingerprints}
     state = dict(
         model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
@@ -47,44 +53,89 @@ def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints):
             old.unlink()
 
 
+def is_finite(model_state):
+    return all(bool(tensor.isfinite().all()) for tensor in model_state.values())
+
+
+def way_back(config):
+    """How to go on after a run has diverged, in words."""
+    rates = f"--max_lr {config.max_lr / 2:g}"
+    if config.min_lr > config.max_lr / 2:
+        rates += f" --min_lr {config.max_lr / 20:g}"
+    if paths := checkpoints(config.log_dir):
+        return f"continue from {paths[-1]} with --resume {rates}"
+    return f"there is no checkpoint: start again with {rates}"
+
+
 def names_of(optimizers):
     return [type(optimizer).__name__.lower() for optimizer in optimizers]  # adamw, muon
 
 
 def load_checkpoint(path):
-    """Loads a checkpoint as the dict that save_checkpoint wrote, on the CPU. Raises UserError."""
+    """Loads a checkpoint as the dict that save_checkpoint wrote, on the CPU.
+
+    Raises Damaged, or another UserError if the file cannot be read.
+    """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
-        # mmap: the processes of a machine share the memory.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        missing = ENTRIES - set(checkpoint)
+        # mmap: the processes of a machine share the memory. It needs a name in UTF-8.
+        utf8 = os.fsencode(path) == str(path).encode(errors="replace")
+        with open(path, "rb") as file:
+            checkpoint = torch.load(
+                path if utf8 else file, map_location="cpu", weights_only=True, mmap=utf8)
+        check_checkpoint(checkpoint)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)}); make it "
+                        "readable, or give another checkpoint") from error
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
-        reason = first_line(error)
-        raise UserError(f"{path}: not a readable checkpoint ({reason}); give another") from error
-    if missing:
-        names = ", ".join(sorted(missing))
-        raise UserError(f"{path}: not a checkpoint of plainGPT, {names} missing; give another")
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise Damaged(
+            f"{path}: not a readable checkpoint ({reason}); give another checkpoint") from error
     return checkpoint
+
+
+def check_checkpoint(checkpoint):
+    """Raises ValueError unless the entries have their types, and the weights fit the model."""
+    for name, kind in ENTRIES.items():
+        if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get(name), kind)):
+            raise ValueError(f"it has no {name} of type {kind.__name__}, as plainGPT's have")
+    state, config = checkpoint["model"], GPTConfig(**checkpoint["model_config"])
+    numbers = [*asdict(config).values(), checkpoint["step"], checkpoint["position"]]
+    if not all(0 <= n < 2**63 for n in numbers) or config.n_layer > len(state):
+        raise ValueError(f"implausible numbers: {config}")
+    with torch.device("meta"):  # takes no memory, whatever the sizes are
+        shapes = {name: p.shape for name, p in GPT(config).state_dict().items()}
+    compare_shapes(state, shapes)
+    if not is_finite(state):
+        raise ValueError("its weights are not finite")
+    get_tokenizer(checkpoint["tokenizer"])
+
+
+def compare_shapes(tensors, shapes):
+    """Raises ValueError unless these are floating-point tensors of these shapes: {name: shape}."""
+    if names := shapes.keys() ^ tensors.keys():
+        raise ValueError(f"missing or unexpected: {', '.join(sorted(map(str, names)))}")
+    for name, tensor in tensors.items():
+        shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if shape != list(shapes[name]):
+            raise ValueError(f"{name}: is {shape}, not {list(shapes[name])}")
+        if not (tensor.is_floating_point() and tensor.is_contiguous()):
+            raise ValueError(f"{name}: has no plain floating-point numbers")
 
 
 def checkpoints(directory):
     """The checkpoints of a run directory, oldest first. Ignores files like model_best.pt."""
-    paths = [p for p in Path(directory).glob("model_*.pt") if p.stem[6:].isdigit()]
-    return sorted(paths, key=lambda p: int(p.stem[6:]))
+    paths = [p for p in Path(directory).glob("model_*.pt") if p.stem[6:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
-def build_model(checkpoint, source, dropout=0.0):
-    """Dict of a checkpoint -> (GPT, Tokenizer). source: named in the UserError if it is invalid."""
-    try:
-        model = GPT(GPTConfig(**{**checkpoint["model_config"], "dropout": dropout}))
-        model.load_state_dict(checkpoint["model"])
-        return model, get_tokenizer(checkpoint["tokenizer"])
-    except Exception as error:  # a file of unknown origin may hold anything
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{source}: its model cannot be built ({reason}); give another "
-                        "checkpoint") from error
+def build_model(checkpoint, dropout=0.0):
+    """Dict of a checkpoint -> (GPT, Tokenizer)."""
+    model = GPT(GPTConfig(**{**checkpoint["model_config"], "dropout": dropout}))
+    model.load_state_dict(checkpoint["model"])
+    return model, get_tokenizer(checkpoint["tokenizer"])
 
 
 def load_model(name, dropout=0.0):
@@ -92,12 +143,14 @@ def load_model(name, dropout=0.0):
 
     name: a checkpoint, a run directory, or the name or directory of a Hugging Face GPT-2.
     """
-    path = Path([name, *checkpoints(name)][-1])  # of a run, the newest checkpoint
+    path = Path([name, *checkpoints(name)][-1])  # the newest checkpoint, if name is a run
     if path.is_file():
-        return build_model(load_checkpoint(path), path, dropout)
+        return build_model(load_checkpoint(path), dropout)
     if path.suffix == ".pt":
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     model, tokenizer = GPT.from_pretrained(name, dropout), get_tokenizer("gpt2")
+    if not is_finite(model.state_dict()):
+        raise UserError(f"{name}: its weights are not finite; give another model")
     if model.config.vocab_size < tokenizer.n_vocab:
         raise UserError(f"{name}: has {model.config.vocab_size} ids, fewer than GPT-2's "
                         f"{tokenizer.n_vocab}; give a model with GPT-2's vocabulary")
@@ -121,7 +174,7 @@ def find_model(config):
 
 
 def init_model(gpt_config, config, given, checkpoint):
-    """The model of a run and the tokenizer of its data -> (GPT, Tokenizer).
+    """Returns (GPT, Tokenizer): the model of a run and the tokenizer of its data.
 
     given: names of the flags given. checkpoint: to resume, or None. Raises UserError if weights,
     flags and data do not fit together.
@@ -139,7 +192,7 @@ def init_model(gpt_config, config, given, checkpoint):
             return GPT(gpt_config), tokenizer
     if checkpoint:
         source = config.log_dir
-        model, tokenizer = build_model(checkpoint, source, gpt_config.dropout)
+        model, tokenizer = build_model(checkpoint, gpt_config.dropout)
     else:
         source = config.init_from
         model, tokenizer = load_model(source, gpt_config.dropout)
@@ -158,30 +211,49 @@ def init_model(gpt_config, config, given, checkpoint):
     return model, tokenizer
 
 
-def find_checkpoint(config, rank, world_size):
-    """The newest readable checkpoint of --log_dir if --resume is given, else None.
+def find_checkpoint(config):
+    """The newest checkpoint of --log_dir if --resume is given, else None. Raises UserError."""
+    path = on_rank0(newest_checkpoint, config.log_dir) if config.resume else None
+    return load_checkpoint(path) if path else None
 
-    Rank 0 chooses the file, and all processes load it.
-    """
-    if not config.resume:
-        return None
-    checkpoint, choice = None, [None]
-    for path in reversed(checkpoints(config.log_dir) if rank == 0 else []):
+
+def newest_checkpoint(directory):
+    """Path of the newest whole checkpoint; None if there is none. Renames damaged newer ones."""
+    damaged, found = [], None
+    for path in reversed(checkpoints(directory)):
         try:
-            checkpoint, choice = load_checkpoint(path), [path]
+            load_checkpoint(path)
+            found = path
             break
-        except UserError as error:
+        except Damaged as error:
             print0(f"skipped {error}")
-    if world_size > 1:
-        dist.broadcast_object_list(choice)
-    if choice[0] is None:
-        print0(f"nothing to resume in {config.log_dir}: starting a new run")
-        return None
-    return checkpoint or load_checkpoint(choice[0])
+            damaged.append(path)
+    if damaged and not found:
+        raise UserError(f"no checkpoint in {directory} is whole; restore one, or choose another "
+                        "--log_dir to start a new run")
+    for path in damaged:  # or --keep would count it
+        print0(f"{path} is now {path.rename(f'{path}.damaged').name}")
+    if not found:
+        print0(f"nothing to resume in {directory}: starting a new run")
+    return found
+
+
+def check_optimizer_state(state, groups, parameters):
+    """Raises ValueError unless every parameter has the same entries, of its own shape.
+
+    PyTorch's fused optimizers do not check this, and write beyond the end of a short tensor.
+    """
+    names = {i: n for g in groups for i, n in zip(g["params"], g["param_names"])}
+    keys = next(iter(state.values()), {}).keys()
+    if state and (state.keys() != names.keys() or not keys):
+        raise ValueError("parameters are missing or unexpected")
+    for i, entry in state.items():
+        shape = parameters[names[i]].shape
+        compare_shapes(entry, {key: torch.Size() if key == "step" else shape for key in keys})
 
 
 def restore(checkpoint, trainer, config, fingerprints):
-    """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
+    """Loads the optimizers and the scaler. Returns (step, position); (0, 0) without a checkpoint.
 
     Prints which settings have changed. Raises UserError if the checkpoint is from other data or
     another optimizer, or is beyond the last step.
@@ -196,13 +268,20 @@ def restore(checkpoint, trainer, config, fingerprints):
                for split, now in fingerprints.items() if before.get(split, now) != now]
     if changed:
         raise UserError(f"--data {config.data} is not the data of the run in {run}: "
-                        f"{', '.join(changed)}; to use its weights in a new run, --init_from {run}")
+                        f"{', '.join(changed)}; to start a new run from it, use --init_from {run}")
     saved = checkpoint["optimizer"]
     names = names_of(trainer.optimizers)
     if saved.keys() != set(names):
         raise UserError(f"the run in {run} has --optimizer {before.get('optimizer', 'adamw')}, not "
-                        f"{config.optimizer}; give the same")
-    trainer.load_optimizer_states([saved[name]["state"] for name in names])
+                        f"{config.optimizer}; use the optimizer of the run")
+    try:
+        states = [saved[name]["state"] for name in names]
+        for state, groups in zip(states, trainer.groups):
+            check_optimizer_state(state, groups, checkpoint["model"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"the optimizer of the checkpoint in {run} is damaged ({error}); use its "
+                        f"weights in a new run: --init_from {run}") from error
+    trainer.load_optimizer_states(states)
     if checkpoint["scaler"]:  # empty unless the dtype was float16
         trainer.scaler.load_state_dict(checkpoint["scaler"])
     print0(f"resumed from step {step} in {run}")

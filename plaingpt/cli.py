@@ -43,7 +43,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
+        formatter_class=help_formatter, argument_default=argparse.SUPPRESS)
 
     def error(message):  # argparse's own prints the usage of all flags
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
@@ -64,6 +64,12 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         hint = f"did you mean {close[0]}?" if close else "--help lists all flags"
         raise UserError(f"unknown flag {flag}; {hint}")
     return vars(given)
+
+
+def help_formatter(prog):
+    """argparse fails where the terminal has very few columns."""
+    columns = max(40, shutil.get_terminal_size().columns)
+    return argparse.RawDescriptionHelpFormatter(prog, width=columns - 2)
 
 
 def read_annotation(name, hint, default):
@@ -97,15 +103,17 @@ def read_annotation(name, hint, default):
 
 def run(main):
     """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
-    for stream in (sys.stdout, sys.stderr):  # escape what the terminal's encoding cannot print
-        if hasattr(stream, "reconfigure"):
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if the shell closed it
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # escape what the terminal's encoding cannot print
             stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
-    except BrokenPipeError:  # redirected, so that the interpreter's last flush does not fail again
+    except BrokenPipeError:  # redirect stdout: else the flush at interpreter exit fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
@@ -123,13 +131,27 @@ def require(module):
         raise UserError(f"the package {package} is missing: pip install {package}") from error
 
 
+STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
+
+
 def catch_stop_signals():
     """SIGTERM, SIGINT and SIGHUP from now on only append their number to the returned list."""
     received = []
-    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: received.append(number))
     return received
+
+
+@contextlib.contextmanager
+def restoring_signals():
+    """Restores the signal handlers at the end. Also a decorator: @restoring_signals()."""
+    handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
 
 
 def print0(text, end="\n"):
@@ -143,7 +165,7 @@ def print0(text, end="\n"):
 
 
 def fit(line):
-    """Cuts a line at the width of the terminal, if the output is one."""
+    """Cuts a line at the width of the terminal, if the output is a terminal."""
     return line[: shutil.get_terminal_size().columns - 1] if sys.stdout.isatty() else line
 
 
@@ -169,7 +191,7 @@ def writing(path, remedy="free some space, or choose another place"):
 @contextlib.contextmanager
 def replacing(path):
     """Yields a temporary path; renames it to `path` after the block, or deletes it on failure."""
-    temporary = Path(f"{path}.tmp")
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -178,13 +200,14 @@ def replacing(path):
 
 
 def lock(directory, flag):
-    """Locks a directory until this process exits. Returns the file descriptor. Raises UserError."""
-    if not fcntl:
-        return None
-    descriptor = os.open(directory, os.O_RDONLY)  # of the directory: no lock file stays behind
+    """Locks a directory until the returned file descriptor is closed. Raises UserError."""
+    # On the directory itself, so that no lock file stays behind.
+    descriptor = os.open(directory if fcntl else os.devnull, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        os.close(descriptor)
         raise UserError(f"{flag} {directory}: another process is writing there; stop it, or choose "
                         "another directory") from error
     except OSError as error:  # some network file systems have no locks
@@ -193,7 +216,7 @@ def lock(directory, flag):
 
 
 def check_json(path):
-    """Raises UserError if --json FILE cannot be written: before the work, not after it."""
+    """Checks before the work that --json FILE can be written. Raises UserError."""
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
         raise UserError(f"--json {path}: cannot write there; give a file in a writable directory")
 
@@ -203,10 +226,10 @@ def write_json(path, value):
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with writing(path):
         if Path(path).exists() and not Path(path).is_file():  # such as /dev/stdout
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(text, "utf-8", "backslashreplace")
             return
         with replacing(Path(path).resolve()) as temporary:  # a link stays a link
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, "utf-8", "backslashreplace")  # names may be no UTF-8
 
 
 def first_line(error):

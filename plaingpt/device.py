@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from typing import Literal
@@ -72,14 +73,14 @@ def setup(name, keep_memory=True, deterministic=False):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # we read none
+        torch.utils.deterministic.fill_uninitialized_memory = False  # we never read it
     rank, local_rank, world_size = ranks()
     device = find_device(name, local_rank, world_size)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if device.type == "cpu" and hasattr(libc, "mallopt"):
-        # glibc returns large freed blocks to the system and gets them back zeroed, page by page: a
-        # third of a step. Keep them (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD). But FSDP frees whole
-        # tensors all the time, and kept blocks would fragment its memory.
+        # glibc returns large freed blocks to the system and gets zeroed pages back. This takes a
+        # third of a step. So keep the blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), except with
+        # FSDP: it frees whole tensors all the time, and kept blocks would fragment its memory.
         if keep_memory:
             libc.mallopt(-1, 2**31 - 1)
         libc.mallopt(-3, 2**31 - 1 if keep_memory else 2**17)
@@ -108,7 +109,7 @@ def memory_advice(message):
 
 
 def batch_size_advice(batch_size, share):
-    """memory_advice that names the next smaller divisor of the sequences of a process in a step."""
+    """memory_advice with a smaller --batch_size, a divisor of share (the process's sequences)."""
     smaller = max((b for b in range(1, batch_size) if share % b == 0), default=0)
     hint = f"--batch_size {smaller} or " if smaller else ""
     return memory_advice(f"--batch_size {batch_size} does not fit into memory; try {hint}"
@@ -131,12 +132,45 @@ def lost_process_advice():
             "printed, then continue from the last checkpoint with --resume", status=1) from error
 
 
+def on_rank0(function, *args, **kwargs):
+    """Calls a function on rank 0. Returns its result, or raises its UserError, on all processes."""
+    result = None
+    if ranks()[0] == 0:
+        try:
+            result = function(*args, **kwargs)
+        except UserError as error:
+            result = error
+    if dist.is_initialized():
+        results = [result]
+        dist.broadcast_object_list(results)
+        result = results[0]
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def sum_over_data(tensor, dp_size):
+    """Sums over the data parallel processes. Processes with the same rows (TP, PP) count once."""
+    if not dist.is_initialized():
+        return tensor
+    dist.all_reduce(tensor)
+    return tensor / (dist.get_world_size() // dp_size)
+
+
 def shut_down(world_size):
     """Waits for all processes, then closes the process group."""
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.5)  # gloo's threads may abort an exit at once (pytorch/pytorch#179291)
+        time.sleep(0.5)  # exiting at once may crash in gloo's threads (pytorch/pytorch#179291)
+
+
+def choose_compile(flag, device):
+    """--compile -> bool; the default is True on CUDA. Raises UserError without a compiler."""
+    compiler = device.type != "cpu" or shutil.which(os.environ.get("CXX", "g++"))
+    if flag and not (compiler or shutil.which("clang++")):
+        raise UserError("--compile: needs a C++ compiler on a CPU; install g++, or set CXX")
+    return device.type == "cuda" if flag is None else flag
 
 
 def choose_dtype(name, device):
@@ -149,8 +183,8 @@ def choose_dtype(name, device):
         slow = "float16" if device.type == "cuda" else "float32"
         name = "bfloat16" if fast else slow
     if name == "bfloat16" and device.type == "cpu":
-        # Float32 products may then round their inputs to bfloat16, but sum in float32. A CPU
-        # without bfloat16 rounds nothing, but uses oneDNN instead of MKL: twice as fast.
+        # Allows float32 products to round their inputs to bfloat16; sums stay float32. Without
+        # bfloat16 hardware nothing is rounded, but oneDNN replaces MKL and is twice as fast.
         torch.set_float32_matmul_precision("medium")
     return getattr(torch, name)
 

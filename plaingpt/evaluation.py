@@ -1,4 +1,4 @@
-"""The one scoring path: how likely does a model find an ending after a context?
+"""Scores endings: the log-likelihood that a model gives to an ending after a context.
 
 A benchmark, such as hellaswag.py, makes examples from records, and figures from scores. This file
 turns examples into rows of tokens. Endings of one context share a row:
@@ -21,7 +21,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -40,7 +39,7 @@ class Example:
     contexts: list[str]
     endings: list[str]  # each starts with its white space
     label: int = 0  # the right pair
-    stride: float = math.inf  # of windows: 0: no overlap; math.inf: only the last window
+    stride: float = math.inf  # of windows (0: no overlap; math.inf: only the last window)
     counts: dict | None = None  # other numbers that report() needs
 
     def __len__(self):
@@ -63,11 +62,11 @@ class Benchmark:
 
 class Row(NamedTuple):
     tokens: torch.Tensor  # (L, 3): id, position, part
-    scored: torch.Tensor  # (M, 4): index of the token before it, id, pair, 1 if its last token
+    scored: torch.Tensor  # (M, 4): index of the previous token, id, pair, 1 for a pair's last token
 
 
 def windows(context, ending, block_size, stride):
-    """Ids longer than block_size -> tuples (context, piece of the ending, is last)."""
+    """Splits ids longer than block_size. Yields (context, piece of the ending, is_last)."""
     ids, done = context + ending, len(context)
     while done < len(ids):
         end = min(len(ids), max(block_size + 1, done + (stride or block_size)))
@@ -97,8 +96,8 @@ def make_rows(examples, tokenizer, config):
         if T < example.stride < math.inf:
             raise UserError(f"--stride {example.stride}: must be at most {T}, the model's context")
         for context in example.contexts:
-            # As in EleutherAI's harness: white space at the end of the context moves to the ending,
-            # whose ids are those that context + ending has after the context's own.
+            # As in EleutherAI's harness: white space at the end of the context moves to the ending.
+            # The ending has the ids of context + ending, without the first len(ids) of them.
             ids = tokenizer.encode(context.rstrip())
             endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
             ids = ids or [tokenizer.end_of_text]
@@ -119,7 +118,7 @@ def make_rows(examples, tokenizer, config):
 
 def forward(model, rows, device):
     """Runs the model on rows -> (log-likelihood, greedy) of their scored tokens, (M) each."""
-    tokens = pad_sequence([row.tokens for row in rows])  # (L, B, 3), padded where no token sees it
+    tokens = pad_sequence([row.tokens for row in rows])  # (L, B, 3); no token sees the padding
     L = len(tokens)
     idx, pos, part = tokens.permute(2, 1, 0).contiguous().to(device)  # (B, L) each
     scored = [row.scored[:, :2] + torch.tensor([b * L, 0]) for b, row in enumerate(rows)]
@@ -130,7 +129,7 @@ def forward(model, rows, device):
         mask = mask.tril()[:, None]  # (B, 1, L, L)
     x = model.hidden(idx, pos=pos, mask=mask).flatten(0, 1)[at]  # (B, L, C) -> (M, C)
     log_likelihood, greedy = [], []
-    with torch.autocast(device.type, enabled=False):  # bfloat16 has steps of 0.5 at 100
+    with torch.autocast(device.type, enabled=False):  # bfloat16 numbers near 100 are 0.5 apart
         for x_part, target_part in zip(x.float().split(CHUNK), target.split(CHUNK)):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
             log_likelihood.append(-F.cross_entropy(logits, target_part, reduction="none"))
@@ -150,7 +149,7 @@ def score(model, examples, rows, device, autocast, tokens_per_forward, dp_rank=0
             batch = rows[first : first + B * dp_size]
             first += len(batch)
             own = batch[dp_rank::dp_size]
-            # A process without rows runs one too: every process has to join the collectives.
+            # A process without rows also runs a row, because all must join the collectives.
             log_likelihood, greedy = forward(model, own or batch[:1], device)
             if own:
                 pair, is_last = torch.cat([row.scored[:, 2:] for row in own]).numpy().T  # (M) each
@@ -158,17 +157,16 @@ def score(model, examples, rows, device, autocast, tokens_per_forward, dp_rank=0
                 np.add.at(sums, (slice(None), pair), np.stack(values))
             loss = -sums[0].sum() / max(1, sums[1].sum())
             show_progress(first, len(rows), f"loss {loss:.3f}")
-    if dist.is_initialized():
-        total = torch.from_numpy(sums).to(device)
-        dist.all_reduce(total)
-        sums = total.cpu().numpy() / (dist.get_world_size() // dp_size)
+    sums = devices.sum_over_data(torch.from_numpy(sums).to(device), dp_size).cpu().numpy()
+    if not np.isfinite(sums[0]).all():
+        raise UserError("the model's log-likelihoods are not finite; use an earlier checkpoint")
     return SimpleNamespace(
         log_likelihood=sums[0],  # of the ending, in nats
         tokens=sums[1].astype(int),  # all of the ending, unless it was cut
         bytes=np.array([len(ending.encode()) for example in examples for _ in example.contexts
                         for ending in example.endings]),  # with the white space at its start
         greedy=sums[2] == sums[1],  # whether every token is the likeliest one
-        last_greedy=sums[3] > 0)  # whether the last token is, after the right ones before it
+        last_greedy=sums[3] > 0)  # whether the last token is, given the correct earlier ones
 
 
 def accuracy(examples, scores, lengths=1):
@@ -176,6 +174,11 @@ def accuracy(examples, scores, lengths=1):
     ends = np.cumsum([len(example) for example in examples])
     found = np.split(scores.log_likelihood / lengths, ends[:-1])
     return float(np.mean([a.argmax() == example.label for a, example in zip(found, examples)]))
+
+
+def perplexity(nats):
+    """exp(nats), or infinity where a float cannot hold it: text without spaces is one long word."""
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 def take(record, **kinds):
@@ -202,30 +205,20 @@ def bad_record(record, reason):
 
 
 def load_examples(benchmark, path=None, limit=0, **options):
-    """Examples of a file or of the hub. Rank 0 reads; all processes get them, or its UserError."""
-    result = [None]
-    if devices.ranks()[0] == 0:
-        try:
-            if not path and not benchmark.hub:
-                raise UserError(benchmark.no_data)
-            files = [path] if path else load_hub(**benchmark.hub, patient=False)[0]
-            records = ({**record, "where": f"{file}, {where}"}
-                       for file in files for where, record in read_records(file))
-            found = benchmark.examples(records, **options)
-            result = [list(itertools.islice(found, limit or None))]
-            if not result[0]:
-                raise UserError(f"{path or benchmark.name}: has no example; --help shows a record")
-        except UserError as error:
-            result = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(result)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]
+    """Examples of a file or of the hub. Raises UserError."""
+    if not path and not benchmark.hub:
+        raise UserError(benchmark.no_data)
+    files = [path] if path else load_hub(**benchmark.hub, patient=False)[0]
+    records = ({**record, "where": f"{file}, {where}"}
+               for file in files for where, record in read_records(file))
+    found = list(itertools.islice(benchmark.examples(records, **options), limit or None))
+    if not found:
+        raise UserError(f"{path or benchmark.name}: has no example; --help shows a record")
+    return found
 
 
 def load_evals(config, known, tokenizer, gpt_config):
-    """--evals -> [(Benchmark, its examples, their rows)]. Only given files must be readable."""
+    """--evals -> [(Benchmark, its examples, their rows)]. Skips those without data or NAME=FILE."""
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.partition("=")
@@ -233,7 +226,7 @@ def load_evals(config, known, tokenizer, gpt_config):
             raise UserError(f"--evals {name}: must be one of {', '.join(known)}")
         try:
             benchmark = importlib.import_module(name).BENCHMARK
-            examples = load_examples(benchmark, path)
+            examples = devices.on_rank0(load_examples, benchmark, path)
             evals.append((benchmark, examples, make_rows(examples, tokenizer, gpt_config)))
         except UserError as error:
             if path:
@@ -243,7 +236,7 @@ def load_evals(config, known, tokenizer, gpt_config):
 
 
 def run_evals(evals, trainer, config, step, device, dp_rank, dp_size):
-    """Scores all benchmarks, prints and returns {stream: first figure}, on every process alike."""
+    """Scores all benchmarks. Prints and returns {stream: first figure}, equal on all processes."""
     model, figures = trainer.eval_model, {}
     tokens = min(config.batch_size * model.config.block_size, TOKENS[device.type])
     model.eval()
@@ -278,7 +271,8 @@ def main(benchmark, argv=None):
     rank, world_size, device = devices.setup(config.device)
     dtype = devices.choose_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    examples = load_examples(benchmark, config.data, config.limit, **options)
+    examples = devices.on_rank0(
+        load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = load_model(source)
     model.to(device).eval()
     rows = make_rows(examples, tokenizer, model.config)

@@ -5,7 +5,7 @@ from plaingpt.cli import UserError, first_line, require
 
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# What GPT-2 is. A model with another value would load and give wrong logits.
+# Settings of GPT-2. A model with other settings would load and give wrong logits.
 GPT2 = dict(
     model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
     tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,

@@ -33,9 +33,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N) -> mean cross-entropy.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
-    The division by N is done in the backward: in float16 it would turn small gradients into zero.
+    The gradient is divided by N only in backward: here small float16 gradients would become zero.
 
-    group: the processes with the other rows of the weight, or None. Targets count from this
+    group: the processes with the other rows of the weight, or None. Target 0 is this
     process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
     """
 
@@ -67,11 +67,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
             loss -= target_logit.sum()
             loss += norm.log().sum()
-            if with_gradient:  # of each row's loss by its logits: softmax - one_hot(target)
+            if with_gradient:  # gradient by the logits: softmax - one_hot(target)
                 p.div_(norm).scatter_add_(1, y, -local.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
                 dx[start : start + rows] = p @ w
-                # In parts, because each part is first converted to float32.
+                # In parts, to save memory: += first converts its operand to float32.
                 for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
                     total += part
         if with_gradient:

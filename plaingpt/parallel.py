@@ -7,8 +7,8 @@
   --pp N           Pipeline parallelism: N processes have some blocks each. Micro-batches pass
                    through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
-They combine on a mesh of pp x dp x tp processes. TP communicates most, so its processes are
-neighbours. Only along dp do the processes read different data.
+The flags can be combined in a mesh of pp x dp x tp processes. TP communicates most, so its
+processes have consecutive ranks. The processes read different data only along dp.
 """
 
 import logging
@@ -30,12 +30,12 @@ from plaingpt.cli import UserError, print0
 class ShardedTrainer(nn.Module):
     """Has the members of train_gpt2.Trainer, for a model that is split over processes.
 
-    It is its own eval_model: hidden, logits, loss and generate return whole results on every
-    process, and all processes must call them. It is a module because FSDP and the pipeline act on
-    the calls of a module. Raises UserError if the model has too few heads or blocks.
+    eval_model is the trainer itself. All processes must call hidden, logits, loss and generate, and
+    all get the complete result. The trainer is an nn.Module because FSDP and PipelineStage need
+    one. Raises UserError if the model has too few heads or blocks.
     """
 
-    eval_model = property(lambda self: self)  # an attribute would be a submodule of itself
+    eval_model = property(lambda self: self)  # as an attribute, self would be its own submodule
 
     def __init__(self, model, config, rates, device, dtype):
         super().__init__()
@@ -67,7 +67,7 @@ class ShardedTrainer(nn.Module):
         self.optimizers = model.configure_optimizers(*rates)
 
     def make_mesh(self, config):
-        """Arranges the processes, and finds the place of this one."""
+        """Creates the mesh of processes and stores the coordinates of this process."""
         dp_size = dist.get_world_size() // (config.pp * config.tp)
         sizes = (1, dp_size) if config.parallel == "fsdp" else (dp_size, 1)
         if config.parallel == "fsdp" and dp_size == 1:
@@ -84,12 +84,12 @@ class ShardedTrainer(nn.Module):
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
     def shard(self, blocks, parallel, dtype):
-        """Applies FSDP; or DDP, which is FSDP with several copies of a single shard."""
+        """Applies FSDP. DDP is implemented as FSDP with one shard and several copies of it."""
         mesh, param_dtype = self.mesh["copies", "shards"], None
         if parallel == "fsdp":
             mesh = self.mesh["shards"]
-            # Blocks are all-gathered in the dtype of their products. Not on a CPU: its layer_norm
-            # does not take bfloat16 weights with the float32 residual stream.
+            # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The
+            # CPU's layer_norm rejects bfloat16 weights with the float32 residual stream.
             param_dtype = None if self.device.type == "cpu" else dtype
         if mesh.size() == 1:
             return
@@ -102,7 +102,7 @@ class ShardedTrainer(nn.Module):
             module.set_force_sum_reduction_for_comms(self.device.type == "cpu")
 
     def forward(self, x, targets=None):
-        """A micro-batch in training: ids or the residual stream -> that stream, or scaled loss."""
+        """Training: ids or residual stream -> residual stream, or on the last stage scaled loss."""
         with self.autocast:
             if not self.last:
                 return self.model.hidden(x)
@@ -114,8 +114,8 @@ class ShardedTrainer(nn.Module):
     def forward_backward(self, x, y, micro_steps, last):
         """Adds the gradients of a micro-batch. Returns its part of the step's loss.
 
-        last: whether it is the step's last micro-batch. A pipeline gets the whole step at once and
-        splits it into micro-batches.
+        last: whether it is the step's last micro-batch. A pipeline gets all sequences of the step
+        in one call and splits them into micro-batches.
         """
         self.loss_sum = torch.zeros((), device=self.device)
         self.scaler.scale(self.loss_sum)  # creates the scale, also on stages without a loss
@@ -151,7 +151,7 @@ class ShardedTrainer(nn.Module):
 
     def clip(self, max_norm):
         """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
-        # The name lm_head.weight exists only in pipelines, whose first stage counts this matrix.
+        # Only a last pipeline stage has the name lm_head.weight. The first stage counts the matrix.
         norm = torch.nn.utils.get_total_norm(
             [p.grad for name, p in self.model.named_parameters()
              if p.grad is not None and name != "lm_head.weight"])
@@ -183,11 +183,11 @@ class ShardedTrainer(nn.Module):
 
     def generate(self, *args, **kwargs):
         """GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
-        with self.autocast:  # FSDP's parameters have its dtype
+        with self.autocast:  # FSDP gathers parameters in autocast's dtype
             return GPT.generate(self, *args, **kwargs)
 
     def on_stage(self, stage, shape, method, *args, **kwargs):
-        """Calls a method of the model on one stage. Returns its result on all, of this shape."""
+        """Calls a method on one stage. Returns its result, of this shape, on all stages."""
         if stage == self.stage:
             with torch.compiler.set_stance("force_eager"):  # the inputs have many shapes
                 result = method(*args, **kwargs).float().contiguous()
@@ -218,7 +218,7 @@ class ShardedTrainer(nn.Module):
         return dict(state=state, param_groups=groups)
 
     def gather(self, name, part):
-        """What this stage has of a tensor, or None -> the whole on rank 0's CPU, None elsewhere."""
+        """Returns a whole tensor on rank 0's CPU, else None. part: of this stage, or None."""
         whole = torch.zeros(self.shapes[name], device=self.device)
         if part is not None:
             part = part.full_tensor() if isinstance(part, DTensor) else part
@@ -244,7 +244,7 @@ class ShardedTrainer(nn.Module):
 
 
 class Absent(nn.Module):
-    """In place of a module of another stage: passes the residual stream on, adds no positions."""
+    """Replaces a module of another stage. Returns the stream unchanged, or 0 for positions."""
 
     def forward(self, x, *args):
         return x if x.is_floating_point() else 0
@@ -253,7 +253,7 @@ class Absent(nn.Module):
 def keep_stage(model, stage, n_stages):
     """Removes the modules of other stages. The rest keeps its names."""
     t, n = model.transformer, len(model.transformer.h)
-    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # in blocks, with the head
+    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # unit: a block; with the head
     # Each stage gets at least one block.
     ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
     own = range(ends[stage], [*ends, n][stage + 1])
@@ -275,7 +275,7 @@ def split_layers(model, mesh):
     """
     replicate = Replicate()
     styles = dict(
-        # Its backward computes the gradient of all rows for a moment.
+        # For a short time, its backward holds the gradient of all rows.
         wte=RowwiseParallel(input_layouts=replicate, output_layouts=replicate),
         c_attn=ColwiseParallel(), c_fc=ColwiseParallel(), c_proj=RowwiseParallel(),
         lm_head=ColwiseParallel(output_layouts=replicate))
@@ -296,7 +296,7 @@ def split_layers(model, mesh):
 
 
 def by_heads(name, tensor, tp, back=False):
-    """Sorts the rows of c_attn, q then k then v, into tp parts of whole heads. back: inverse."""
+    """Reorders c_attn's rows (first q, then k, then v) into tp parts of whole heads, or back."""
     if ".c_attn." not in name:
         return tensor
     shape = (tp, 3, -1) if back else (3, tp, -1)
@@ -304,14 +304,14 @@ def by_heads(name, tensor, tp, back=False):
 
 
 def by_name(groups):
-    """Parameter groups of an optimizer, or its state dict -> {name: parameter, or its number}."""
+    """Groups of an optimizer -> {name: parameter}; groups of a state dict -> {name: index}."""
     return {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
 
 
 def sum_gradients(p, group):
     """Sums the gradients of a parameter that all processes of a group have."""
     grad = p.grad
-    if isinstance(p, DTensor):  # RowwiseParallel leaves all rows of the embedding's gradient
+    if isinstance(p, DTensor):  # RowwiseParallel gives the gradient of all rows
         p.grad = grad.redistribute(placements=p.placements)
         grad = p.grad.to_local()
     dist.all_reduce(grad, group=group)

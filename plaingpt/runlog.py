@@ -3,11 +3,14 @@
 import html
 import json
 import math
+import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import time
+import weakref
 from collections import deque
 from dataclasses import asdict
 from datetime import timedelta
@@ -18,29 +21,30 @@ import torch
 
 from model import GPT
 from plaingpt import cli
-from plaingpt.checkpoint import checkpoints
+from plaingpt.checkpoint import checkpoints, way_back
 from plaingpt.cli import UserError, print0
 from plaingpt.device import describe, peak_flops, ranks
 
-STEP_STREAMS = {"train", "lr", "norm", "tok_s"}  # written by a step; the others evaluate a model
+STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training; the others evaluate
+NUMBER = re.compile(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)")
 JUMP, RECENT = 10, 100  # the norm jumps if it is above JUMP times the median of RECENT steps
 MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops
 
 
 def read_log(path):
-    """log.txt -> [(step, stream, value as text)]. Ignores a last line that a kill cut short."""
+    """log.txt -> [(step, stream, value as text)]. Ignores an incomplete last line."""
     text = path.read_text(errors="replace")
     lines = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
     return [(int(line[0]), line[1], line[2]) for line in lines
-            if len(line) == 3 and line[0].isdecimal()]
+            if len(line) == 3 and line[0].isdecimal() and NUMBER.fullmatch(line[2])]
 
 
 class RunLog:
     """Writes log.txt, run.json and TensorBoard's files, on rank 0. Raises UserError.
 
     log.txt has a line "{step} {stream} {value}" per number. A run that starts at step 0 moves an
-    old run aside. A resumed run removes the lines of the steps it repeats; the validation
-    losses and scores of its checkpoint stay.
+    old run aside. A resumed run removes the lines of the steps that it computes again. It keeps the
+    validation loss and the scores of the step at which it resumes.
     """
 
     def __init__(self, config, gpt_config, step, rank):
@@ -58,8 +62,10 @@ class RunLog:
         self.path = directory / "log.txt"
         with cli.writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-            self.lock = cli.lock(directory, "--log_dir")
+            weakref.finalize(self, os.close, cli.lock(directory, "--log_dir"))
             (directory / "log.txt.tmp").touch()  # fails before anything is moved
+            for temporary in directory.glob("*.tmp"):
+                temporary.unlink()  # of this process, or of one that was killed
             if step == 0:
                 move_aside(directory)
             lines = read_log(self.path) if self.path.exists() else []
@@ -104,10 +110,12 @@ class RunLog:
         if not self.enabled:
             return
         new = {k: v for k, v in values.items() if (step, k) not in self.known}
-        data = "".join(f"{step} {stream} {value:.8g}\n" for stream, value in new.items()).encode()
+        text = "".join(f"{step} {stream} {value:.8g}\n" if isinstance(value, float) else
+                       f"{step} {stream} {value}\n" for stream, value in new.items())
+        data = text.encode()
         with cli.writing(self.path, "free some space, then continue with --resume"):
             while data:
-                data = data[self.file.write(data):]  # a full disk may take a part
+                data = data[self.file.write(data):]  # write() may write less if the disk is full
         if self.writer:
             for stream, value in new.items():
                 self.writer.add_scalar(stream, value, step)
@@ -120,10 +128,14 @@ class RunLog:
                 self.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
             self.writer.flush()
 
-    def write_step(self, step, loss, lr, norm, tokens, seconds):
-        """Logs a step. Prints every log_every-th step, and those with a problem."""
-        c, tok_s = self.config, tokens / seconds
-        self.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s)
+    def write_step(self, step, loss, lr, norm, n_tokens, consumed, start):
+        """Logs a step. Prints every log_every-th step, and those with a problem.
+
+        n_tokens: of the step. consumed: of all steps so far. start: time of the step's start.
+        """
+        seconds = time.perf_counter() - start
+        c, tok_s = self.config, n_tokens / seconds
+        self.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s, tokens=consumed)
         if step < self.first_step + 2:  # the first step compiles
             self.seconds = seconds
         self.seconds = 0.95 * self.seconds + 0.05 * seconds  # moving average
@@ -138,10 +150,8 @@ class RunLog:
                        f"{seconds * 1000:.0f} ms | {use}"))
         cli.show_progress(step + 1, c.max_steps, f"loss {loss:.4f} | {to_go}")
         if self.bad_in_a_row == MAX_BAD_STEPS:
-            raise UserError(
-                f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step {step}: the run "
-                f"has diverged; continue from a checkpoint of {c.log_dir} with --resume "
-                f"--max_lr {c.max_lr / 2:g}")
+            raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step "
+                            f"{step}: the run has diverged; {way_back(c)}")
 
     def check(self, norm):
         """Counts a norm that is not finite, or jumps. Returns a note for the step's line, or ""."""
@@ -176,10 +186,10 @@ def move_aside(directory):
     patterns = ("events.out.tfevents.*", "run.json", "log.txt")
     old = checkpoints(directory) + [path for p in patterns for path in directory.glob(p)]
     if old:
-        base, i = directory.resolve(), 1  # a link stays; "." gets a name
+        base, i = directory.resolve(), 1  # resolve() gives "." a name
         while (aside := base.with_name(f"{base.name}.{i}")).exists():
             i += 1
         aside.mkdir()
         for path in old:
-            shutil.move(path, aside / path.name)  # os.rename cannot leave a mount point
+            shutil.move(path, aside / path.name)  # os.rename fails across file systems
         print0(f"the old run in {directory} was moved to {aside}")

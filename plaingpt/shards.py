@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.cli import UserError, first_line, print0, replacing, write_json, writing
+from plaingpt.cli import UserError, first_line, lock, print0, replacing, write_json, writing
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
 
@@ -45,6 +46,13 @@ class Shard:
         except OSError:
             pass
         raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
+
+    def crc32(self):
+        """CRC-32 of all tokens."""
+        crc = 0
+        for start in range(0, self.n_tokens, 2**20):
+            crc = zlib.crc32(self.read(start, min(2**20, self.n_tokens - start)), crc)
+        return crc
 
 
 class Tokens:
@@ -80,7 +88,7 @@ class Tokens:
         return np.concatenate(parts)
 
     def fingerprint(self):
-        """Number of tokens, and CRC-32 of both ends of every shard; of a text, of all tokens."""
+        """Number of tokens and CRC-32. It covers both ends of every shard, or all of a text."""
         crc = 0
         for shard, start in zip(self.shards, self.starts):
             n = min(shard.n_tokens, ENDS) if shard.ids is None else shard.n_tokens
@@ -106,7 +114,7 @@ def open_tokens(data, split, vocab_size, tokenizer):
     if not paths:
         raise UserError(f"--data {data}: no {split} shards in it; make them with fineweb.py")
     if split == "train" and (path / "progress.json").exists():
-        print0(f"note: {data} is not complete, fineweb.py is at work on it or was interrupted")
+        print0(f"note: {data} is not complete; fineweb.py is still running, or was interrupted")
     return Tokens([open_shard(path) for path in paths], vocab_size, name)
 
 
@@ -129,7 +137,7 @@ def open_shard(path):
         header = np.fromfile(path, "<i4", 256)
         n_bytes = path.stat().st_size
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-            raise ValueError("it does not begin with 20240520 and 1, as llm.c's do")
+            raise ValueError("its header does not begin with 20240520 and 1")
         if n_bytes != header.nbytes + 2 * int(header[2]):
             raise ValueError(f"{n_bytes} bytes, but its header promises {header[2]} tokens")
         return Shard(path, int(header[2]), header.nbytes, changed)
@@ -190,15 +198,20 @@ class ShardWriter:
         self.directory = Path(directory)
         self.end_of_text = end_of_text
         self.max_shards = max_shards or math.inf
+        self.locked = False
+        self.n_verified = 0
         self.facts = dict(
-            settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0])
-        if find_shards(self.directory, "(train|val)"):
-            self.resume(settings)
+            settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0],
+            crc32=[])
+        if self.directory.is_dir():
+            self.open_directory()
+            if find_shards(self.directory, "(train|val)"):
+                self.resume(settings)
         self.skip = self.facts["next"][3] if self.facts["next"] else 0
         self.parts = []  # the tokens of the next shard
 
     def resume(self, settings):
-        """Takes over the facts about the shards in the directory. Raises UserError."""
+        """Continues with the facts of the shards in the directory. Raises UserError."""
         old = read_meta(self.directory)
         differ = [key for key in settings if old.get(key) != settings[key]]
         if differ:
@@ -206,9 +219,26 @@ class ShardWriter:
             raise UserError(f"--output_dir {self.directory}: holds other shards ({reason}); "
                             "choose another directory")
         self.facts.update(old)  # its name, too: the directory may have been renamed
-        if sum(open_shard(self.path(i)).n_tokens for i in range(old["shards"])) != old["tokens"]:
-            raise UserError(f"--output_dir {self.directory}: a shard has not as many tokens as "
-                            "meta.json says; delete the directory and start again")
+        if "crc32" not in old:  # older versions did not write it
+            self.facts["crc32"] = [open_shard(self.path(i)).crc32() for i in range(old["shards"])]
+        self.verify()
+        self.n_verified = old["shards"]
+
+    def open_directory(self):
+        """Creates and locks the directory, and removes what a killed process left."""
+        with writing(f"--output_dir {self.directory}"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            weakref.finalize(self, os.close, lock(self.directory, "--output_dir"))
+            for temporary in self.directory.glob("*.tmp"):
+                temporary.unlink()
+        self.locked = True
+
+    def verify(self, first=0):
+        """Raises UserError unless every shard has the tokens that were written."""
+        for i in range(first, self.facts["shards"]):
+            if open_shard(self.path(i)).crc32() != self.facts["crc32"][i]:
+                raise UserError(f"{self.path(i)}: its checksum is not that in meta.json; restore "
+                                f"it, or start again with another --output_dir")
 
     def path(self, index):
         split = "val" if index < self.facts["val_shards"] else "train"
@@ -241,7 +271,11 @@ class ShardWriter:
         n_tokens = self.n_tokens - facts["tokens"]
         header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
         with writing(path, "free some space; the same command continues"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.locked:
+                self.open_directory()
+                if find_shards(self.directory, "(train|val)"):
+                    raise UserError(f"--output_dir {self.directory}: another process has written "
+                                    "there; start again to continue after its shards")
             write_json(progress, facts)
             (self.directory / "meta.json").unlink(missing_ok=True)
             with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -251,6 +285,10 @@ class ShardWriter:
                 os.fsync(file.fileno())
         facts["documents"] += sum(int((part == self.end_of_text).sum()) for part in self.parts)
         facts.update(shards=facts["shards"] + 1, tokens=self.n_tokens, next=next)
+        crc = 0
+        for part in self.parts:
+            crc = zlib.crc32(part, crc)
+        facts["crc32"].append(crc)
         self.parts = []
         write_json(progress, facts)
 
@@ -258,6 +296,7 @@ class ShardWriter:
         """Writes the last shard, which may be short, and renames progress.json to meta.json."""
         if self.parts:
             self.save(None)
+        self.verify(self.n_verified)
         if not self.done:
             self.facts["next"] = None
         write_json(self.directory / "meta.json", self.facts)

@@ -245,7 +245,7 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys, backend
 
 def test_advice_for_too_few_shards(documents, tmp_path, capsys):
     path = write(tmp_path / "jsonl.jsonl", documents[-1:])
-    for flags, said, unsaid in ([[], "there are no training shards: to train, delete .* --val_shards 1 --shard_size", "to train on it"],
+    for flags, said, unsaid in ([[], "there are no training shards: to train, start again with another --output_dir, --val_shards 1 --shard_size", "to train on it"],
                                 [["--val_shards", 0], "there are no validation shards: ", "to train on it"],
                                 [["--shard_size", 10_000], "to train on it: python train_gpt2.py --data", "there are no"],
                                 [["--shard_size", 10_000, "--max_shards", 1], "is complete up to --max_shards 1", "there are no"]):
@@ -293,7 +293,7 @@ def cut_gz(path):
     ("a.txt", lambda p: p.write_text(""), "no text in it, 0 records were skipped"),
     ("a.json", lambda p: p.write_text("[]"), "no text in it, 0 records were skipped"),
     ("a.jsonl", lambda p: p.write_text('{"body": 1, "n": 2}\n' * 3), r"a\.jsonl: no text in it, 3 records were skipped"),
-    ("a.parquet", lambda p: pq.write_table(pa.table({"body": ["x"], "n": [1]}), p), r"a\.parquet: cannot be read \(no column 'text', but body, n\); .*--text_key"),
+    ("a.parquet", lambda p: pq.write_table(pa.table({"body": ["x"], "n": [1]}), p), r"a\.parquet: cannot be read \(not exactly one column 'text', but body, n\); .*--text_key"),
     ("a.parquet", lambda p: pq.write_table(pa.table({"text": [1]}), p), r"a\.parquet: cannot be read \(Unsupported cast from int64"),
     ("a.parquet", lambda p: pq.write_table(pa.table({"text": [["x"]]}), p), "Unsupported cast from list"),
     ("a.parquet", lambda p: pq.write_table(pa.table({"text": pa.array([], pa.string())}), p), "no text in it, 0 records were skipped"),
@@ -361,7 +361,7 @@ def test_missing_and_damaged_shards_are_refused(documents, tmp_path):
     np.save(short, np.zeros(499, np.uint16))
     for damage, message in ((shard.unlink, "000002.npy: not a readable shard"),
                             (lambda: shard.write_bytes(before[shard.name][:-7]), "000002.npy: not a readable shard"),
-                            (lambda: shard.write_bytes(short.getvalue()), "has not as many tokens as meta.json says")):
+                            (lambda: shard.write_bytes(short.getvalue()), "its checksum is not that in meta.json")):
         damage()
         with pytest.raises(UserError, match=message):
             fine("--input", path, directory=tmp_path / "out", shard_size=500)
@@ -450,7 +450,7 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
         _, err = finish(start("--name", "nosuch", directory="b", cwd=tmp_path, env=env), 2)
         assert "error: HuggingFaceFW/fineweb-edu: BuilderConfig 'nosuch' not found. Available: ['default', 'sample-10BT']" in err
         _, err = finish(start("--text_key", "body", directory="b", cwd=tmp_path, env=env), 2)
-        assert "(no column 'body', but text, blob)" in err
+        assert "(not exactly one column 'body', but text, blob)" in err
     # without the hub, cached data can still be read
     finish(start(directory="offline", cwd=tmp_path, env={**env, "HF_HUB_OFFLINE": "1"}))
     assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "out")
@@ -475,6 +475,6 @@ def test_continuing_needs_the_same_blocks(documents, tmp_path):
     meta["next"][2] += 1
     (tmp_path / "out/meta.json").write_text(json.dumps(meta))
     before = everything_in(tmp_path / "out")
-    with pytest.raises(UserError, match=r"table\.parquet: another version of pyarrow reads other blocks; delete .*out and start again"):
+    with pytest.raises(UserError, match=r"table\.parquet: this pyarrow splits it into other blocks; start again with another --output_dir"):
         fine("--input", path, directory=tmp_path / "out", shard_size=10_000)
     assert everything_in(tmp_path / "out") == before

@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import copy
+import dataclasses
 import gzip
 import json
 import math
@@ -14,13 +16,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from conftest import write_bin
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
 import train_gpt2
+from model import GPT, GPTConfig
 from plaingpt import corpus
+from plaingpt.checkpoint import build_model, load_checkpoint, restore
 from plaingpt.cli import UserError
 from plaingpt.device import data_parallel_rank
 from plaingpt.shards import open_shard, open_tokens
@@ -323,3 +328,57 @@ def test_accepted_batches_can_be_divided(T, dp, pp, share, times, rampup_steps, 
         for step, size in enumerate(sizes):
             n, B = micro_batch(step, config, T, dp)
             assert n * T == size and n % (B * dp) == 0 and (B * dp == n if pp > 1 else 1 <= B <= batch_size)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------------
+
+def small_run():
+    """(dict of a checkpoint, its trainer's configuration) of a model with one block."""
+    g = GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=256)
+    c = TrainConfig(total_batch_size=8, batch_size=2, compile=False, log_dir="run", max_steps=9)
+    torch.manual_seed(0)
+    trainer = train_gpt2.prepare(GPT(g), c, torch.device("cpu"), torch.float32)
+    batch = torch.randint(256, (2, 4)), torch.randint(256, (2, 4))
+    train_gpt2.train_step(trainer, [batch], 1, 1.0)
+    model_state, (optimizer_state,) = trainer.full_state()
+    return dict(model=dict(model_state), optimizer=dict(adamw=optimizer_state), scaler={}, step=1, position=2, tokenizer="bytes",
+                model_config=dataclasses.asdict(g), train_config={}), c
+
+
+def places(value, path=()):
+    """Paths of all entries of nested dicts."""
+    for key, inner in value.items():
+        yield (*path, key)
+        if isinstance(inner, dict):
+            yield from places(inner, (*path, key))
+
+
+SAVED, CONFIG = small_run()
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.sampled_from([10**9, 2**63, -1, "gpt2", {}, torch.zeros(()), torch.zeros(3), torch.zeros(256, 4, dtype=torch.int64),
+                     torch.zeros(1).expand(256, 4), torch.full((256, 4), torch.nan), torch.zeros(2, 2).to_sparse()]))
+
+
+@fuzz(400, st.sampled_from(list(places(SAVED))), VALUES)
+def test_any_entry_of_a_checkpoint_replaced_by_any_value(place, value):
+    """The checkpoint is refused with one sentence, or the next step works."""
+    saved = copy.deepcopy(SAVED)
+    inner = saved
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "model_000001.pt")
+        torch.save(saved, path)
+        try:
+            loaded = load_checkpoint(path)
+            model, _ = build_model(loaded)
+            trainer = train_gpt2.prepare(model, CONFIG, torch.device("cpu"), torch.float32)
+            restore(loaded, trainer, CONFIG, {})
+        except UserError as error:
+            assert len(str(error).splitlines()) == 1 and len(str(error)) < 500
+            return
+    T = model.config.block_size
+    train_gpt2.train_step(trainer, [(torch.zeros(1, T, dtype=torch.long),) * 2], 1, 1.0)

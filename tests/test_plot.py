@@ -76,7 +76,7 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
 
 
 def test_x_tokens_needs_run_json():
-    with pytest.raises(UserError, match="^x: no run.json with the tokens of a step; use --x steps$"):
+    with pytest.raises(UserError, match="^x: log.txt has no stream tokens; use --x steps$"):
         plot.draw({"x": (plot.read_run(BABY)[0], {})}, "tokens")
 
 

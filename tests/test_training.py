@@ -61,8 +61,8 @@ def test_two_processes_match_one_process(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     0/20") == 1  # only rank 0 prints
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=1e-5)
-    # train, lr and norm at every step; val at 0, 5, … 20
-    assert len(read_log(tmp_path / "one")) == 20 * 3 + 5
+    # train, lr, norm and tokens at every step; val at 0, 5, … 20
+    assert len(read_log(tmp_path / "one")) == 20 * 4 + 5
 
 
 def test_gradients_of_an_accumulated_step(tmp_path):
@@ -104,7 +104,7 @@ def test_resume_requires_the_same_optimizer(tmp_path):
     train("--log_dir", "run", "--save_every", 5, "--keep", 0, cwd=tmp_path)
     (tmp_path / "run" / "model_000010.pt").unlink()
     _, err = train("--log_dir", "run", "--resume", "--optimizer", "muon", cwd=tmp_path, status=2)
-    assert err == "error: the run in run has --optimizer adamw, not muon; give the same\n"
+    assert err == "error: the run in run has --optimizer adamw, not muon; use the optimizer of the run\n"
 
 
 @pytest.mark.parametrize("optimizer, names", [("adamw", {"adamw"}), ("muon", {"muon", "adamw"})])
@@ -422,7 +422,7 @@ def test_steps_with_non_finite_gradients_are_skipped():
 def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     saved = checkpoint(tmp_path / "run", 2)
-    saved["model"]["transformer.ln_f.weight"].fill_(math.nan)
+    saved["model"]["transformer.ln_f.weight"].fill_(1e38)
     torch.save(saved, tmp_path / "run" / "model_000002.pt")
     out, err = train("--log_dir", "run", "--resume", "--max_steps", 50, "--val_every", 0, cwd=tmp_path, status=2)
     assert err.startswith("error: no finite gradient in 10 steps in a row, up to step 11") and err.count("\n") == 1
@@ -514,8 +514,8 @@ def test_a_pipeline_has_a_micro_batch_for_each_stage():
     check_batch_size(config, 64, 1, 100)  # 16 sequences: two micro-batches of 8
     assert micro_batch(0, config, 64, 1) == (16, 16)
     for change, sentence in (
-            (dict(pp=3), "--batch_size 16 does not divide the 16 sequences of a process in a step into at least 3 equal "
-                         "micro-batches; give a divisor"),
+            (dict(pp=3), "--batch_size 16: each process has 16 sequences in a step; give a divisor of 16 that makes at least 3 "
+                         "micro-batches"),
             (dict(total_batch_size=64), r"--total_batch_size 64: must be a multiple of 64 \(block_size 64 x 1 processes\), from 128 to the 6400")):
         with pytest.raises(UserError, match=sentence):
             check_batch_size(dataclasses.replace(config, **change), 64, 1, 100)
@@ -551,7 +551,7 @@ def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     _, config, _ = parse_args([])
     assert config.preset == "baby" and config.data == str(ROOT / "input.txt") and config.log_dir == "log/baby"
     assert capsys.readouterr().out == (
-        f"preset baby on {ROOT}/input.txt; python fineweb.py makes edu_fineweb10B/ for the preset gpt2\n")
+        f"preset baby on {ROOT}/input.txt; for the preset gpt2, first run python fineweb.py\n")
     shards.rename(tmp_path / "edu_fineweb10B")
     _, config, _ = parse_args([])
     assert config.preset == "gpt2" and config.data == "edu_fineweb10B"
@@ -590,7 +590,7 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     (["--device", "cuda"], "--device cuda: cannot be used"),
     (["--device", "toaster"], "--device toaster: cannot be used"),
     (["--total_batch_size", "1000"], "--total_batch_size 1000: must be a multiple of 64 (block_size 64 x 1 processes), from 64 to the 348544 tokens of the data"),
-    (["--batch_size", "3"], "--batch_size 3 does not divide the 16 sequences of a process in a step"),
+    (["--batch_size", "3"], "--batch_size 3: each process has 16 sequences in a step; give a divisor of 16"),
     (["--total_batch_size", str(2**30)], "from 64 to the 348544 tokens of the data"),
     (["--rampup_steps", "3", "--rampup_batch_size", "100"], "--rampup_batch_size 100: must be a multiple of 64"),
 ])
