@@ -107,7 +107,8 @@ def choose_backend(config, blocks):
 
 def fill(writer, config, paths):
     """Writes the shards that are not in the directory yet."""
-    facts, stop_signals = writer.facts, catch_stop_signals()
+    facts = writer.facts
+    stop_signals = catch_stop_signals("finishing this block")
     if facts["shards"]:
         print(f"{config.output_dir} has {facts['shards']} whole shards: continuing after them")
     blocks = read_blocks(paths, config.text_key, *facts["next"][:2])

@@ -141,8 +141,8 @@ class GPT(nn.Module):
             if start + T > self.config.block_size:
                 raise ValueError(f"{start + T} tokens exceed block_size {self.config.block_size}")
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        x = self.transformer.drop(x)
+        t = self.transformer
+        x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
                 # The random state is needed for the same dropout masks in the second pass.

@@ -42,6 +42,8 @@ class TrainConfig:
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
     muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
+    schedule: Annotated[Literal["cosine", "linear", "wsd", "constant"], "after warm-up"] = "cosine"
+    decay_steps: Annotated[int | None, "last steps, of wsd [max_steps / 5]", "above 0"] = None
     min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
     weight_decay: Annotated[float, "of matrices and embeddings", "at least 0"] = 0.1
     grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
@@ -49,7 +51,7 @@ class TrainConfig:
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
-    val_every: Annotated[int, "steps between validations; 0: first and last", "at least 0"] = 250
+    val_every: Annotated[int | None, "steps between validations [10 a run]", "at least 0"] = None
     val_tokens: Annotated[int, "tokens of a validation", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 250
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
@@ -81,8 +83,10 @@ RECIPES = {
     "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **LARGE),
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
     "baby": dict(optimizer="muon", max_lr=4e-3, batch_size=16, total_batch_size=1024,
-                 max_steps=2700, warmup_steps=100, val_every=500, val_tokens=65536, eval_every=0,
+                 max_steps=2700, warmup_steps=100, val_tokens=65536, eval_every=0,
                  sample_every=900, log_every=100),
+    "finetune": dict(max_lr=5e-5, batch_size=4, total_batch_size=4096, max_steps=100,
+                     warmup_steps=10, dropout=0.1, val_tokens=65536, eval_every=0, log_every=10),
 }
 SHARDS = "edu_fineweb10B"
 TEXT = Path(__file__).with_name("input.txt")
@@ -94,19 +98,22 @@ def parse_args(argv=None):
     given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv)
     preset, data = given.get("preset", "auto"), given.get("data")
     if preset == "auto":
-        preset = "gpt2" if Path(data or SHARDS).is_dir() else "baby"
+        for_text = "finetune" if "init_from" in given else "baby"
+        preset = "gpt2" if Path(data or SHARDS).is_dir() else for_text
     text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
-    values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **PRESETS[preset], **RECIPES[preset]}
+    recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
+    values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **recipe}
     if "evals" in given:
         values["eval_every"] = TrainConfig.eval_every  # the baby's recipe has 0
     values.update(given, preset=preset)
-    values["data"] = data or (text if preset == "baby" else SHARDS)
+    values["data"] = data or (text if preset in ("baby", "finetune") else SHARDS)
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
-    auto_baby = preset == "baby" and not data and "preset" not in given
-    hint = "; for the preset gpt2, first run python fineweb.py" if auto_baby else ""
-    print0(f"preset {preset} on {values['data']}{hint}")
+    if values["val_every"] is None:
+        values["val_every"] = min(250, max(1, values["max_steps"] // 10))
+    shown = f": {recipe}" if preset == "finetune" else ""
+    print0(f"preset {preset} on {values['data']}{shown}")
     g = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
     c = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
     if g.n_embd % g.n_head:
@@ -181,13 +188,20 @@ class DataLoaderLite:
 
 
 def get_lr(step, config):
-    """Linear warm-up, then half a cosine from max_lr to min_lr (GPT-3 paper, appendix B)."""
+    """Linear warm-up to max_lr, then a decay to min_lr.
+
+    cosine: half a period (GPT-3 paper, appendix B). wsd: constant, then linear in the last
+    decay_steps (Hu et al. 2024, arXiv:2404.06395), so a longer run can branch off before them.
+    """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    decay_steps = max(1, config.max_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr + cosine * (config.max_lr - config.min_lr)
+    first = config.warmup_steps  # of the decay
+    if config.schedule == "wsd":
+        first = max(first, config.max_steps - (config.decay_steps or config.max_steps // 5))
+    progress = max(0.0, min(1.0, (step - first) / max(1, config.max_steps - first)))
+    shares = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)), constant=1.0)
+    share = shares.get(config.schedule, 1 - progress)  # linear, wsd
+    return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
 def get_batch_tokens(step, config):
@@ -202,8 +216,9 @@ def get_batch_tokens(step, config):
 def micro_batch(step, config, T, dp_size):
     """Returns the sequences of a step and of a batch: a micro-batch, or all for a pipeline."""
     n_sequences = get_batch_tokens(step, config) // T
-    share = n_sequences // dp_size
-    return n_sequences, share if config.pp > 1 else min(config.batch_size, share)
+    # A ramp has one micro-batch size, because torch.compile compiles each size.
+    share = get_batch_tokens(0 if step < config.rampup_steps else step, config) // (T * dp_size)
+    return n_sequences, n_sequences // dp_size if config.pp > 1 else min(config.batch_size, share)
 
 
 def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device):
@@ -318,19 +333,6 @@ def estimate_loss(trainer, loader, config, dp_rank, dp_size, device):
     return (devices.sum_over_data(loss_sum, dp_size) / n_sequences).item()
 
 
-def print_samples(model, tokenizer, step, device):
-    """Prints two texts that the model writes without a prompt. Returns them."""
-    model.eval()
-    idx = torch.full((2, 1), tokenizer.end_of_text, device=device)  # (B, T)
-    n = 500 if tokenizer.name == "bytes" else 64
-    idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
-    texts = [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
-    for i, text in enumerate(texts):
-        print0(f"--- sample {i} at step {step} ---\n{text}\n")
-    model.train()
-    return texts
-
-
 def due(step, every):
     return every > 0 and step > 0 and step % every == 0
 
@@ -341,7 +343,7 @@ def main(argv=None):
     gpt_config, config, given = parse_args(argv)
     rank, world_size, device = devices.setup(
         config.device, keep_memory=config.parallel != "fsdp", deterministic=config.deterministic)
-    stop_signals = catch_stop_signals()
+    stop_signals = catch_stop_signals("finishing this step, then saving")
     dtype = devices.choose_dtype(config.dtype, device)
     dp_rank, dp_size = devices.data_parallel_rank(config, rank, world_size)
     checkpoint = find_checkpoint(config)
@@ -355,7 +357,6 @@ def main(argv=None):
     val_loader = DataLoaderLite(val_tokens, T, shuffle=False)
     check_batch_size(config, T, dp_size, loader.n_sequences)
     evals = load_evals(config, EVALS, tokenizer, model.config)
-
     trainer = prepare(model, config, device, dtype)
     first_step, position = restore(checkpoint, trainer, config, fingerprints)
     del checkpoint  # frees the memory of its tensors
@@ -384,7 +385,7 @@ def main(argv=None):
         if evaluate:
             log.write(step, **run_evals(evals, trainer, config, step, device, dp_rank, dp_size))
         if last or due(step, config.sample_every):
-            log.write_samples(step, print_samples(trainer.eval_model, tokenizer, step, device))
+            log.write_samples(step, trainer.eval_model, tokenizer, device)
         if last:
             print0(f"done: {log.summary()}; the log and checkpoints are in {config.log_dir}; "
                    f"python generate.py --checkpoint {config.log_dir} writes text")

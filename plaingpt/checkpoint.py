@@ -278,6 +278,8 @@ def restore(checkpoint, trainer, config, fingerprints):
         states = [saved[name]["state"] for name in names]
         for state, groups in zip(states, trainer.groups):
             check_optimizer_state(state, groups, checkpoint["model"])
+        for name in trainer.scaler.state_dict() if checkpoint["scaler"] else ():
+            float(checkpoint["scaler"][name])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"the optimizer of the checkpoint in {run} is damaged ({error}); use its "
                         f"weights in a new run: --init_from {run}") from error

@@ -60,7 +60,11 @@ def parse_flags(doc, *configs, argv=None, rest=None):
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].split("=")[0]
-        close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+        if not flag.startswith("-"):
+            raise UserError(f"unexpected {flag}; write --flag value, and quote a value with spaces")
+        known = list(parser._option_string_actions)
+        close = [name for name in known if name.endswith(flag.replace("--", "_"))]  # --lr: --max_lr
+        close += difflib.get_close_matches(flag, known, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists all flags"
         raise UserError(f"unknown flag {flag}; {hint}")
     return vars(given)
@@ -134,12 +138,24 @@ def require(module):
 STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
 
 
-def catch_stop_signals():
-    """SIGTERM, SIGINT and SIGHUP from now on only append their number to the returned list."""
+def catch_stop_signals(now):
+    """From now on SIGTERM, SIGINT and SIGHUP append their number to the returned list.
+
+    The first one prints `now`, what the program does before it ends. The second one ends it.
+    """
     received = []
+
+    def handle(number, frame):
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                os.write(1, f"{now}; Ctrl-C again to quit now\n".encode())  # print is not reentrant
+
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, _: received.append(number))
+            signal.signal(number, handle)
     return received
 
 

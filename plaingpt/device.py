@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import time
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -86,11 +87,12 @@ def setup(name, keep_memory=True, deterministic=False):
         libc.mallopt(-3, 2**31 - 1 if keep_memory else 2**17)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32
     try:
         if world_size > 1:
             cuda = device.type == "cuda"
-            dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+            dist.init_process_group(
+                "nccl" if cuda else "gloo", device_id=device if cuda else None,
+                timeout=timedelta(hours=1))  # rank 0 may download or save for long
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise UserError(f"no process group ({first_line(error)}); use torchrun") from error
     return rank, world_size, device
@@ -182,6 +184,8 @@ def choose_dtype(name, device):
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
         slow = "float16" if device.type == "cuda" else "float32"
         name = "bfloat16" if fast else slow
+    if device.type == "cuda":  # TF32, unless float32 was asked for
+        torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
     if name == "bfloat16" and device.type == "cpu":
         # Allows float32 products to round their inputs to bfloat16; sums stay float32. Without
         # bfloat16 hardware nothing is rounded, but oneDNN replaces MKL and is twice as fast.

@@ -10,7 +10,7 @@ turns examples into rows of tokens. Endings of one context share a row:
 A token attends to the context and to earlier tokens of its own part, never to another ending.
 """
 
-import importlib
+import importlib.util
 import itertools
 import math
 import time
@@ -222,8 +222,8 @@ def load_evals(config, known, tokenizer, gpt_config):
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.partition("=")
-        if name not in known:
-            raise UserError(f"--evals {name}: must be one of {', '.join(known)}")
+        if name not in known and not importlib.util.find_spec(name):
+            raise UserError(f"--evals {name}: must be one of {', '.join(known)}, or a module")
         try:
             benchmark = importlib.import_module(name).BENCHMARK
             examples = devices.on_rank0(load_examples, benchmark, path)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+IGNORE = -100  # as in PyTorch
 CHUNK_SIZE = {"cpu": 384, "cuda": 8192, "mps": 8192}  # positions
 
 
@@ -17,20 +18,28 @@ class LinearCrossEntropyLoss(nn.Module):
     """Mean cross-entropy of the logits x @ weight.T, in nats."""
 
     def forward(self, x, weight, targets):
-        """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T)."""
+        """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T).
+
+        Positions with target -100 are ignored. Another id outside the vocabulary is an error.
+        """
         group = None
         targets = targets.flatten()  # (N)
+        in_range = (0 <= targets) & (targets < weight.size(0)) | (targets == IGNORE)
+        if x.device.type != "mps":  # no synchronization; MPS does not have it
+            torch._assert_async(in_range.all(), "a target is outside the vocabulary")
+        counted = targets != IGNORE  # (N)
         if hasattr(weight, "placements"):  # DTensor: tensor parallelism
             group = weight.device_mesh.get_group()
             rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
             targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
             weight = weight.to_local()
         x = x.flatten(0, 1)  # (N, C)
-        return LinearCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled(), group)
+        return LinearCrossEntropy.apply(
+            x, weight, targets, counted, torch.is_grad_enabled(), group)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (N, C), weight (V, C), targets (N) -> mean cross-entropy.
+    """x (N, C), weight (V, C), targets (N), which of them count (N) bool -> mean cross-entropy.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
     The gradient is divided by N only in backward: here small float16 gradients would become zero.
@@ -40,7 +49,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, with_gradient, group):
+    def forward(ctx, x, weight, targets, counted, with_gradient, group):
         device, V = x.device.type, weight.size(0)
         dtype = x.dtype
         if torch.is_autocast_enabled(device):
@@ -56,33 +65,36 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), rows):
             x_chunk = x[start : start + rows].to(dtype)  # (rows, C)
             y = targets[start : start + rows, None]  # (rows, 1)
+            ignored = ~counted[start : start + rows, None]  # (rows, 1)
             logits = x_chunk @ w.t()  # (rows, padded V)
             logits[:, V:] = -math.inf
             p = logits.float()
             p -= all_reduce(p.amax(1, keepdim=True), dist.ReduceOp.MAX, group)
-            local = (0 <= y) & (y < V)  # (rows, 1): this process has the target's logit
+            local = (0 <= y) & (y < V) & ~ignored  # (rows, 1): this process has the target's logit
             y = y.where(local, 0)
             target_logit = p.gather(1, y) * local  # (rows, 1)
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
             norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
             loss -= target_logit.sum()
-            loss += norm.log().sum()
+            loss += norm.masked_fill(ignored, 1).log().sum()
             if with_gradient:  # gradient by the logits: softmax - one_hot(target)
+                norm = norm.masked_fill(ignored, math.inf)  # gradient 0
                 p.div_(norm).scatter_add_(1, y, -local.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
                 dx[start : start + rows] = p @ w
                 # In parts, to save memory: += first converts its operand to float32.
                 for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
                     total += part
+        n = counted.sum()
         if with_gradient:
-            ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V])
-        return loss / len(x)
+            ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V], n)
+        return loss / n
 
     @staticmethod
     def backward(ctx, grad):
-        dx, dw = ctx.saved_tensors
-        grad = grad / len(dx)
-        return grad * dx, grad * dw, None, None, None
+        dx, dw, n = ctx.saved_tensors
+        grad = grad / n
+        return grad * dx, grad * dw, None, None, None, None
 
 
 def all_reduce(tensor, op, group):

@@ -50,7 +50,7 @@ class RunLog:
     def __init__(self, config, gpt_config, step, rank):
         self.config, self.gpt_config, self.first_step = config, gpt_config, step
         self.enabled = rank == 0
-        self.writer = None  # TensorBoard's
+        self.writer = self.last_lr = None  # TensorBoard's; the rate of the step before
         self.recent = deque(maxlen=RECENT)  # gradient norms
         self.bad_in_a_row = self.skipped = self.jumps = 0
         if not self.enabled:
@@ -71,6 +71,8 @@ class RunLog:
             lines = read_log(self.path) if self.path.exists() else []
             kept = [line for line in lines
                     if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
+            rates = [float(value) for _, stream, value in kept if stream == "lr"]
+            self.last_lr = rates[-1] if rates else None
             self.known = {line[:2]: line[2] for line in kept if line[0] == step}
             with cli.replacing(self.path) as temporary:
                 temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
@@ -121,12 +123,19 @@ class RunLog:
                 self.writer.add_scalar(stream, value, step)
             self.writer.flush()
 
-    def write_samples(self, step, texts):
-        """Writes sampled texts for TensorBoard, as plain text and not as Markdown."""
-        if self.writer:
-            for i, text in enumerate(texts):
+    def write_samples(self, step, model, tokenizer, device):
+        """Prints two texts that the model writes without a prompt. All processes must call."""
+        model.eval()
+        idx = torch.full((2, 1), tokenizer.end_of_text, device=device)  # (B, T)
+        n = 500 if tokenizer.name == "bytes" else 64
+        idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
+        model.train()
+        for i, ids in enumerate(idx.tolist()):
+            text = tokenizer.decode(ids[1:]).strip()
+            print0(f"--- sample {i} at step {step} ---\n{text}\n")
+            if self.writer:  # as plain text and not as Markdown
                 self.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
-            self.writer.flush()
+                self.writer.flush()
 
     def write_step(self, step, loss, lr, norm, n_tokens, consumed, start):
         """Logs a step. Prints every log_every-th step, and those with a problem.
@@ -140,6 +149,9 @@ class RunLog:
             self.seconds = seconds
         self.seconds = 0.95 * self.seconds + 0.05 * seconds  # moving average
         to_go = f"{timedelta(seconds=round(self.seconds * (c.max_steps - step - 1)))} to go"
+        if step == self.first_step and self.last_lr and lr > 1.1 * self.last_lr:
+            print0(f"note: the learning rate rises from {self.last_lr:.2e} to {lr:.2e}: it "
+                   "depends on --max_steps; --schedule wsd is made for longer runs")
         problem = self.check(norm)
         if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
             use = f"{tok_s * self.flops_per_token / 1e12:.2f} TFLOP/s"
@@ -183,7 +195,7 @@ def git_commit():
 
 def move_aside(directory):
     """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
-    patterns = ("events.out.tfevents.*", "run.json", "log.txt")
+    patterns = ("events.out.tfevents.*", "run.json", "log.txt", "model_*.damaged")
     old = checkpoints(directory) + [path for p in patterns for path in directory.glob(p)]
     if old:
         base, i = directory.resolve(), 1  # resolve() gives "." a name

@@ -148,6 +148,9 @@ def open_shard(path):
 
 def read_text(path, tokenizer):
     """Tokens of a text file: (N,) uint16, or uint8 of bytes."""
+    if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".zst"):
+        raise UserError(f"--data {path}: is not a text; python fineweb.py --input {path} "
+                        "--output_dir mine makes shards of it, for --data mine")
     try:
         data = path.read_bytes()
     except OSError as error:

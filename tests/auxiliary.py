@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt2  # noqa: E402
 from model import GPT  # noqa: E402
 from plaingpt.cli import run  # noqa: E402
+from plaingpt.runlog import RunLog  # noqa: E402
 
 prepare = train_gpt2.prepare
 
@@ -36,5 +37,5 @@ def checked_prepare(model, *args):
 
 GPT.forward = forward
 train_gpt2.prepare = checked_prepare
-train_gpt2.print_samples = lambda *args: []  # saves time
+RunLog.write_samples = lambda *args: None  # saves time
 run(train_gpt2.main)

