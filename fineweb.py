@@ -35,6 +35,7 @@ from plaingpt.shards import ShardWriter
 from tokenizer import MERGES, MERGES_SHA256, get_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
+SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
 SHOWN = 5  # damaged records that are shown
 
 
@@ -45,7 +46,7 @@ class ShardConfig:
     name: Annotated[str | None, "its configuration [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
-    shard_size: Annotated[int, "tokens in a shard", "at least 1"] = 100000000
+    shard_size: Annotated[int | None, "tokens in a shard [by --input; 10^8]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
@@ -157,13 +158,16 @@ def main(argv=None):
         own = {Path(config.output_dir, f).resolve() for f in ("meta.json", "progress.json")}
         paths = [path for path in find_files(config.input) if path.resolve() not in own]
         source = dict(input=[[p.name, p.stat().st_size, checksum(p)] for p in paths])
+        # About 20 shards, so that a small corpus also gives validation and training shards.
+        n_bytes = sum(path.stat().st_size for path in paths)
+        config.shard_size = config.shard_size or min(SHARD_SIZE, max(1000, n_bytes // 80))
     else:
         if config.dataset == FINEWEB:
             name, config.name = "edufineweb", config.name or "sample-10BT"
         paths, rows, revision = load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
     settings = dict(source=source, text_key=config.text_key, tokenizer="gpt2",
-                    tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size,
+                    tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size or SHARD_SIZE,
                     val_shards=config.val_shards)
     end_of_text = get_tokenizer("gpt2").end_of_text
     writer = ShardWriter(config.output_dir, name, settings, end_of_text, config.max_shards)
@@ -180,8 +184,7 @@ def main(argv=None):
           f"training shards: {facts['shards'] - n_val}, {facts['tokens']:,} tokens, "
           f"{facts['documents']:,} documents, {facts['skipped']:,} damaged records skipped")
     if 0 < n_val < facts["shards"]:
-        small = "" if facts["tokens"] > 2**20 else " --batch_size 4 --total_batch_size 4096"
-        print(f"to train on it: python train_gpt2.py --data {config.output_dir}{small}")
+        print(f"to train on it: python train_gpt2.py --data {config.output_dir}")
     elif facts["next"] is None:
         kind = "training" if n_val else "validation"
         print(f"there are no {kind} shards: to train, start again with another --output_dir, "

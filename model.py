@@ -38,6 +38,7 @@ PRESETS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
     "gpt3-1.3b": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048),
     "gpt3-2.7b": dict(n_layer=32, n_head=32, n_embd=2560, block_size=2048),
+    "mini": dict(n_layer=4, n_head=3, n_embd=192, block_size=128),
     "baby": dict(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256),  # bytes
 }
 

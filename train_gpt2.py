@@ -24,20 +24,21 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import plaingpt.device as devices
 from model import PRESETS, GPTConfig
-from plaingpt.checkpoint import find_checkpoint, init_model, restore, save_checkpoint
+from plaingpt.checkpoint import find_checkpoint, init_model, restore, save_best, save_checkpoint
 from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, restoring_signals, run
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.runlog import RunLog
-from plaingpt.shards import open_tokens, prefetch
+from plaingpt.shards import count_tokens, open_tokens, prefetch
 
 
 @dataclass
 class TrainConfig:
-    preset: Annotated[Literal[("auto", *PRESETS)], "auto: gpt2 for shards, else baby"] = "auto"
+    preset: Annotated[Literal[("auto", *PRESETS)], "auto: by data and device"] = "auto"
     data: Annotated[str | None, "directory of shards, or text [edu_fineweb10B, input.txt]"] = None
     batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     max_steps: Annotated[int, "steps in the run; the default is 10B tokens", "above 0"] = 19073
+    max_minutes: Annotated[float | None, "save and end after this time", "above 0"] = None
     warmup_steps: Annotated[int, "steps of linear warm-up", "at least 0"] = 715
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
@@ -58,9 +59,11 @@ class TrainConfig:
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 250
     save_every: Annotated[int, "steps between checkpoints; 0: last only", "at least 0"] = 500
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
+    keep_best: Annotated[bool, "also keep the best validation loss in model_best.pt"] = False
     log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0"] = 1
     log_dir: Annotated[str | None, "run directory [log/PRESET]"] = None
     tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir"] = False
+    wandb: Annotated[str | None, "also log to this project of Weights & Biases"] = None
     resume: Annotated[bool, "continue the run in log_dir, or start if there is none"] = False
     init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
@@ -73,8 +76,9 @@ class TrainConfig:
     pp: Annotated[int, "pipeline stages; at most n_layer", "above 0"] = 1
 
 
-# GPT-3 paper, table 2.1. baby: the best of those that we measured, for a minute on two CPU cores.
+# GPT-3 paper, table 2.1. mini and baby: the best of those that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
+SMALL = dict(optimizer="muon", batch_size=16, warmup_steps=100, val_tokens=65536, eval_every=0)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
@@ -82,9 +86,9 @@ RECIPES = {
     "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
     "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **LARGE),
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
-    "baby": dict(optimizer="muon", max_lr=4e-3, batch_size=16, total_batch_size=1024,
-                 max_steps=2700, warmup_steps=100, val_tokens=65536, eval_every=0,
-                 sample_every=900, log_every=100),
+    "baby": dict(max_lr=4e-3, total_batch_size=1024, max_steps=2700, sample_every=900,
+                 log_every=100, **SMALL),
+    "mini": dict(max_lr=3e-3, total_batch_size=2048, max_steps=2500, log_every=10, **SMALL),
     "finetune": dict(max_lr=5e-5, batch_size=4, total_batch_size=4096, max_steps=100,
                      warmup_steps=10, dropout=0.1, val_tokens=65536, eval_every=0, log_every=10),
 }
@@ -93,56 +97,49 @@ TEXT = Path(__file__).with_name("input.txt")
 EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # the benchmarks: one file each
 
 
+def choose_preset(data, given):
+    """--preset auto -> the preset for the data and the device, and the reason as text."""
+    cuda = torch.cuda.is_available() and given.get("device", "auto")[:4] in ("auto", "cuda")
+    if Path(data).is_dir() and cuda and count_tokens(data) >= 10**9:
+        return "gpt2", ": a GPU and at least 1B tokens; --preset mini is the small model"
+    if "init_from" in given:
+        return "finetune", f": {RECIPES['finetune']}"
+    if Path(data).is_dir():
+        return "mini", ": no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M"
+    return "baby", "; --preset mini is larger and better"
+
+
 def parse_args(argv=None):
     """argv -> (GPTConfig, TrainConfig, names of the flags given). Raises UserError."""
     given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv)
-    preset, data = given.get("preset", "auto"), given.get("data")
+    preset, data, reason = given.get("preset", "auto"), given.get("data"), ""
+    if data is None:
+        text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
+        shards = Path(SHARDS).is_dir() if preset == "auto" else preset not in ("baby", "mini")
+        data = SHARDS if shards else text
     if preset == "auto":
-        for_text = "finetune" if "init_from" in given else "baby"
-        preset = "gpt2" if Path(data or SHARDS).is_dir() else for_text
-    text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
+        preset, reason = choose_preset(data, given)
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
+    if preset == "mini":
+        steps = 15 * count_tokens(data) // recipe["total_batch_size"]  # 15 epochs
+        recipe["max_steps"] = max(100, min(steps, recipe["max_steps"]))
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **recipe}
     if "evals" in given:
         values["eval_every"] = TrainConfig.eval_every  # the baby's recipe has 0
-    values.update(given, preset=preset)
-    values["data"] = data or (text if preset in ("baby", "finetune") else SHARDS)
+    values.update(given, preset=preset, data=data)
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
     if values["val_every"] is None:
         values["val_every"] = min(250, max(1, values["max_steps"] // 10))
-    shown = f": {recipe}" if preset == "finetune" else ""
-    print0(f"preset {preset} on {values['data']}{shown}")
+    print0(f"preset {preset} on {data}{reason}")
     g = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
     c = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
-    if g.n_embd % g.n_head:
-        raise UserError(f"--n_head {g.n_head} does not divide --n_embd {g.n_embd}; give a divisor")
     if c.min_lr > c.max_lr:
         raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out")
     if c.muon_lr and c.optimizer != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
-    names = set(given)
-    if "preset" in given and not c.init_from:  # a resumed model must have the preset's shape
-        names |= {"n_layer", "n_head", "n_embd", "block_size"}
-    return g, c, names
-
-
-def check_batch_size(config, T, dp_size, n_sequences):
-    """Raises UserError unless every process gets whole micro-batches in every step."""
-    unit = T * dp_size  # tokens: one sequence on every process
-    for step in range(config.rampup_steps + 1):
-        size = get_batch_tokens(step, config)
-        if size % unit or not config.pp * unit <= size <= n_sequences * T:
-            name = "total_batch_size" if step == config.rampup_steps else "rampup_batch_size"
-            raise UserError(
-                f"--{name} {size}: must be a multiple of {unit} (block_size {T} x {dp_size} "
-                f"processes), from {config.pp * unit} to the {n_sequences * T} tokens of the data")
-        share = size // unit  # sequences of a process in this step
-        if share % min(config.batch_size, share // config.pp):
-            raise UserError(
-                f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
-                f"give a divisor of {share} that makes at least {config.pp} micro-batches")
+    return g, c, set(given)
 
 
 class DataLoaderLite:
@@ -241,6 +238,7 @@ class Trainer:
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.eval_model = model.to(device)
+        self.best_val = math.inf  # the lowest validation loss of the run
         self.optimizers = model.configure_optimizers(*rates)
         self.groups = [optimizer.state_dict()["param_groups"] for optimizer in self.optimizers]
         self.model = model
@@ -343,7 +341,7 @@ def main(argv=None):
     gpt_config, config, given = parse_args(argv)
     rank, world_size, device = devices.setup(
         config.device, keep_memory=config.parallel != "fsdp", deterministic=config.deterministic)
-    stop_signals = catch_stop_signals("finishing this step, then saving")
+    stop_signals = catch_stop_signals("finishing this step, then saving", config.max_minutes)
     dtype = devices.choose_dtype(config.dtype, device)
     dp_rank, dp_size = devices.data_parallel_rank(config, rank, world_size)
     checkpoint = find_checkpoint(config)
@@ -355,7 +353,8 @@ def main(argv=None):
                     "validation split": val_tokens.fingerprint()}
     loader = DataLoaderLite(train_tokens, T, config.seed, config.shuffle)
     val_loader = DataLoaderLite(val_tokens, T, shuffle=False)
-    check_batch_size(config, T, dp_size, loader.n_sequences)
+    sizes = [get_batch_tokens(step, config) for step in range(config.rampup_steps + 1)]
+    devices.check_batch_size(config, sizes, T, dp_size, loader.n_sequences)
     evals = load_evals(config, EVALS, tokenizer, model.config)
     trainer = prepare(model, config, device, dtype)
     first_step, position = restore(checkpoint, trainer, config, fingerprints)
@@ -375,13 +374,14 @@ def main(argv=None):
             save_checkpoint(trainer, step, position, config, tokenizer, fingerprints)
             save = False
         if stop:
-            print0(f"stopped by a signal; step {step} is saved; {log.summary()}")
+            print0(f"stopped by a signal or --max_minutes; step {step} is saved; {log.summary()}")
             break
         if last or step == 0 or due(step, config.val_every):
             with devices.batch_size_advice(config.batch_size, n_sequences // dp_size):
                 val = estimate_loss(trainer, val_loader, config, dp_rank, dp_size, device)
             print0(f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f}")
             log.write(step, val=val)
+            save_best(val, trainer, step, position, config, tokenizer, fingerprints)
         if evaluate:
             log.write(step, **run_evals(evals, trainer, config, step, device, dp_rank, dp_size))
         if last or due(step, config.sample_every):
@@ -390,7 +390,6 @@ def main(argv=None):
             print0(f"done: {log.summary()}; the log and checkpoints are in {config.log_dir}; "
                    f"python generate.py --checkpoint {config.log_dir} writes text")
             break
-
         start = time.perf_counter()  # evaluating and saving are not timed
         lr = get_lr(step, config)
         for group in (g for optimizer in trainer.optimizers for g in optimizer.param_groups):

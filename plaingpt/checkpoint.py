@@ -1,5 +1,6 @@
 """Finds, loads, saves and resumes checkpoints. Also loads the weights that a run starts from."""
 
+import math
 import os
 import zipfile
 from dataclasses import asdict
@@ -17,17 +18,18 @@ ENTRIES = dict(model=dict, optimizer=dict, scaler=dict, step=int, position=int, 
                train_config=dict, tokenizer=str)
 # Checkpoints do not store these settings, so they may change at a resume without a note.
 LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
-          "log_dir", "log_every", "resume", "tensorboard"}
+          "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
 
 
 class Damaged(UserError):
     """The file can be opened, but is no whole checkpoint."""
 
 
-def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints):
+def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints, name=None):
     """Writes the whole state of a run, atomically. All processes must call; rank 0 writes.
 
-    position: sequences consumed. fingerprints: {split: fingerprint}. Raises UserError.
+    position: sequences consumed. fingerprints: {split: fingerprint}. name: of the file, default:
+    by the step. Raises UserError.
     """
     model_state, optimizer_states = trainer.full_state()
     if ranks()[0] > 0:
@@ -38,11 +40,11 @@ def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints):
     settings = {**asdict(config), **fingerprints}
     state = dict(
         model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
-        scaler=trainer.scaler.state_dict(), step=step, position=position,
+        scaler=trainer.scaler.state_dict(), step=step, position=position, best_val=trainer.best_val,
         tokenizer=tokenizer.name, model_config=asdict(trainer.eval_model.config),
         train_config={k: v for k, v in settings.items() if k not in LAYOUT})
     run_dir = Path(config.log_dir)
-    path = run_dir / f"model_{step:06d}.pt"
+    path = run_dir / (name or f"model_{step:06d}.pt")
     remedy = "the older checkpoints are whole: free some space, then continue with --resume"
     with writing(path, remedy), replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save(state, file)
@@ -51,6 +53,13 @@ def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints):
     if config.keep:
         for old in checkpoints(run_dir)[: -config.keep]:
             old.unlink()
+
+
+def save_best(val, trainer, step, position, config, *args):
+    """Saves model_best.pt if --keep_best is given and val is the run's lowest validation loss."""
+    if config.keep_best and val < trainer.best_val:
+        trainer.best_val = val
+        save_checkpoint(trainer, step, position, config, *args, name="model_best.pt")
 
 
 def is_finite(model_state):
@@ -179,6 +188,9 @@ def init_model(gpt_config, config, given, checkpoint):
     given: names of the flags given. checkpoint: to resume, or None. Raises UserError if weights,
     flags and data do not fit together.
     """
+    c = gpt_config
+    if c.n_embd % c.n_head:
+        raise UserError(f"--n_head {c.n_head} does not divide --n_embd {c.n_embd}; give a divisor")
     torch.manual_seed(config.seed)
     name = tokenizer_name(config.data)
     if not checkpoint and not config.init_from:
@@ -203,6 +215,8 @@ def init_model(gpt_config, config, given, checkpoint):
     if Path(config.data).is_dir() and name != tokenizer.name:
         raise UserError(f"--data {config.data}: has tokens of {name}, but {source} was trained on "
                         f"{tokenizer.name}; tokenize the data again")
+    if checkpoint and "preset" in given and not config.init_from:  # must have the preset's shape
+        given = {*given, "n_layer", "n_head", "n_embd", "block_size"}
     have, want = asdict(model.config), asdict(gpt_config)
     wrong = [f"{k} is {have[k]}, not {want[k]}" for k in want
              if k in given and k != "dropout" and have[k] != want[k]]
@@ -213,16 +227,22 @@ def init_model(gpt_config, config, given, checkpoint):
 
 def find_checkpoint(config):
     """The newest checkpoint of --log_dir if --resume is given, else None. Raises UserError."""
-    path = on_rank0(newest_checkpoint, config.log_dir) if config.resume else None
-    return load_checkpoint(path) if path else None
+    loaded = []  # rank 0 has loaded it after the search
+    path = on_rank0(newest_checkpoint, config.log_dir, loaded) if config.resume else None
+    if path and not loaded:
+        loaded.append(load_checkpoint(path))
+    return loaded[0] if loaded else None
 
 
-def newest_checkpoint(directory):
-    """Path of the newest whole checkpoint; None if there is none. Renames damaged newer ones."""
+def newest_checkpoint(directory, loaded):
+    """Path of the newest whole checkpoint; None if there is none. Renames damaged newer ones.
+
+    Appends the checkpoint to the list `loaded`.
+    """
     damaged, found = [], None
     for path in reversed(checkpoints(directory)):
         try:
-            load_checkpoint(path)
+            loaded.append(load_checkpoint(path))
             found = path
             break
         except Damaged as error:
@@ -280,6 +300,7 @@ def restore(checkpoint, trainer, config, fingerprints):
             check_optimizer_state(state, groups, checkpoint["model"])
         for name in trainer.scaler.state_dict() if checkpoint["scaler"] else ():
             float(checkpoint["scaler"][name])
+        trainer.best_val = float(checkpoint.get("best_val", math.inf))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"the optimizer of the checkpoint in {run} is damaged ({error}); use its "
                         f"weights in a new run: --init_from {run}") from error

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import typing
 from pathlib import Path
 
@@ -102,7 +103,11 @@ def read_annotation(name, hint, default):
         return value
 
     convert.__name__ = kind.__name__  # for argparse's message
-    return options | dict(type=convert, metavar="|".join(choices) or kind.__name__.upper())
+    metavar = "|".join(choices) or kind.__name__.upper()
+    if len(metavar) > 60:
+        options["help"] += f"; one of {', '.join(choices)}"
+        metavar = "NAME"
+    return options | dict(type=convert, metavar=metavar)
 
 
 def run(main):
@@ -138,15 +143,20 @@ def require(module):
 STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
 
 
-def catch_stop_signals(now):
+def catch_stop_signals(now, max_minutes=None):
     """From now on SIGTERM, SIGINT and SIGHUP append their number to the returned list.
 
     The first one prints `now`, what the program does before it ends. The second one ends it.
+    After max_minutes a 0 is appended.
     """
     received = []
+    if max_minutes:
+        timer = threading.Timer(60 * max_minutes, received.append, [0])
+        timer.daemon = True  # does not keep the program alive
+        timer.start()
 
     def handle(number, frame):
-        if received:
+        if any(received):
             os._exit(128 + number)
         received.append(number)
         if os.environ.get("RANK", "0") == "0":

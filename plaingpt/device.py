@@ -44,6 +44,25 @@ def data_parallel_rank(config, rank, world_size):
     return rank // config.tp % dp_size, dp_size
 
 
+def check_batch_size(config, sizes, T, dp_size, n_sequences):
+    """Raises UserError unless every process gets whole micro-batches in every step.
+
+    sizes: tokens in each step of the ramp, and at last in every step after it.
+    """
+    unit = T * dp_size  # tokens: one sequence on every process
+    for step, size in enumerate(sizes):
+        if size % unit or not config.pp * unit <= size <= n_sequences * T:
+            name = "total_batch_size" if step == config.rampup_steps else "rampup_batch_size"
+            raise UserError(
+                f"--{name} {size}: must be a multiple of {unit} (block_size {T} x {dp_size} "
+                f"processes), from {config.pp * unit} to the {n_sequences * T} tokens of the data")
+        share = size // unit  # sequences of a process in this step
+        if share % min(config.batch_size, share // config.pp):
+            raise UserError(
+                f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
+                f"give a divisor of {share} that makes at least {config.pp} micro-batches")
+
+
 def describe(device):
     """Name of the hardware, for a person."""
     if device.type == "cuda":

@@ -24,10 +24,10 @@ class LinearCrossEntropyLoss(nn.Module):
         """
         group = None
         targets = targets.flatten()  # (N)
-        in_range = (0 <= targets) & (targets < weight.size(0)) | (targets == IGNORE)
+        counted = targets != IGNORE  # (N)
+        in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
         if x.device.type != "mps":  # no synchronization; MPS does not have it
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
-        counted = targets != IGNORE  # (N)
         if hasattr(weight, "placements"):  # DTensor: tensor parallelism
             group = weight.device_mesh.get_group()
             rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
@@ -70,7 +70,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits[:, V:] = -math.inf
             p = logits.float()
             p -= all_reduce(p.amax(1, keepdim=True), dist.ReduceOp.MAX, group)
-            local = (0 <= y) & (y < V) & ~ignored  # (rows, 1): this process has the target's logit
+            local = (0 <= y) & (y < V)  # (rows, 1): this process has the target's logit
             y = y.where(local, 0)
             target_logit = p.gather(1, y) * local  # (rows, 1)
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)

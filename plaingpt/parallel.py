@@ -12,6 +12,7 @@ processes have consecutive ranks. The processes read different data only along d
 """
 
 import logging
+import math
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class ShardedTrainer(nn.Module):
         self.batch_size, self.n_stages = config.batch_size, config.pp
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = ShardedGradScaler(device.type, enabled=dtype == torch.float16)
-        self.schedules = {}
+        self.schedules, self.best_val = {}, math.inf
         # full_state needs the shapes and the parameter groups of the whole model.
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.groups = [optimizer.state_dict()["param_groups"]

@@ -50,14 +50,19 @@ class RunLog:
     def __init__(self, config, gpt_config, step, rank):
         self.config, self.gpt_config, self.first_step = config, gpt_config, step
         self.enabled = rank == 0
-        self.writer = self.last_lr = None  # TensorBoard's; the rate of the step before
+        self.writer = self.wandb = None  # TensorBoard's; the module
+        self.last_lr = None  # learning rate of the step before
         self.recent = deque(maxlen=RECENT)  # gradient norms
+        self.pace = deque(maxlen=10)  # seconds per token of the last steps
+        self.first_pace = math.inf  # their median, in the first ten steps
         self.bad_in_a_row = self.skipped = self.jumps = 0
         if not self.enabled:
             return
         if config.tensorboard:  # imported before anything is moved
             cli.require("tensorboard")
             tensorboard = cli.require("torch.utils.tensorboard")
+        if config.wandb:
+            self.wandb = cli.require("wandb")
         directory = Path(config.log_dir)
         self.path = directory / "log.txt"
         with cli.writing(f"--log_dir {directory}"):
@@ -77,12 +82,27 @@ class RunLog:
             with cli.replacing(self.path) as temporary:
                 temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
             self.file = open(self.path, "ab", buffering=0)
+        settings = {**asdict(config), **asdict(gpt_config)}
         if config.tensorboard:
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
-            settings = json.dumps({**asdict(config), **asdict(gpt_config)}, indent=2)
-            self.writer.add_text("settings", f"<pre>{html.escape(settings)}</pre>")
+            self.writer.add_text("settings", preformatted(json.dumps(settings, indent=2)))
             for (_, stream), value in self.known.items():  # purged above
                 self.writer.add_scalar(stream, float(value), step)
+        if config.wandb:
+            self.start_wandb(directory, settings)
+
+    def start_wandb(self, directory, settings):
+        """Starts a run of Weights & Biases, or continues the one of the run directory."""
+        old = sorted(directory.glob("wandb/*run-*-*"))  # wandb/run-{time}-{id}
+        try:
+            run = self.wandb.init(
+                project=self.config.wandb, id=old[-1].name.rpartition("-")[2] if old else None,
+                resume="allow", reinit="finish_previous", name=directory.resolve().name,
+                dir=directory, config=settings, settings=self.wandb.Settings(console="off"))
+        except self.wandb.Error as error:
+            raise UserError(f"--wandb {self.config.wandb}: {cli.first_line(error).rstrip('.')}; "
+                            "log in, or set WANDB_MODE=offline") from error
+        weakref.finalize(self, run.finish)  # at the end of main
 
     def start(self, tokenizer, device, dtype, train_tokens):
         """Writes run.json, which has what one needs to repeat the run, and prints a summary."""
@@ -122,6 +142,8 @@ class RunLog:
             for stream, value in new.items():
                 self.writer.add_scalar(stream, value, step)
             self.writer.flush()
+        if self.wandb:
+            self.wandb.log(new, step=step)
 
     def write_samples(self, step, model, tokenizer, device):
         """Prints two texts that the model writes without a prompt. All processes must call."""
@@ -133,9 +155,11 @@ class RunLog:
         for i, ids in enumerate(idx.tolist()):
             text = tokenizer.decode(ids[1:]).strip()
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
-            if self.writer:  # as plain text and not as Markdown
-                self.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
+            if self.writer:
+                self.writer.add_text(f"sample {i}", preformatted(text), step)
                 self.writer.flush()
+            if self.wandb:
+                self.wandb.log({f"sample {i}": self.wandb.Html(preformatted(text))}, step=step)
 
     def write_step(self, step, loss, lr, norm, n_tokens, consumed, start):
         """Logs a step. Prints every log_every-th step, and those with a problem.
@@ -148,9 +172,18 @@ class RunLog:
         if step < self.first_step + 2:  # the first step compiles
             self.seconds = seconds
         self.seconds = 0.95 * self.seconds + 0.05 * seconds  # moving average
+        self.pace.append(seconds / n_tokens)
+        pace = statistics.median(self.pace)
+        if step == self.first_step + 9:
+            self.first_pace = pace
+        if pace > 5 * self.first_pace:
+            self.first_pace = math.inf  # printed once
+            print0("note: steps take five times longer than at first; another program may use this "
+                   "machine. On a CPU, GOMP_SPINCOUNT=1000 in the environment helps")
         to_go = f"{timedelta(seconds=round(self.seconds * (c.max_steps - step - 1)))} to go"
-        if step == self.first_step and self.last_lr and lr > 1.1 * self.last_lr:
-            print0(f"note: the learning rate rises from {self.last_lr:.2e} to {lr:.2e}: it "
+        before = self.last_lr if step == self.first_step >= c.warmup_steps else None
+        if before and lr > 1.1 * before:
+            print0(f"note: the learning rate rises from {before:.2e} to {lr:.2e}: it "
                    "depends on --max_steps; --schedule wsd is made for longer runs")
         problem = self.check(norm)
         if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
@@ -184,6 +217,11 @@ class RunLog:
         return f"steps skipped: {self.skipped}, jumps of the gradient norm: {self.jumps}"
 
 
+def preformatted(text):
+    """Plain text -> HTML that shows it as it is."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
 def git_commit():
     """The commit of this clone, with "-dirty" if files are changed; None without git."""
     git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--abbrev=40", "--dirty"]
@@ -195,7 +233,8 @@ def git_commit():
 
 def move_aside(directory):
     """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
-    patterns = ("events.out.tfevents.*", "run.json", "log.txt", "model_*.damaged")
+    patterns = ("events.out.tfevents.*", "run.json", "log.txt", "model_*.damaged",
+                "model_best.pt", "wandb")
     old = checkpoints(directory) + [path for p in patterns for path in directory.glob(p)]
     if old:
         base, i = directory.resolve(), 1  # resolve() gives "." a name

@@ -6,6 +6,7 @@ meta.json says how the shards were made. It is called progress.json until they a
 """
 
 import bisect
+import functools
 import json
 import math
 import os
@@ -21,6 +22,11 @@ import numpy as np
 from plaingpt.cli import UserError, first_line, lock, print0, replacing, write_json, writing
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
+
+
+def crc32(arrays):
+    """CRC-32 of arrays, one after the other."""
+    return functools.reduce(lambda crc, array: zlib.crc32(array, crc), arrays, 0)
 
 
 @dataclass
@@ -49,10 +55,8 @@ class Shard:
 
     def crc32(self):
         """CRC-32 of all tokens."""
-        crc = 0
-        for start in range(0, self.n_tokens, 2**20):
-            crc = zlib.crc32(self.read(start, min(2**20, self.n_tokens - start)), crc)
-        return crc
+        n = self.n_tokens
+        return crc32(self.read(start, min(2**20, n - start)) for start in range(0, n, 2**20))
 
 
 class Tokens:
@@ -89,11 +93,11 @@ class Tokens:
 
     def fingerprint(self):
         """Number of tokens and CRC-32. It covers both ends of every shard, or all of a text."""
-        crc = 0
+        parts = []  # (start, number of tokens)
         for shard, start in zip(self.shards, self.starts):
             n = min(shard.n_tokens, ENDS) if shard.ids is None else shard.n_tokens
-            for first in sorted({start, start + shard.n_tokens - n}) if n else []:
-                crc = zlib.crc32(self.read(first, n).astype("<u2"), crc)
+            parts += [(first, n) for first in sorted({start, start + shard.n_tokens - n}) if n]
+        crc = crc32(self.read(*part).astype("<u2") for part in parts)
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
 
@@ -116,6 +120,14 @@ def open_tokens(data, split, vocab_size, tokenizer):
     if split == "train" and (path / "progress.json").exists():
         print0(f"note: {data} is not complete; fineweb.py is still running, or was interrupted")
     return Tokens([open_shard(path) for path in paths], vocab_size, name)
+
+
+def count_tokens(data):
+    """Number of training tokens of a directory of shards, or of a text of bytes; 0 if missing."""
+    path = Path(data)
+    if path.is_dir():
+        return sum(open_shard(shard).n_tokens for shard in find_shards(path, "train"))
+    return path.stat().st_size * 9 // 10 if path.is_file() else 0
 
 
 def find_shards(directory, split):
@@ -288,10 +300,7 @@ class ShardWriter:
                 os.fsync(file.fileno())
         facts["documents"] += sum(int((part == self.end_of_text).sum()) for part in self.parts)
         facts.update(shards=facts["shards"] + 1, tokens=self.n_tokens, next=next)
-        crc = 0
-        for part in self.parts:
-            crc = zlib.crc32(part, crc)
-        facts["crc32"].append(crc)
+        facts["crc32"].append(crc32(self.parts))
         self.parts = []
         write_json(progress, facts)
 

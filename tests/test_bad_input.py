@@ -97,7 +97,7 @@ CASES = {
     "train_gpt2.py": [
         ("--max_step 5", "unknown flag --max_step", "did you mean --max_steps?"),
         ("--frobnicate", "unknown flag --frobnicate", "--help lists all flags"),
-        ("extra", "unknown flag extra", "--help lists all flags"),
+        ("extra", "unexpected extra", "quote a value with spaces"),
         ("--max_steps", "--max_steps: expected one argument", "see --help"),
         ("--max_steps many", "--max_steps: invalid int value: 'many'", "see --help"),
         ("--max_steps 1e4", "--max_steps: invalid int value: '1e4'", "see --help"),

@@ -93,7 +93,7 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
     """
     flags = [*TINY, "--log_dir", "run", "--save_every", 2]
     out, err = program(f"signal in a{'n' * (moment == 'evaluation')} {moment}", *flags, cwd=tmp_path, program="tests/faulty.py")
-    assert f"stopped by a signal; step {at_least} is saved" in out and err == ""
+    assert f"stopped by a signal or --max_minutes; step {at_least} is saved" in out and err == ""
     out, _ = program(*flags, "--resume", cwd=tmp_path)
     assert f"resumed from step {at_least} " in out
     assert read_log(tmp_path / "run") == read_log(whole)
@@ -278,7 +278,7 @@ def test_two_runs_in_one_directory(tmp_path):
         assert err == "error: --log_dir run: another process is writing there; stop it, or choose another directory\n"
     first.send_signal(signal.SIGTERM)
     out, _ = first.communicate(timeout=60)
-    step = int(re.search(r"stopped by a signal; step (\d+) is saved", out)[1])
+    step = int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
     assert first.returncode == 0 and sorted({s for s, _ in read_log(tmp_path / "run")}) == list(range(step))
     out, _ = program(*flags, "--resume", "--max_steps", step + 1, cwd=tmp_path)
     assert f"resumed from step {step} " in out and names(tmp_path) == ["run"]

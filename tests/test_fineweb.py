@@ -245,8 +245,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys, backend
 
 def test_advice_for_too_few_shards(documents, tmp_path, capsys):
     path = write(tmp_path / "jsonl.jsonl", documents[-1:])
-    for flags, said, unsaid in ([[], "there are no training shards: to train, start again with another --output_dir, --val_shards 1 --shard_size", "to train on it"],
-                                [["--val_shards", 0], "there are no validation shards: ", "to train on it"],
+    for flags, said, unsaid in ([["--shard_size", 10**8], "there are no training shards: to train, start again with another --output_dir, --val_shards 1 --shard_size", "to train on it"],
+                                [["--shard_size", 10**8, "--val_shards", 0], "there are no validation shards: ", "to train on it"],
                                 [["--shard_size", 10_000], "to train on it: python train_gpt2.py --data", "there are no"],
                                 [["--shard_size", 10_000, "--max_shards", 1], "is complete up to --max_shards 1", "there are no"]):
         fineweb.main([*map(str, ["--input", path, "--output_dir", tmp_path / str(len(list(tmp_path.iterdir()))), *flags])])

@@ -19,13 +19,12 @@ from conftest import ROOT, TINY, assert_close_logs, program, read_log, spawn, tr
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_checkpoint
 from plaingpt.cli import UserError, fit, print0, show_progress
-from plaingpt.device import batch_size_advice, data_parallel_rank
+from plaingpt.device import batch_size_advice, check_batch_size, data_parallel_rank
 from plaingpt.shards import open_tokens, prefetch
 from tokenizer import get_tokenizer
 from train_gpt2 import (
     DataLoaderLite,
     TrainConfig,
-    check_batch_size,
     get_batch_tokens,
     get_lr,
     micro_batch,
@@ -169,7 +168,7 @@ def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, 
     out, err = a.communicate(timeout=60)
     b.communicate(timeout=60)
     assert a.returncode == b.returncode == 0, err
-    step = int(re.search(r"stopped by a signal; step (\d+) is saved", out)[1])
+    step = int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
     assert checkpoint(tmp_path / "run", step)["position"] == step * 16
     assert max(s for s, _ in read_log(tmp_path / "run")) == step - 1
     out, _ = train("--log_dir", "run", "--resume", *flags, "--max_steps", step + 2, cwd=tmp_path)
@@ -182,7 +181,8 @@ def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, 
 def test_checkpoint_is_a_plain_dict(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
     saved = checkpoint(tmp_path / "run", 2)
-    assert set(saved) == {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer"}
+    assert set(saved) == {"model", "optimizer", "scaler", "step", "position", "model_config", "train_config", "tokenizer",
+                          "best_val"}
     assert saved["tokenizer"] == "bytes" and saved["step"] == 2 and saved["position"] == 32
     model = GPT(GPTConfig(**saved["model_config"]))
     model.load_state_dict(saved["model"])  # names without prefixes
@@ -192,10 +192,10 @@ def test_checkpoint_is_a_plain_dict(tmp_path):
 def test_keep_removes_old_checkpoints(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     # A user's file: --keep must not remove it.
-    (tmp_path / "run" / "model_000002.pt").rename(tmp_path / "run" / "model_best.pt")
+    (tmp_path / "run" / "model_000002.pt").rename(tmp_path / "run" / "model_mine.pt")
     train("--log_dir", "run", "--save_every", 2, "--keep", 3, "--resume", cwd=tmp_path)
     names = sorted(p.name for p in (tmp_path / "run").glob("*.pt"))
-    assert names == [f"model_{s:06d}.pt" for s in (6, 8, 10)] + ["model_best.pt"]
+    assert names == [f"model_{s:06d}.pt" for s in (6, 8, 10)] + ["model_mine.pt"]
 
 
 def test_malicious_checkpoint_runs_no_code(tmp_path):
@@ -511,14 +511,15 @@ def test_progress_bar_on_a_terminal(monkeypatch, capsys):
 
 def test_a_pipeline_has_a_micro_batch_for_each_stage():
     config = TrainConfig(total_batch_size=16 * 64, batch_size=16, pp=2)
-    check_batch_size(config, 64, 1, 100)  # 16 sequences: two micro-batches of 8
+    check_batch_size(config, [1024], 64, 1, 100)  # 16 sequences: two micro-batches of 8
     assert micro_batch(0, config, 64, 1) == (16, 16)
     for change, sentence in (
             (dict(pp=3), "--batch_size 16: each process has 16 sequences in a step; give a divisor of 16 that makes at least 3 "
                          "micro-batches"),
             (dict(total_batch_size=64), r"--total_batch_size 64: must be a multiple of 64 \(block_size 64 x 1 processes\), from 128 to the 6400")):
         with pytest.raises(UserError, match=sentence):
-            check_batch_size(dataclasses.replace(config, **change), 64, 1, 100)
+            changed = dataclasses.replace(config, **change)
+            check_batch_size(changed, [changed.total_batch_size], 64, 1, 100)
 
 
 def test_data_parallel_rank():
@@ -550,18 +551,18 @@ def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     monkeypatch.chdir(tmp_path)
     _, config, _ = parse_args([])
     assert config.preset == "baby" and config.data == str(ROOT / "input.txt") and config.log_dir == "log/baby"
-    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt\n"
+    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt; --preset mini is larger and better\n"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, config, _ = parse_args([])
-    assert config.preset == "gpt2" and config.data == "edu_fineweb10B"
-    assert capsys.readouterr().out == "preset gpt2 on edu_fineweb10B\n"
+    assert config.preset == "mini" and config.data == "edu_fineweb10B"
+    assert capsys.readouterr().out == "preset mini on edu_fineweb10B: no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M\n"
+    assert [parse_args(["--preset", name])[1].data for name in ("gpt2", "mini")] == ["edu_fineweb10B", str(ROOT / "input.txt")]
     assert parse_args(["--data", str(ROOT / "input.txt")])[1].preset == "baby"
 
 
 def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     g, c, given = parse_args(["--preset", "baby", "--n_layer", "2", "--max_lr", "1e-3"])
-    assert (g.n_layer, g.n_embd, c.max_lr, c.min_lr) == (2, 128, 1e-3, 1e-4) and given == {
-        "preset", "max_lr", "n_layer", "n_head", "n_embd", "block_size"}
+    assert (g.n_layer, g.n_embd, c.max_lr, c.min_lr) == (2, 128, 1e-3, 1e-4) and given == {"preset", "max_lr", "n_layer"}
     assert c.weight_decay == TrainConfig().weight_decay and c.shuffle and not parse_args(["--no-shuffle"])[1].shuffle
 
 
