@@ -259,7 +259,7 @@ def newest_checkpoint(directory, loaded):
 
 
 def check_optimizer_state(state, groups, parameters):
-    """Raises ValueError unless every parameter has the same entries, of its own shape.
+    """Raises ValueError unless every parameter has the same entries, and moments of its own shape.
 
     PyTorch's fused optimizers do not check this, and write beyond the end of a short tensor.
     """
@@ -269,7 +269,11 @@ def check_optimizer_state(state, groups, parameters):
         raise ValueError("parameters are missing or unexpected")
     for i, entry in state.items():
         shape = parameters[names[i]].shape
-        compare_shapes(entry, {key: torch.Size() if key == "step" else shape for key in keys})
+        shapes = dict(step=torch.Size(), exp_avg=shape, exp_avg_sq=shape, momentum_buffer=shape)
+        if entry.keys() != keys:
+            raise ValueError(f"{names[i]}: has other entries than the first parameter")
+        known = {key: tensor for key, tensor in entry.items() if key in shapes}
+        compare_shapes(known, {key: shapes[key] for key in known})
 
 
 def restore(checkpoint, trainer, config, fingerprints):

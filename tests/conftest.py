@@ -70,6 +70,11 @@ def read_log(directory):
     return numbers
 
 
+def names(directory, pattern="*"):
+    """The sorted names of the files in a directory."""
+    return sorted(path.name for path in directory.glob(pattern))
+
+
 def assert_close_logs(a, b, rel):
     a, b = read_log(a), read_log(b)
     assert a.keys() == b.keys() and len(a) > 10

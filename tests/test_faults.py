@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_close_logs, program, read_log, spawn, train
+from conftest import TINY, assert_close_logs, names, program, read_log, spawn, train
 from test_training import checkpoint
 
 from plaingpt.checkpoint import load_checkpoint
@@ -29,10 +29,6 @@ def wait_for(process, words):
     """Reads the program's output up to a line that starts with `words`."""
     line = next((line for line in process.stdout if line.startswith(words)), None)
     assert line, process.stderr.read()
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 @pytest.fixture(scope="module")
