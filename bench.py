@@ -4,7 +4,7 @@
   python bench.py --batch_size 16 32 64 --peer plain transformers
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
 
---peer also times the models of build-nanogpt (plain) and of Hugging Face
+--peer also times a model like build-nanogpt's (plain) and that of Hugging Face
 (transformers), eager and compiled. All models alternate, each in a new process.
 
 Columns of the table:
@@ -88,7 +88,7 @@ class Peer(torch.nn.Module):
 
 
 def measure(name, config, with_profile, gpt_config, B, n, device):
-    """Times n steps. Returns lists: first (seconds), times (n seconds), memory (bytes)."""
+    """Times n steps. Returns lists: first (1 time in s), times (n times in s), memory (bytes)."""
     cuda = device.type == "cuda"
     rank, _, world_size = devices.ranks()
     if name == "plainGPT" and not dist.is_initialized():
@@ -136,8 +136,8 @@ def run_rounds(models, rounds, with_profile, *args):
     return results
 
 
-def start_child():
-    """Ends this process with the main process, whatever ends that."""
+def exit_with_parent():
+    """Ends this process when the main process ends, even if a signal kills the main process."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -146,8 +146,8 @@ def in_new_process(function, *args):
     """Returns function(*args), or dict(failure=[text]). With torchrun it runs in this process."""
     if dist.is_initialized():
         return function(*args)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_child) as pool:
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child ignores Ctrl-C
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), exit_with_parent) as pool:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the child, which inherits it
         future = pool.submit(function, *args)
         signal.signal(signal.SIGINT, handler)
         try:

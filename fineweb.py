@@ -6,7 +6,8 @@
 
 --input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files.
 In a .txt file <|endoftext|> separates documents. After an interruption the
-same command continues. Damaged records are counted, shown and skipped.
+same command continues. Damaged records are counted and skipped; the first 5
+are shown.
 """
 
 # plaingpt/corpus.py reads the text in blocks. Threads encode the blocks. The main thread writes the
@@ -46,11 +47,11 @@ class ShardConfig:
     name: Annotated[str | None, "its configuration [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
-    shard_size: Annotated[int | None, "tokens in a shard [by --input; 10^8]", "at least 1"] = None
+    shard_size: Annotated[int | None, "tokens [10^8; or by size of --input]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
-    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "auto: the installed one"] = "auto"
+    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "auto: tries gigatoken"] = "auto"
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
@@ -115,7 +116,7 @@ def fill(writer, config, paths):
     blocks = read_blocks(paths, config.text_key, *facts["next"][:2])
     first = list(itertools.islice(blocks, 8))
     if first and first[0].line != facts["next"][2]:
-        raise UserError(f"{paths[first[0].file]}: this pyarrow splits it into other blocks; "
+        raise UserError(f"{paths[first[0].file]}: another pyarrow made other blocks of this file; "
                         "start again with another --output_dir")
     backend = choose_backend(config, first)
     n_bytes = sum(path.stat().st_size for path in paths)
@@ -154,7 +155,7 @@ def main(argv=None):
     name = Path(config.output_dir).resolve().name
     if config.input:
         if "dataset" in given or "name" in given:
-            raise UserError("--input: --dataset and --name are for the hub; give one or the other")
+            raise UserError("--input: leave out --dataset and --name; they choose data of the hub")
         own = {Path(config.output_dir, f).resolve() for f in ("meta.json", "progress.json")}
         paths = [path for path in find_files(config.input) if path.resolve() not in own]
         source = dict(input=[[p.name, p.stat().st_size, checksum(p)] for p in paths])

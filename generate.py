@@ -26,7 +26,7 @@ class GenerateConfig:
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
     temperature: Annotated[float, "higher: more random; 0: likeliest token", "at least 0"] = 0.8
     top_k: Annotated[int, "draw from the k likeliest tokens; 0: all", "at least 0"] = 50
-    top_p: Annotated[float, "draw from the top tokens with sum p", "above 0 and at most 1"] = 1.0
+    top_p: Annotated[float, "keep top probabilities up to sum p", "above 0 and at most 1"] = 1.0
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**63 - 1}"] = 42
     json: Annotated[str | None, "also write prompts and texts to this file"] = None
     device: Annotated[str, "cuda, mps or cpu"] = "auto"

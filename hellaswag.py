@@ -56,8 +56,8 @@ def report(examples, scores):
 BENCHMARK = Benchmark(
     name="hellaswag", doc=__doc__, stream="hella", examples=examples, report=report,
     hub=dict(dataset="Rowan/hellaswag", split="validation"), options=(Options,),
-    figures=dict(acc_norm_token="completion: build-nanogpt's acc_norm", acc="not divided by length",
-                 acc_norm_char="harness: its acc_norm", acc_norm_byte="harness: its acc_bytes"))
+    figures=dict(acc_norm_token="style completion: build-nanogpt's acc_norm", acc="not divided",
+                 acc_norm_char="style harness: acc_norm", acc_norm_byte="style harness: acc_bytes"))
 
 if __name__ == "__main__":
     run(lambda: main(BENCHMARK))

@@ -26,7 +26,7 @@ class GPTConfig:
     n_head: Annotated[int, "attention heads of a block; divides n_embd", "above 0"] = 12
     n_embd: Annotated[int, "width of the residual stream, C", "above 0"] = 768
     block_size: Annotated[int, "longest context in tokens, T", "above 0"] = 1024
-    vocab_size: Annotated[int, "number of token ids; default: the data's", "above 0"] = 50257
+    vocab_size: Annotated[int, "token ids; if not given, as in the data", "above 0"] = 50257
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 

@@ -19,7 +19,7 @@ from plaingpt.runlog import read_log
 # Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
 PANELS = {
     "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
-    "hella": ("HellaSwag, accuracy per token", {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337}),
+    "hella": ("HellaSwag, acc_norm_token", {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337}),
     "lambada": ("LAMBADA, accuracy", {"GPT-2 124M": 0.3256, "GPT-3 124M": 0.427}),
     "story": ("Story Cloze, accuracy", {"GPT-3 124M": 0.633}),
     "wikitext": ("WikiText-103, perplexity per word", {"GPT-2 124M": 37.37}),

@@ -40,7 +40,7 @@ class Tokenizer:
         self.token_bytes = token_bytes + [text.encode() for text in special]
         self.n_vocab = len(self.token_bytes)
         self.end_of_text = special.get(END_OF_TEXT, ord("\n"))
-        self.mark = f"<|{uuid.uuid4()}|>"  # encode_documents reads it as end_of_text; it is random
+        self.mark = f"<|{uuid.uuid4()}|>"  # end_of_text in encode_documents; random: in no text
 
     @functools.cached_property
     def encoding(self):
@@ -63,7 +63,7 @@ class Tokenizer:
     def encode_documents(self, texts):
         """Texts -> their ids, each text led by end_of_text: (n,) uint16.
 
-        One call for all texts, because a thread releases the interpreter lock during a call.
+        One call for all texts: tiktoken releases the GIL during a call, so other threads can run.
         """
         text = "".join(self.mark + text for text in texts)
         return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
@@ -78,7 +78,7 @@ class Tokenizer:
 def check_spaces(text):
     """Raises ValueError for so many spaces that tiktoken's regex would overflow its stack."""
     if len(text) >= LONG_SPACE and re.search(rf"\s{{{LONG_SPACE}}}", text):
-        raise ValueError(f"more than {LONG_SPACE:,} white spaces in a row")
+        raise ValueError(f"{LONG_SPACE:,} or more white spaces in a row")
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def get_tokenizer(name):
         raise UserError(f"unknown tokenizer {name!r}; it must be gpt2 or bytes")
     data = MERGES.read_bytes()
     if hashlib.sha256(data).hexdigest() != MERGES_SHA256:
-        raise UserError(f"{MERGES}: is damaged; restore it with git checkout {MERGES.name}")
+        raise UserError(f"{MERGES}: is damaged; restore it with git checkout {MERGES}")
     # Each line: the token in base64, a space, its id. The ids are the line numbers, from 0.
     token_bytes = [base64.b64decode(line.split()[0]) for line in data.splitlines()]
     return Tokenizer(name, token_bytes, special={END_OF_TEXT: len(token_bytes)})

@@ -33,7 +33,7 @@ from plaingpt.shards import count_tokens, open_tokens, prefetch
 
 @dataclass
 class TrainConfig:
-    preset: Annotated[Literal[("auto", *PRESETS)], "auto: by data and device"] = "auto"
+    preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data, device"] = "auto"
     data: Annotated[str | None, "directory of shards, or text [edu_fineweb10B, input.txt]"] = None
     batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
@@ -44,7 +44,7 @@ class TrainConfig:
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
     muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
     schedule: Annotated[Literal["cosine", "linear", "wsd", "constant"], "after warm-up"] = "cosine"
-    decay_steps: Annotated[int | None, "last steps, of wsd [max_steps / 5]", "above 0"] = None
+    decay_steps: Annotated[int | None, "length of wsd's decay [max_steps / 5]", "above 0"] = None
     min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
     weight_decay: Annotated[float, "of matrices and embeddings", "at least 0"] = 0.1
     grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
@@ -52,14 +52,14 @@ class TrainConfig:
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
-    val_every: Annotated[int | None, "steps between validations [10 a run]", "at least 0"] = None
+    val_every: Annotated[int | None, "steps [max_steps / 10, at most 250]", "at least 0"] = None
     val_tokens: Annotated[int, "tokens of a validation", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 250
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 250
-    save_every: Annotated[int, "steps between checkpoints; 0: last only", "at least 0"] = 500
+    save_every: Annotated[int, "steps between checkpoints; 0: evals, last", "at least 0"] = 500
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
-    keep_best: Annotated[bool, "also keep the best validation loss in model_best.pt"] = False
+    keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt"] = False
     log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0"] = 1
     log_dir: Annotated[str | None, "run directory [log/PRESET]"] = None
     tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir"] = False
@@ -76,7 +76,7 @@ class TrainConfig:
     pp: Annotated[int, "pipeline stages; at most n_layer", "above 0"] = 1
 
 
-# GPT-3 paper, table 2.1. mini and baby: the best of those that we measured on two CPU cores.
+# GPT-3 paper, table 2.1. mini and baby: the best recipes that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 SMALL = dict(optimizer="muon", batch_size=16, warmup_steps=100, val_tokens=65536, eval_every=0)
 RECIPES = {
@@ -99,14 +99,14 @@ EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # the benchmarks: on
 
 def choose_preset(data, given):
     """--preset auto -> the preset for the data and the device, and the reason as text."""
-    cuda = torch.cuda.is_available() and given.get("device", "auto")[:4] in ("auto", "cuda")
-    if Path(data).is_dir() and cuda and count_tokens(data) >= 10**9:
-        return "gpt2", ": a GPU and at least 1B tokens; --preset mini is the small model"
     if "init_from" in given:
         return "finetune", f": {RECIPES['finetune']}"
-    if Path(data).is_dir():
-        return "mini", ": no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M"
-    return "baby", "; --preset mini is larger and better"
+    if not Path(data).is_dir():
+        return "baby", "; --preset mini is a larger model"
+    cuda = torch.cuda.is_available() and given.get("device", "auto")[:4] in ("auto", "cuda")
+    if cuda and count_tokens(data) >= 10**9:
+        return "gpt2", ": a GPU and at least 1B tokens; --preset mini is the small model"
+    return "mini", ": no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M"
 
 
 def parse_args(argv=None):
@@ -115,7 +115,7 @@ def parse_args(argv=None):
     preset, data, reason = given.get("preset", "auto"), given.get("data"), ""
     if data is None:
         text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
-        shards = Path(SHARDS).is_dir() if preset == "auto" else preset not in ("baby", "mini")
+        shards = Path(SHARDS).is_dir() if preset == "auto" else preset[:3] == "gpt"
         data = SHARDS if shards else text
     if preset == "auto":
         preset, reason = choose_preset(data, given)
@@ -125,7 +125,7 @@ def parse_args(argv=None):
         recipe["max_steps"] = max(100, min(steps, recipe["max_steps"]))
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **recipe}
     if "evals" in given:
-        values["eval_every"] = TrainConfig.eval_every  # the baby's recipe has 0
+        values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune have 0
     values.update(given, preset=preset, data=data)
     values["log_dir"] = values["log_dir"] or f"log/{preset}"
     if values["min_lr"] is None:
@@ -145,9 +145,9 @@ def parse_args(argv=None):
 class DataLoaderLite:
     """The stream of sequences: a pure function of (tokens, T, seed, epoch).
 
-    Sequence i is the T+1 tokens from iT to iT+T. Sequence i+1 begins with its last token, so each
-    token is a target once. An epoch is a random permutation of all sequences. A position counts
-    sequences from the start of the run, so nothing depends on the number of processes.
+    Sequence i is the T+1 tokens from iT to iT+T. Its last token is the first one of sequence i+1,
+    so each token is a target once. An epoch is a random permutation of all sequences. A position
+    counts sequences from the start of the run, so nothing depends on the number of processes.
     tokens: has len() and read(start, count). Raises UserError if they are fewer than T+1.
     """
 
@@ -185,14 +185,14 @@ class DataLoaderLite:
 
 
 def get_lr(step, config):
-    """Linear warm-up to max_lr, then a decay to min_lr.
+    """Linear warm-up to max_lr, then a decay to min_lr. constant: no decay.
 
     cosine: half a period (GPT-3 paper, appendix B). wsd: constant, then linear in the last
     decay_steps (Hu et al. 2024, arXiv:2404.06395), so a longer run can branch off before them.
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    first = config.warmup_steps  # of the decay
+    first = config.warmup_steps  # the first step of the decay
     if config.schedule == "wsd":
         first = max(first, config.max_steps - (config.decay_steps or config.max_steps // 5))
     progress = max(0.0, min(1.0, (step - first) / max(1, config.max_steps - first)))
@@ -211,7 +211,7 @@ def get_batch_tokens(step, config):
 
 
 def micro_batch(step, config, T, dp_size):
-    """Returns the sequences of a step and of a batch: a micro-batch, or all for a pipeline."""
+    """Returns (sequences in a step, B). B: a micro-batch; with PP, all that a process has in it."""
     n_sequences = get_batch_tokens(step, config) // T
     # A ramp has one micro-batch size, because torch.compile compiles each size.
     share = get_batch_tokens(0 if step < config.rampup_steps else step, config) // (T * dp_size)
@@ -270,7 +270,7 @@ class Trainer:
         return self.eval_model.state_dict(), [o.state_dict() for o in self.optimizers]
 
     def load_optimizer_states(self, states):
-        """Loads the moments of each optimizer. Learning rate and decay come from the flags."""
+        """Loads the moments of each optimizer. The flags set learning rate and weight decay."""
         for optimizer, groups, state in zip(self.optimizers, self.groups, states):
             optimizer.load_state_dict(dict(state=state, param_groups=groups))
 
@@ -315,7 +315,7 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
 
 @torch.no_grad()
 def estimate_loss(trainer, loader, config, dp_rank, dp_size, device):
-    """Mean loss in nats over the first val_tokens tokens, the same for every layout."""
+    """Mean loss in nats of the first val_tokens tokens. Any number of processes gives the same."""
     B, model = config.batch_size, trainer.eval_model
     model.eval()
     n_sequences = max(1, min(config.val_tokens // loader.T, loader.n_sequences))
@@ -369,7 +369,7 @@ def main(argv=None):
         n_sequences, B = micro_batch(step, config, T, dp_size)
         evaluate = evals and (last or due(step, config.eval_every))
         save = save or last or stop or evaluate or due(step, config.save_every)
-        # While gradients are not finite, the run may have diverged: keep the older checkpoints.
+        # Write only while gradients are finite, because saving deletes the oldest checkpoint.
         if save and step > first_step and (last or stop or not log.bad_in_a_row):
             save_checkpoint(trainer, step, position, config, tokenizer, fingerprints)
             save = False
@@ -394,7 +394,7 @@ def main(argv=None):
         lr = get_lr(step, config)
         for group in (g for optimizer in trainer.optimizers for g in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * lr / config.max_lr
-        # Dropout depends on (seed, step, rank) alone, so a resumed run has the same masks.
+        # Dropout depends on (seed, step, rank // tp) alone: a resumed run has the same masks.
         seed = np.random.SeedSequence([config.seed, step, rank // config.tp]).generate_state(1)
         torch.manual_seed(int(seed[0]))
         with devices.batch_size_advice(min(B, config.batch_size), n_sequences // dp_size):

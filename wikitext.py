@@ -7,9 +7,9 @@
 
 The 62 test articles come from the hub, from a text file, or from records
 {"page": "..."}. Their text is split into words (" old " ; 2 @,@ 000 m long).
-As in the GPT-2 paper (section 3.1), the words are joined again, but the figure
-is divided by the number of words of the split text. So perplexities per word
-are comparable between models with different tokens, those per token are not.
+As in the GPT-2 paper (section 3.1), the words are joined again, but the total
+log-likelihood is divided by the number of words of the split text. So word
+perplexities compare models with different tokens; token perplexities do not.
 
 An article longer than the model's context is read in windows without overlap.
 With --stride N they advance by N tokens: more context, and a longer run.

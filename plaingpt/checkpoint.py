@@ -17,7 +17,7 @@ from tokenizer import get_tokenizer
 ENTRIES = dict(model=dict, optimizer=dict, scaler=dict, step=int, position=int, model_config=dict,
                train_config=dict, tokenizer=str)
 # Checkpoints do not store these settings, so they may change at a resume without a note.
-LAYOUT = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
+NOT_STORED = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
           "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
 
 
@@ -28,21 +28,21 @@ class Damaged(UserError):
 def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints, name=None):
     """Writes the whole state of a run, atomically. All processes must call; rank 0 writes.
 
-    position: sequences consumed. fingerprints: {split: fingerprint}. name: of the file, default:
-    by the step. Raises UserError.
+    position: sequences consumed. fingerprints: {split: fingerprint}. name: file name, default:
+    model_{step}.pt. Raises UserError.
     """
     model_state, optimizer_states = trainer.full_state()
     if ranks()[0] > 0:
         return
     if not is_finite(model_state):
         raise UserError(f"the parameters are not finite at step {step}: the run has diverged, and "
-                        f"this step is not saved; {way_back(config)}")
+                        f"this step is not saved; {divergence_advice(config)}")
     settings = {**asdict(config), **fingerprints}
     state = dict(
         model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
         scaler=trainer.scaler.state_dict(), step=step, position=position, best_val=trainer.best_val,
         tokenizer=tokenizer.name, model_config=asdict(trainer.eval_model.config),
-        train_config={k: v for k, v in settings.items() if k not in LAYOUT})
+        train_config={k: v for k, v in settings.items() if k not in NOT_STORED})
     run_dir = Path(config.log_dir)
     path = run_dir / (name or f"model_{step:06d}.pt")
     remedy = "the older checkpoints are whole: free some space, then continue with --resume"
@@ -66,8 +66,8 @@ def is_finite(model_state):
     return all(bool(tensor.isfinite().all()) for tensor in model_state.values())
 
 
-def way_back(config):
-    """How to go on after a run has diverged, in words."""
+def divergence_advice(config):
+    """Returns advice for a diverged run, as text."""
     rates = f"--max_lr {config.max_lr / 2:g}"
     if config.min_lr > config.max_lr / 2:
         rates += f" --min_lr {config.max_lr / 20:g}"
@@ -109,7 +109,7 @@ def check_checkpoint(checkpoint):
     """Raises ValueError unless the entries have their types, and the weights fit the model."""
     for name, kind in ENTRIES.items():
         if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get(name), kind)):
-            raise ValueError(f"it has no {name} of type {kind.__name__}, as plainGPT's have")
+            raise ValueError(f"not from plainGPT: no {name} of type {kind.__name__}")
     state, config = checkpoint["model"], GPTConfig(**checkpoint["model_config"])
     numbers = [*asdict(config).values(), checkpoint["step"], checkpoint["position"]]
     if not all(0 <= n < 2**63 for n in numbers) or config.n_layer > len(state):
@@ -227,7 +227,7 @@ def init_model(gpt_config, config, given, checkpoint):
 
 def find_checkpoint(config):
     """The newest checkpoint of --log_dir if --resume is given, else None. Raises UserError."""
-    loaded = []  # rank 0 has loaded it after the search
+    loaded = []  # on rank 0, newest_checkpoint also loads the checkpoint it finds
     path = on_rank0(newest_checkpoint, config.log_dir, loaded) if config.resume else None
     if path and not loaded:
         loaded.append(load_checkpoint(path))

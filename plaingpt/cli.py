@@ -143,10 +143,10 @@ def require(module):
 STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
 
 
-def catch_stop_signals(now, max_minutes=None):
+def catch_stop_signals(message, max_minutes=None):
     """From now on SIGTERM, SIGINT and SIGHUP append their number to the returned list.
 
-    The first one prints `now`, what the program does before it ends. The second one ends it.
+    The first one prints the message: what the program does before it ends. The second one ends it.
     After max_minutes a 0 is appended.
     """
     received = []
@@ -161,7 +161,8 @@ def catch_stop_signals(now, max_minutes=None):
         received.append(number)
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
-                os.write(1, f"{now}; Ctrl-C again to quit now\n".encode())  # print is not reentrant
+                text = f"{message}; Ctrl-C again to quit now\n"
+                os.write(1, text.encode())  # print is not reentrant
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -203,7 +204,7 @@ def show_progress(done, total, text):
 
 @contextlib.contextmanager
 def writing(path, remedy="free some space, or choose another place"):
-    """Turns an OSError while `path` is written into a UserError that ends with `remedy`."""
+    """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -25,8 +25,8 @@ from tokenizer import check_spaces
 BLOCK = 2**20  # bytes of text in a block, roughly
 TABLES = (".parquet", ".arrow")
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
-# A document of more than four blocks is cut before white space. No token of GPT-2 contains other
-# characters and then white space, so the pieces give the same tokens as the whole document. The
+# A document of more than four blocks is cut before white space. No GPT-2 token has white space
+# after another character, so the pieces give the same tokens as the whole document. The character
 # class in CUT: printable ASCII, and bytes that are not the last byte of any Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 RETRIES = 4  # of a download, after 1, 2, 4 and 8 seconds
@@ -39,7 +39,7 @@ class Block(NamedTuple):
     number: int  # index of the block in its file
     done: int  # bytes on disk of all files up to the end of this block
     kind: str  # "lines" of JSON, "text", or "table"
-    line: int  # of the first record in its file, from 0: line, row, or element of a JSON array
+    line: int  # from 0: the first record's line, row, or index in a JSON array
     records: list  # their bytes; None for an empty row of a table
 
 
@@ -95,7 +95,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
             reason = f"{dataset}: {first_line(error.__cause__ or error)}"
             final = isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE
             if final or attempt == RETRIES:
-                raise UserError(f"{reason}; HF_ENDPOINT may name a mirror of the hub") from error
+                raise UserError(f"{reason}; for a mirror of the hub, set HF_ENDPOINT") from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)
             time.sleep(2**attempt)
     files, n_rows = [Path(file["filename"]) for file in data.cache_files], data.num_rows

@@ -47,7 +47,7 @@ def data_parallel_rank(config, rank, world_size):
 def check_batch_size(config, sizes, T, dp_size, n_sequences):
     """Raises UserError unless every process gets whole micro-batches in every step.
 
-    sizes: tokens in each step of the ramp, and at last in every step after it.
+    sizes: tokens in each step of the ramp; the last element is for every step after the ramp.
     """
     unit = T * dp_size  # tokens: one sequence on every process
     for step, size in enumerate(sizes):
@@ -119,7 +119,7 @@ def setup(name, keep_memory=True, deterministic=False):
 
 @contextlib.contextmanager
 def memory_advice(message):
-    """Turns running out of memory into a UserError with this message."""
+    """Raises a UserError with this message if the block runs out of memory."""
     try:
         yield
     except RuntimeError as error:
@@ -220,7 +220,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device, dtype, world_size=1):
-    """Peak FLOP/s of all processes together, or None for an unknown device."""
+    """Peak FLOP/s of all processes together, or None if unknown or for float32."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     for name, peak in PEAK_FLOPS.items():

@@ -218,7 +218,7 @@ def load_examples(benchmark, path=None, limit=0, **options):
 
 
 def load_evals(config, known, tokenizer, gpt_config):
-    """--evals -> [(Benchmark, its examples, their rows)]. Skips those without data or NAME=FILE."""
+    """--evals -> [(Benchmark, its examples, rows)]. Skips NAME, but not NAME=FILE, without data."""
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.partition("=")

@@ -26,7 +26,7 @@ class LinearCrossEntropyLoss(nn.Module):
         targets = targets.flatten()  # (N)
         counted = targets != IGNORE  # (N)
         in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
-        if x.device.type != "mps":  # no synchronization; MPS does not have it
+        if x.device.type != "mps":  # MPS lacks _assert_async, which needs no synchronization
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
         if hasattr(weight, "placements"):  # DTensor: tensor parallelism
             group = weight.device_mesh.get_group()
@@ -39,10 +39,10 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (N, C), weight (V, C), targets (N), which of them count (N) bool -> mean cross-entropy.
+    """x (N, C), weight (V, C), targets (N), counted (N) bool -> mean cross-entropy.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
-    The gradient is divided by N only in backward: here small float16 gradients would become zero.
+    The gradient is divided only in backward. In forward, small float16 gradients would become zero.
 
     group: the processes with the other rows of the weight, or None. Target 0 is this
     process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).

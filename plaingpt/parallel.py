@@ -1,4 +1,4 @@
-"""Trains a model that is split over processes. PyTorch does the work; the model is not modified.
+"""Trains a model that is split over processes. PyTorch does the work; model.py stays unchanged.
 
   --parallel fsdp  A process keeps a shard of each tensor and all-gathers one block at a time:
                    ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
@@ -33,7 +33,7 @@ class ShardedTrainer(nn.Module):
 
     eval_model is the trainer itself. All processes must call hidden, logits, loss and generate, and
     all get the complete result. The trainer is an nn.Module because FSDP and PipelineStage need
-    one. Raises UserError if the model has too few heads or blocks.
+    one. Raises UserError if tp does not divide the heads, or pp is more than the blocks.
     """
 
     eval_model = property(lambda self: self)  # as an attribute, self would be its own submodule
@@ -136,7 +136,7 @@ class ShardedTrainer(nn.Module):
         for module in (self.model.transformer.wte, self.model.lm_head):
             if not isinstance(module, Absent):
                 sum_gradients(module.weight, self.tied_group)
-        return self.loss_sum * self.n_stages  # main takes the mean over all processes
+        return self.loss_sum * self.n_stages  # train_step takes the mean over all processes
 
     def make_schedule(self, B, T):
         """1F1B for micro-batches of (B, T)."""
@@ -254,7 +254,7 @@ class Absent(nn.Module):
 def keep_stage(model, stage, n_stages):
     """Removes the modules of other stages. The rest keeps its names."""
     t, n = model.transformer, len(model.transformer.h)
-    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # unit: a block; with the head
+    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # blocks + head; unit: a block
     # Each stage gets at least one block.
     ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
     own = range(ends[stage], [*ends, n][stage + 1])

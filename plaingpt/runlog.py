@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: log.txt, run.json, TensorBoard event files."""
+"""What a run writes beside its checkpoints: log.txt, run.json, files of TensorBoard and wandb."""
 
 import html
 import json
@@ -21,11 +21,11 @@ import torch
 
 from model import GPT
 from plaingpt import cli
-from plaingpt.checkpoint import checkpoints, way_back
+from plaingpt.checkpoint import checkpoints, divergence_advice
 from plaingpt.cli import UserError, print0
 from plaingpt.device import describe, peak_flops, ranks
 
-STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training; the others evaluate
+STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
 NUMBER = re.compile(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)")
 JUMP, RECENT = 10, 100  # the norm jumps if it is above JUMP times the median of RECENT steps
 MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops
@@ -40,7 +40,7 @@ def read_log(path):
 
 
 class RunLog:
-    """Writes log.txt, run.json and TensorBoard's files, on rank 0. Raises UserError.
+    """Writes log.txt, run.json, and files of TensorBoard and wandb, on rank 0. Raises UserError.
 
     log.txt has a line "{step} {stream} {value}" per number. A run that starts at step 0 moves an
     old run aside. A resumed run removes the lines of the steps that it computes again. It keeps the
@@ -50,8 +50,8 @@ class RunLog:
     def __init__(self, config, gpt_config, step, rank):
         self.config, self.gpt_config, self.first_step = config, gpt_config, step
         self.enabled = rank == 0
-        self.writer = self.wandb = None  # TensorBoard's; the module
-        self.last_lr = None  # learning rate of the step before
+        self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
+        self.last_lr = None  # learning rate of the last step before a resume
         self.recent = deque(maxlen=RECENT)  # gradient norms
         self.pace = deque(maxlen=10)  # seconds per token of the last steps
         self.first_pace = math.inf  # their median, in the first ten steps
@@ -184,7 +184,7 @@ class RunLog:
         before = self.last_lr if step == self.first_step >= c.warmup_steps else None
         if before and lr > 1.1 * before:
             print0(f"note: the learning rate rises from {before:.2e} to {lr:.2e}: it "
-                   "depends on --max_steps; --schedule wsd is made for longer runs")
+                   "depends on --max_steps; use --schedule wsd for a run that will be extended")
         problem = self.check(norm)
         if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
             use = f"{tok_s * self.flops_per_token / 1e12:.2f} TFLOP/s"
@@ -196,7 +196,7 @@ class RunLog:
         cli.show_progress(step + 1, c.max_steps, f"loss {loss:.4f} | {to_go}")
         if self.bad_in_a_row == MAX_BAD_STEPS:
             raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step "
-                            f"{step}: the run has diverged; {way_back(c)}")
+                            f"{step}: the run has diverged; {divergence_advice(c)}")
 
     def check(self, norm):
         """Counts a norm that is not finite, or jumps. Returns a note for the step's line, or ""."""

@@ -280,7 +280,7 @@ class ShardWriter:
             self.facts["skipped"] += n_skipped
 
     def save(self, next):
-        """Writes the next shard, and then progress.json."""
+        """Writes progress.json, the next shard, and progress.json with that shard."""
         facts, progress = self.facts, self.directory / "progress.json"
         path = self.path(facts["shards"])
         n_tokens = self.n_tokens - facts["tokens"]

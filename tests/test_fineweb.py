@@ -315,7 +315,7 @@ def test_unusable_sources(tmp_path, name, make, message):
 @pytest.mark.parametrize("flags, message", [
     (["--shard_size", "0"], "--shard_size 0: must be at least 1"), (["--val_shards", "-1"], "must be at least 0"),
     (["--max_shards", "0"], "at least 1"), (["--backend", "fast"], "--backend fast: must be one of auto, tiktoken, gigatoken"),
-    (["--input", "a.txt", "--dataset", "x"], "give one or the other"), (["--inptu", "a"], "did you mean --input")])
+    (["--input", "a.txt", "--dataset", "x"], "they choose data of the hub"), (["--inptu", "a"], "did you mean --input")])
 def test_impossible_flags(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):

@@ -551,12 +551,12 @@ def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     monkeypatch.chdir(tmp_path)
     _, config, _ = parse_args([])
     assert config.preset == "baby" and config.data == str(ROOT / "input.txt") and config.log_dir == "log/baby"
-    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt; --preset mini is larger and better\n"
+    assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt; --preset mini is a larger model\n"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, config, _ = parse_args([])
     assert config.preset == "mini" and config.data == "edu_fineweb10B"
     assert capsys.readouterr().out == "preset mini on edu_fineweb10B: no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M\n"
-    assert [parse_args(["--preset", name])[1].data for name in ("gpt2", "mini")] == ["edu_fineweb10B", str(ROOT / "input.txt")]
+    assert [parse_args(["--preset", name])[1].data for name in ("gpt2", "mini", "finetune")] == ["edu_fineweb10B"] + [str(ROOT / "input.txt")] * 2
     assert parse_args(["--data", str(ROOT / "input.txt")])[1].preset == "baby"
 
 
