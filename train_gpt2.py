@@ -78,7 +78,8 @@ class TrainConfig:
 
 # GPT-3 paper, table 2.1. mini and baby: the best recipes that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
-SMALL = dict(optimizer="muon", batch_size=16, warmup_steps=100, val_tokens=65536, eval_every=0)
+SMALL = dict(optimizer="muon", batch_size=16, warmup_steps=100, val_tokens=65536, eval_every=0,
+             log_every=100)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
@@ -87,8 +88,8 @@ RECIPES = {
     "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **LARGE),
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
     "baby": dict(max_lr=4e-3, total_batch_size=1024, max_steps=2700, sample_every=900,
-                 log_every=100, **SMALL),
-    "mini": dict(max_lr=3e-3, total_batch_size=2048, max_steps=2500, log_every=10, **SMALL),
+                 **SMALL),
+    "mini": dict(max_lr=3e-3, total_batch_size=2048, max_steps=2500, dropout=0.1, **SMALL),
     "finetune": dict(max_lr=5e-5, batch_size=4, total_batch_size=4096, max_steps=100,
                      warmup_steps=10, dropout=0.1, val_tokens=65536, eval_every=0, log_every=10),
 }
@@ -100,7 +101,8 @@ EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # the benchmarks: on
 def choose_preset(data, given):
     """--preset auto -> the preset for the data and the device, and the reason as text."""
     if "init_from" in given:
-        return "finetune", f": {RECIPES['finetune']}"
+        recipe = {k: v for k, v in RECIPES["finetune"].items() if k not in given}
+        return "finetune", ": " + ", ".join(f"{name} {value}" for name, value in recipe.items())
     if not Path(data).is_dir():
         return "baby", "; --preset mini is a larger model"
     cuda = torch.cuda.is_available() and given.get("device", "auto")[:4] in ("auto", "cuda")
@@ -121,8 +123,8 @@ def parse_args(argv=None):
         preset, reason = choose_preset(data, given)
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
-        steps = 15 * count_tokens(data) // recipe["total_batch_size"]  # 15 epochs
-        recipe["max_steps"] = max(100, min(steps, recipe["max_steps"]))
+        steps = 10 * count_tokens(data) // recipe["total_batch_size"]  # 10 epochs
+        recipe["max_steps"] = max(200, min(steps, recipe["max_steps"]))
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **recipe}
     if "evals" in given:
         values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune have 0
@@ -132,13 +134,11 @@ def parse_args(argv=None):
         values["min_lr"] = values["max_lr"] / 10
     if values["val_every"] is None:
         values["val_every"] = min(250, max(1, values["max_steps"] // 10))
-    print0(f"preset {preset} on {data}{reason}")
+    if "warmup_steps" not in given:  # short runs also decay
+        values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"] // 5)
+    print0(f"preset {preset} on {data}, {values['max_steps']:,} steps{reason}")
     g = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
     c = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
-    if c.min_lr > c.max_lr:
-        raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out")
-    if c.muon_lr and c.optimizer != "muon":
-        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     return g, c, set(given)
 
 
@@ -374,7 +374,8 @@ def main(argv=None):
             save_checkpoint(trainer, step, position, config, tokenizer, fingerprints)
             save = False
         if stop:
-            print0(f"stopped by a signal or --max_minutes; step {step} is saved; {log.summary()}")
+            print0(f"stopped by a signal or --max_minutes; step {step} is saved, and --resume "
+                   f"continues; {log.summary()}")
             break
         if last or step == 0 or due(step, config.val_every):
             with devices.batch_size_advice(config.batch_size, n_sequences // dp_size):

@@ -16,9 +16,9 @@ from tokenizer import get_tokenizer
 
 ENTRIES = dict(model=dict, optimizer=dict, scaler=dict, step=int, position=int, model_config=dict,
                train_config=dict, tokenizer=str)
-# Checkpoints do not store these settings, so they may change at a resume without a note.
+# Settings that checkpoints do not store. They may change at a resume without a note.
 NOT_STORED = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
-          "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
+              "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
 
 
 class Damaged(UserError):
@@ -56,8 +56,8 @@ def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints, na
 
 
 def save_best(val, trainer, step, position, config, *args):
-    """Saves model_best.pt if --keep_best is given and val is the run's lowest validation loss."""
-    if config.keep_best and val < trainer.best_val:
+    """With --keep_best, saves model_best.pt if val is the lowest validation loss after step 0."""
+    if config.keep_best and step and val < trainer.best_val:
         trainer.best_val = val
         save_checkpoint(trainer, step, position, config, *args, name="model_best.pt")
 
@@ -155,7 +155,7 @@ def load_model(name, dropout=0.0):
     path = Path([name, *checkpoints(name)][-1])  # the newest checkpoint, if name is a run
     if path.is_file():
         return build_model(load_checkpoint(path), dropout)
-    if path.suffix == ".pt":
+    if path.suffix == ".pt" or not path.exists() and path.parent.is_dir() and path.parent.name:
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     model, tokenizer = GPT.from_pretrained(name, dropout), get_tokenizer("gpt2")
     if not is_finite(model.state_dict()):
@@ -188,9 +188,13 @@ def init_model(gpt_config, config, given, checkpoint):
     given: names of the flags given. checkpoint: to resume, or None. Raises UserError if weights,
     flags and data do not fit together.
     """
-    c = gpt_config
-    if c.n_embd % c.n_head:
-        raise UserError(f"--n_head {c.n_head} does not divide --n_embd {c.n_embd}; give a divisor")
+    c, g = config, gpt_config
+    if g.n_embd % g.n_head:
+        raise UserError(f"--n_head {g.n_head} does not divide --n_embd {g.n_embd}; give a divisor")
+    if c.min_lr > c.max_lr:
+        raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out")
+    if c.muon_lr and c.optimizer != "muon":
+        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     torch.manual_seed(config.seed)
     name = tokenizer_name(config.data)
     if not checkpoint and not config.init_from:
@@ -208,6 +212,7 @@ def init_model(gpt_config, config, given, checkpoint):
     else:
         source = config.init_from
         model, tokenizer = load_model(source, gpt_config.dropout)
+        print0(f"starting from the weights in {source}")
         if "block_size" in given and gpt_config.block_size < model.config.block_size:
             model.config.block_size = gpt_config.block_size  # fine-tuning with a shorter context
             wpe = model.transformer.wpe
@@ -246,7 +251,7 @@ def newest_checkpoint(directory, loaded):
             found = path
             break
         except Damaged as error:
-            print0(f"skipped {error}")
+            print0(f"skipped {str(error).split('; ')[0]}")
             damaged.append(path)
     if damaged and not found:
         raise UserError(f"no checkpoint in {directory} is whole; restore one, or choose another "
@@ -296,8 +301,8 @@ def restore(checkpoint, trainer, config, fingerprints):
     saved = checkpoint["optimizer"]
     names = names_of(trainer.optimizers)
     if saved.keys() != set(names):
-        raise UserError(f"the run in {run} has --optimizer {before.get('optimizer', 'adamw')}, not "
-                        f"{config.optimizer}; use the optimizer of the run")
+        raise UserError(f"the run in {run} has --preset {before.get('preset')} and --optimizer "
+                        f"{before.get('optimizer')}, not {config.optimizer}; give its flags again")
     try:
         states = [saved[name]["state"] for name in names]
         for state, groups in zip(states, trainer.groups):

@@ -62,7 +62,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
     if unknown:
         flag = unknown[0].split("=")[0]
         if not flag.startswith("-"):
-            raise UserError(f"unexpected {flag}; write --flag value, and quote a value with spaces")
+            raise UserError(f"unexpected {flag}; give a flag one value; quote a value with spaces")
         known = list(parser._option_string_actions)
         close = [name for name in known if name.endswith(flag.replace("--", "_"))]  # --lr: --max_lr
         close += difflib.get_close_matches(flag, known, n=1)
@@ -192,8 +192,11 @@ def print0(text, end="\n"):
 
 
 def fit(line):
-    """Cuts a line at the width of the terminal, if the output is a terminal."""
-    return line[: shutil.get_terminal_size().columns - 1] if sys.stdout.isatty() else line
+    """Removes the last parts of "a | b | c" until the line fits the terminal."""
+    columns = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else len(line)
+    while len(line) > columns and " | " in line:
+        line = line.rpartition(" | ")[0]
+    return line[:columns]
 
 
 def show_progress(done, total, text):

@@ -57,7 +57,7 @@ class Benchmark:
     report: Callable  # (examples, scores) -> {figure: value}
     figures: dict  # {figure: what it is, and what it compares with}
     options: tuple = ()  # dataclasses with flags of its own
-    no_data: str = "no data on the hub; give --data FILE"  # the error if hub is None
+    no_data: str = "not on the hub; give --data FILE or --evals NAME=FILE"  # if hub is None
 
 
 class Row(NamedTuple):

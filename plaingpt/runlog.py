@@ -1,5 +1,6 @@
 """What a run writes beside its checkpoints: log.txt, run.json, files of TensorBoard and wandb."""
 
+import contextlib
 import html
 import json
 import math
@@ -63,6 +64,8 @@ class RunLog:
             tensorboard = cli.require("torch.utils.tensorboard")
         if config.wandb:
             self.wandb = cli.require("wandb")
+            with wandb_errors(self.wandb, config.wandb):
+                self.wandb.login()
         directory = Path(config.log_dir)
         self.path = directory / "log.txt"
         with cli.writing(f"--log_dir {directory}"):
@@ -94,14 +97,12 @@ class RunLog:
     def start_wandb(self, directory, settings):
         """Starts a run of Weights & Biases, or continues the one of the run directory."""
         old = sorted(directory.glob("wandb/*run-*-*"))  # wandb/run-{time}-{id}
-        try:
+        project = self.config.wandb
+        with wandb_errors(self.wandb, project):
             run = self.wandb.init(
-                project=self.config.wandb, id=old[-1].name.rpartition("-")[2] if old else None,
+                project=project, id=old[-1].name.rpartition("-")[2] if old else None,
                 resume="allow", reinit="finish_previous", name=directory.resolve().name,
                 dir=directory, config=settings, settings=self.wandb.Settings(console="off"))
-        except self.wandb.Error as error:
-            raise UserError(f"--wandb {self.config.wandb}: {cli.first_line(error).rstrip('.')}; "
-                            "log in, or set WANDB_MODE=offline") from error
         weakref.finalize(self, run.finish)  # at the end of main
 
     def start(self, tokenizer, device, dtype, train_tokens):
@@ -123,9 +124,11 @@ class RunLog:
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"))
         cli.write_json(self.path.with_name("run.json"), facts)
         dp_size = world_size // (c.pp * c.tp)
-        print0(f"{facts['parameters']:,} parameters, {train_tokens:,} training tokens, "
-               f"{facts['dtype']} on {facts['device']}; processes: {c.parallel} {dp_size}, "
-               f"tp {c.tp}, pp {c.pp}; run directory {c.log_dir}")
+        g = self.gpt_config
+        print0(f"{facts['parameters']:,} parameters ({g.n_layer} layers, {g.n_embd} channels, "
+               f"context {g.block_size}), {train_tokens:,} training tokens, {facts['dtype']} on "
+               f"{facts['device']}; processes: {c.parallel} {dp_size}, tp {c.tp}, pp {c.pp}; "
+               f"{c.optimizer}, peak rate {c.max_lr:g}; run directory {c.log_dir}")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
@@ -184,7 +187,7 @@ class RunLog:
         before = self.last_lr if step == self.first_step >= c.warmup_steps else None
         if before and lr > 1.1 * before:
             print0(f"note: the learning rate rises from {before:.2e} to {lr:.2e}: it "
-                   "depends on --max_steps; use --schedule wsd for a run that will be extended")
+                   "depends on --max_steps; with --schedule wsd, resume from before the decay")
         problem = self.check(norm)
         if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
             use = f"{tok_s * self.flops_per_token / 1e12:.2f} TFLOP/s"
@@ -215,6 +218,16 @@ class RunLog:
 
     def summary(self):
         return f"steps skipped: {self.skipped}, jumps of the gradient norm: {self.jumps}"
+
+
+@contextlib.contextmanager
+def wandb_errors(wandb, project):
+    """Raises a UserError instead of an error of wandb."""
+    try:
+        yield
+    except wandb.Error as error:
+        reason = cli.first_line(error).rstrip(".")
+        raise UserError(f"--wandb {project}: {reason}, or set WANDB_MODE=offline") from error
 
 
 def preformatted(text):

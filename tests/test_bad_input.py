@@ -165,7 +165,7 @@ CASES = {
         ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3", "leave these flags out"),
         ("--resume --n_embd 64 --n_layer 1", "log/baby has another model: n_layer is 2, not 1, n_embd is 32, not 64", "leave these flags out"),
         ("TINY --resume --data text.txt --val_tokens 64", "is not the data of the run in log/baby: the training split was ", "to start a new run from it, use --init_from log/baby"),
-        ("TINY --resume --optimizer muon", "has --optimizer adamw, not muon", "use the optimizer of the run"),
+        ("TINY --resume --optimizer muon", "and --optimizer adamw, not muon", "give its flags again"),
         ("TINY --resume --max_steps 1", "at step 2, beyond --max_steps 1", "give more steps"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: cannot be read", "give a .jsonl"),
         ("--evals hellaswag=columns.jsonl", "columns.jsonl, line 1: field 'endings' is missing", "--help shows a record"),
