@@ -206,11 +206,10 @@ def init_model(gpt_config, config, given, checkpoint):
                             f"{tokenizer.n_vocab} ids; leave it out, the model pads by itself")
         with memory_advice("the model does not fit into memory; choose a smaller one"):
             return GPT(gpt_config), tokenizer
+    source = config.log_dir if checkpoint else config.init_from
     if checkpoint:
-        source = config.log_dir
         model, tokenizer = build_model(checkpoint, gpt_config.dropout)
     else:
-        source = config.init_from
         model, tokenizer = load_model(source, gpt_config.dropout)
         print0(f"starting from the weights in {source}")
         if "block_size" in given and gpt_config.block_size < model.config.block_size:

@@ -475,6 +475,6 @@ def test_continuing_needs_the_same_blocks(documents, tmp_path):
     meta["next"][2] += 1
     (tmp_path / "out/meta.json").write_text(json.dumps(meta))
     before = everything_in(tmp_path / "out")
-    with pytest.raises(UserError, match=r"table\.parquet: this pyarrow splits it into other blocks; start again with another --output_dir"):
+    with pytest.raises(UserError, match=r"table\.parquet: another pyarrow made other blocks of this file; start again with another --output_dir"):
         fine("--input", path, directory=tmp_path / "out", shard_size=10_000)
     assert everything_in(tmp_path / "out") == before
