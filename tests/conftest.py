@@ -1,7 +1,6 @@
 """Shared by the tests: small data, a tiny training run, and programs in new processes."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +13,6 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # two workers share the machine
-# A shell that starts pytest in the background lets it ignore SIGINT, and its children, too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
 # A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
 # AdamW, because Muon computes in bfloat16.
