@@ -38,6 +38,7 @@ import torch.nn.functional as F
 
 import plaingpt.device as devices
 from model import GPT, PRESETS, GPTConfig
+from plaingpt.checkpoint import on_meta
 from plaingpt.cli import UserError, first_line, parse_flags, print0, require, run
 from train_gpt2 import RECIPES, TrainConfig, prepare, train_step
 
@@ -97,8 +98,9 @@ def measure(name, config, with_profile, gpt_config, B, n, device):
     torch.manual_seed(devices.data_parallel_rank(config, rank, world_size)[0])
     with devices.memory_advice(f"--batch_size {B} does not fit into memory"):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, gpt_config.block_size), device=device)
-        model = GPT(gpt_config) if name == "plainGPT" else Peer(name, gpt_config)
-        trainer = prepare(model, config, device, dtype)
+        peer = Peer(name, gpt_config) if name != "plainGPT" else None
+        model, weights = (peer, None) if peer else on_meta(gpt_config, None)
+        trainer = prepare(model, config, device, dtype, weights)
 
         def timed_step():
             start = time.perf_counter()

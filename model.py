@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from plaingpt.loss import LinearCrossEntropyLoss
+from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype
 
 
 @dataclass
@@ -30,14 +30,18 @@ class GPTConfig:
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 
-# GPT-2 paper, table 2; GPT-3 paper, table 2.1. Its 24 heads for 1.3B are wrong: 24 x 128 != 2048.
+# GPT-2 paper, table 2; GPT-3 paper, table 2.1, corrected: n_head x head size = n_embd (1.3B, 13B).
 PRESETS = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+    "gpt3-350m": dict(n_layer=24, n_head=16, n_embd=1024, block_size=2048),
+    "gpt3-760m": dict(n_layer=24, n_head=16, n_embd=1536, block_size=2048),
     "gpt3-1.3b": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048),
     "gpt3-2.7b": dict(n_layer=32, n_head=32, n_embd=2560, block_size=2048),
+    "gpt3-6.7b": dict(n_layer=32, n_head=32, n_embd=4096, block_size=2048),
+    "gpt3-13b": dict(n_layer=40, n_head=40, n_embd=5120, block_size=2048),
     "mini": dict(n_layer=4, n_head=3, n_embd=192, block_size=128),
     "baby": dict(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256),  # bytes
 }
@@ -57,6 +61,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         hs = C // self.n_head
+        x = x.to(matmul_dtype(x))  # DDP's compiler may cut the graph here: less to keep in memory
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
         if cache:
@@ -82,7 +87,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        x = self.gelu(self.c_fc(x))  # (B, T, 4C)
+        x = self.gelu(self.c_fc(x.to(matmul_dtype(x))))  # (B, T, 4C)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
@@ -120,15 +125,19 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
         self.loss_fn = LinearCrossEntropyLoss()
-        # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
-        # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
-            elif p.dim() >= 2:
-                nn.init.normal_(p, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+            self.init_weight(name, p)
+
+    def init_weight(self, name, p):
+        """Fills a parameter of this name with fresh values."""
+        if name.endswith("c_proj.weight"):
+            # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
+            # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
+            nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
+        elif p.dim() >= 2:
+            nn.init.normal_(p, std=0.02)
+        else:
+            nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
@@ -212,7 +221,7 @@ class GPT(nn.Module):
                 adjust_lr_fn="match_rms_adamw"))
         groups = [dict(params=matrices, weight_decay=weight_decay),
                   dict(params=vectors, weight_decay=0.0)]
-        fused = named[0][1].device.type in ("cuda", "cpu", "mps")
+        fused = named[0][1].device.type in ("cuda", "cpu", "mps", "meta")
         optimizers.append(torch.optim.AdamW(
             groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):

@@ -9,6 +9,7 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig (this file). A
 preset overrides the defaults below, and a flag overrides the preset.
 """
 
+import gc
 import importlib
 import itertools
 import math
@@ -24,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import plaingpt.device as devices
 from model import PRESETS, GPTConfig
-from plaingpt.checkpoint import find_checkpoint, init_model, restore, save_best, save_checkpoint
+from plaingpt.batches import check_batch_size, micro_batch
+from plaingpt.checkpoint import Saver, fill, find_checkpoint, init_model, restore
 from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, restoring_signals, run
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.runlog import RunLog
-from plaingpt.shards import count_tokens, open_tokens, prefetch
+from plaingpt.shards import count_tokens, mix, open_tokens, permute, prefetch
 
 
 @dataclass
@@ -78,6 +80,7 @@ class TrainConfig:
 
 # GPT-3 paper, table 2.1. mini and baby: the best recipes that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
+HUGE = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
 SMALL = dict(optimizer="muon", batch_size=16, warmup_steps=100, val_tokens=65536, eval_every=0,
              log_every=100)
 RECIPES = {
@@ -85,8 +88,12 @@ RECIPES = {
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
     "gpt2-large": dict(max_lr=2.5e-4, batch_size=16),
     "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
+    "gpt3-350m": dict(max_lr=3e-4, batch_size=16),
+    "gpt3-760m": dict(max_lr=2.5e-4, batch_size=8),
     "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **LARGE),
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
+    "gpt3-6.7b": dict(max_lr=1.2e-4, batch_size=2, **HUGE),
+    "gpt3-13b": dict(max_lr=1e-4, batch_size=1, **HUGE),
     "baby": dict(max_lr=4e-3, total_batch_size=1024, max_steps=2700, sample_every=900, **SMALL),
     "mini": dict(max_lr=3e-3, total_batch_size=2048, max_steps=2500, dropout=0.1, **SMALL),
     "finetune": dict(max_lr=5e-5, batch_size=4, total_batch_size=4096, max_steps=100,
@@ -97,32 +104,22 @@ TEXT = Path(__file__).with_name("input.txt")
 EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # the benchmarks: one file each
 
 
-def choose_preset(data, given):
-    """--preset auto -> the preset for the data and the device, and the reason as text."""
-    if "init_from" in given:
-        recipe = {k: v for k, v in RECIPES["finetune"].items() if k not in given}
-        return "finetune", ": " + ", ".join(f"{name} {value}" for name, value in recipe.items())
-    if not Path(data).is_dir():
-        return "baby", "; --preset mini is a larger model"
-    cuda = torch.cuda.is_available() and given.get("device", "auto")[:4] in ("auto", "cuda")
-    if cuda and count_tokens(data) >= 10**9:
-        return "gpt2", ": a GPU and at least 1B tokens; --preset mini is the small model"
-    return "mini", ": no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M"
-
-
 def parse_args(argv=None):
     """argv -> (GPTConfig, TrainConfig, names of the flags given). Raises UserError."""
     given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv)
     preset, data, reason = given.get("preset", "auto"), given.get("data"), ""
     if data is None:
         text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
-        shards = Path(SHARDS).is_dir() if preset == "auto" else preset[:3] == "gpt"
-        data = SHARDS if shards else text
+        auto = preset == "auto" and not Path(SHARDS).is_dir()
+        data = text if auto or preset in ("baby", "mini", "finetune") else SHARDS
+    n_tokens = count_tokens(data)
     if preset == "auto":
-        preset, reason = choose_preset(data, given)
+        preset, reason = devices.choose_preset(given, n_tokens, is_text=not Path(data).is_dir())
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
+    if preset == "finetune":
+        reason = ": " + ", ".join(f"{k} {v}" for k, v in recipe.items() if k not in given)
     if preset == "mini":
-        steps = 10 * count_tokens(data) // recipe["total_batch_size"]  # 10 epochs
+        steps = 10 * n_tokens // recipe["total_batch_size"]  # 10 epochs
         recipe["max_steps"] = max(200, min(steps, recipe["max_steps"]))
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), **recipe}
     if "evals" in given:
@@ -155,28 +152,22 @@ class DataLoaderLite:
         self.T = T
         self.seed = seed
         self.shuffle = shuffle
-        self.epoch = None
         self.n_sequences = (len(tokens) - 1) // T
         if self.n_sequences < 1:
             raise UserError(f"{tokens.name}: {len(tokens)} tokens are too few for one sequence "
                             f"of block_size {T} + 1; give more data, or a smaller --block_size")
 
-    def sequence(self, position):
-        """The T+1 tokens at a position: (T+1,)."""
+    def sequence(self, position, check=True):
+        """The T+1 tokens at a position: (T+1,). check: whether the file has changed."""
         epoch, i = divmod(position, self.n_sequences)
         if self.shuffle:
-            if epoch != self.epoch:
-                order = np.arange(self.n_sequences, dtype=np.uint32)
-                # RandomState's stream never changes (NEP 19); newer generators may.
-                self.order = np.random.RandomState([self.seed, epoch]).permutation(order)
-                self.epoch = epoch
-            i = int(self.order[i])
-        return self.tokens.read(i * self.T, self.T + 1)
+            i = permute(i, self.n_sequences, self.seed, epoch)
+        return self.tokens.read(i * self.T, self.T + 1, check)
 
     def batch(self, position, B, device="cpu"):
         """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
-        tokens = np.stack([self.sequence(position + b) for b in range(B)]).astype(np.int64)
-        tokens = torch.from_numpy(tokens)  # (B, T+1)
+        tokens = [self.sequence(position + b, check=b == 0) for b in range(B)]
+        tokens = torch.from_numpy(np.stack(tokens).astype(np.int64))  # (B, T+1)
         if torch.device(device).type == "cuda":
             tokens = tokens.pin_memory()  # pinned memory is copied while the GPU computes
         tokens = tokens.to(device, non_blocking=True)
@@ -200,23 +191,6 @@ def get_lr(step, config):
     return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
-def get_batch_tokens(step, config):
-    """Tokens in a step: rises linearly to total_batch_size, in multiples of rampup_batch_size."""
-    if step >= config.rampup_steps:
-        return config.total_batch_size
-    first = config.rampup_batch_size
-    growth = (config.total_batch_size - first) * step // config.rampup_steps
-    return first + growth // first * first
-
-
-def micro_batch(step, config, T, dp_size):
-    """Returns (sequences in a step, B). B: a micro-batch; with PP, all that a process has in it."""
-    n_sequences = get_batch_tokens(step, config) // T
-    # A ramp has one micro-batch size, because torch.compile compiles each size.
-    share = get_batch_tokens(0 if step < config.rampup_steps else step, config) // (T * dp_size)
-    return n_sequences, n_sequences // dp_size if config.pp > 1 else min(config.batch_size, share)
-
-
 def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device):
     """Yields (x, y), (B, T) each, of this process for all steps from first_step on."""
     for step in range(first_step, config.max_steps):
@@ -233,19 +207,23 @@ class Trainer:
     wrapped. ShardedTrainer in plaingpt/parallel.py has the same members.
     """
 
-    def __init__(self, model, config, rates, device, dtype):
+    def __init__(self, model, config, rates, device, dtype, weights):
+        if weights:
+            fill(model, weights)
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.eval_model = model.to(device)
-        self.best_val = math.inf  # the lowest validation loss of the run
         self.optimizers = model.configure_optimizers(*rates)
         self.groups = [optimizer.state_dict()["param_groups"] for optimizer in self.optimizers]
         self.model = model
         if config.compile:
             self.model = torch.compile(model, dynamic=False, fullgraph=True)
+            model.loss_fn.compile(dynamic=False, fullgraph=True)  # for validation
         if dist.is_initialized():
-            ids = [device.index] if device.type == "cuda" else None
-            self.model = DDP(self.model, device_ids=ids, gradient_as_bucket_view=True)
+            self.model = DDP(self.model, gradient_as_bucket_view=True)
+            if config.optimizer == "muon":
+                muon = importlib.import_module("plaingpt.parallel").Muon
+                self.optimizers[0] = muon(self.optimizers[0].param_groups)
 
     def forward_backward(self, x, y, micro_steps, last):
         """Adds the gradients of a micro-batch. Returns its part of the step's loss.
@@ -274,15 +252,20 @@ class Trainer:
             optimizer.load_state_dict(dict(state=state, param_groups=groups))
 
 
-def prepare(model, config, device, dtype):
-    """GPT -> Trainer, or ShardedTrainer if the flags ask for FSDP, TP or PP."""
+def prepare(model, config, device, dtype, weights=None):
+    """GPT -> Trainer, or ShardedTrainer if the flags ask for FSDP, TP or PP.
+
+    weights: pairs (name, tensor) if the model is on the meta device. Raises UserError if the model
+    does not fit into memory.
+    """
     model.activation_checkpointing = config.activation_checkpointing
     config = replace(config, compile=devices.choose_compile(config.compile, device))
     rates = config.weight_decay, config.max_lr, config.optimizer, config.muon_lr
     trainer = Trainer
     if dist.is_initialized() and (config.parallel == "fsdp" or config.tp * config.pp > 1):
         trainer = importlib.import_module("plaingpt.parallel").ShardedTrainer
-    return trainer(model, config, rates, device, dtype)
+    with devices.memory_advice("the model does not fit into memory; choose a smaller one"):
+        return trainer(model, config, rates, device, dtype, weights)
 
 
 def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
@@ -297,6 +280,10 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
     for optimizer in trainer.optimizers:
         trainer.scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = trainer.clip(grad_clip or math.inf)
+    fused = [optimizer for optimizer in trainer.optimizers if optimizer.defaults.get("fused")]
+    for optimizer in fused:  # the device computes the update while the CPU waits below
+        optimizer.found_inf = 1.0 - norm.isfinite().float()  # 1: the step changes nothing
+        optimizer.step()
     stop = torch.full_like(loss_sum, len(stop_signals) > 0)
     sums = torch.stack([loss_sum, stop, torch.ones_like(loss_sum)])
     if dist.is_initialized():
@@ -305,7 +292,8 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
     loss_sum, stop, processes, norm = torch.cat([sums, norm.view(1)]).tolist()
     if math.isfinite(norm):  # scaler.step would wait for the device again
         for optimizer in trainer.optimizers:
-            optimizer.step()
+            if optimizer not in fused:
+                optimizer.step()
     trainer.scaler.update()
     for optimizer in trainer.optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -344,7 +332,7 @@ def main(argv=None):
     dtype = devices.choose_dtype(config.dtype, device)
     dp_rank, dp_size = devices.data_parallel_rank(config, rank, world_size)
     checkpoint = find_checkpoint(config)
-    model, tokenizer = init_model(gpt_config, config, given, checkpoint)
+    model, weights, tokenizer = init_model(gpt_config, config, given, checkpoint)
     T = model.config.block_size
     train_tokens = open_tokens(config.data, "train", model.config.vocab_size, tokenizer)
     val_tokens = open_tokens(config.data, "val", model.config.vocab_size, tokenizer)
@@ -352,13 +340,13 @@ def main(argv=None):
                     "validation split": val_tokens.fingerprint()}
     loader = DataLoaderLite(train_tokens, T, config.seed, config.shuffle)
     val_loader = DataLoaderLite(val_tokens, T, shuffle=False)
-    sizes = [get_batch_tokens(step, config) for step in range(config.rampup_steps + 1)]
-    devices.check_batch_size(config, sizes, T, dp_size, loader.n_sequences)
+    check_batch_size(config, T, dp_size, loader.n_sequences)
     evals = load_evals(config, EVALS, tokenizer, model.config)
-    trainer = prepare(model, config, device, dtype)
+    trainer = prepare(model, config, device, dtype, weights)
     first_step, position = restore(checkpoint, trainer, config, fingerprints)
+    saver = Saver(trainer, config, tokenizer, fingerprints, checkpoint)
     del checkpoint  # frees the memory of its tensors
-    log = RunLog(config, trainer.eval_model.config, first_step, rank)
+    log = RunLog(config, model.config, first_step, rank)
     log.start(tokenizer, device, dtype, len(train_tokens))
     batches = prefetch(
         micro_batches(loader, config, first_step, position, dp_rank, dp_size, device))
@@ -370,9 +358,10 @@ def main(argv=None):
         save = save or last or stop or evaluate or due(step, config.save_every)
         # Write only while gradients are finite, because saving deletes the oldest checkpoint.
         if save and step > first_step and (last or stop or not log.bad_in_a_row):
-            save_checkpoint(trainer, step, position, config, tokenizer, fingerprints)
+            saver.save(step, position)
             save = False
         if stop:
+            saver.wait()
             print0(f"stopped by a signal or --max_minutes; step {step} is saved, and --resume "
                    f"continues; {log.summary()}")
             break
@@ -381,22 +370,24 @@ def main(argv=None):
                 val = estimate_loss(trainer, val_loader, config, dp_rank, dp_size, device)
             print0(f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f}")
             log.write(step, val=val)
-            save_best(val, trainer, step, position, config, tokenizer, fingerprints)
+            saver.save_best(val, step, position)
         if evaluate:
             log.write(step, **run_evals(evals, trainer, config, step, device, dp_rank, dp_size))
         if last or due(step, config.sample_every):
             log.write_samples(step, trainer.eval_model, tokenizer, device)
         if last:
+            saver.wait()
             print0(f"done: {log.summary()}; the log and checkpoints are in {config.log_dir}; "
                    f"python generate.py --checkpoint {config.log_dir} writes text")
             break
+        if step == first_step + 1:
+            gc.freeze()  # later collections are short: they skip the objects that exist by now
         start = time.perf_counter()  # evaluating and saving are not timed
         lr = get_lr(step, config)
         for group in (g for optimizer in trainer.optimizers for g in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * lr / config.max_lr
         # Dropout depends on (seed, step, rank // tp) alone: a resumed run has the same masks.
-        seed = np.random.SeedSequence([config.seed, step, rank // config.tp]).generate_state(1)
-        torch.manual_seed(int(seed[0]))
+        torch.manual_seed(mix(mix(mix(config.seed) + step) + rank // config.tp))
         with devices.batch_size_advice(min(B, config.batch_size), n_sequences // dp_size):
             loss, norm, stop = train_step(
                 trainer, batches, n_sequences // (B * dp_size), config.grad_clip, stop_signals)

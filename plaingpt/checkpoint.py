@@ -1,8 +1,10 @@
 """Finds, loads, saves and resumes checkpoints. Also loads the weights that a run starts from."""
 
+import io
 import math
 import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt.cli import UserError, first_line, print0, replacing, writing
-from plaingpt.device import memory_advice, on_rank0, ranks
+from plaingpt.device import on_rank0, ranks
 from plaingpt.shards import tokenizer_name
 from tokenizer import get_tokenizer
 
@@ -25,45 +27,72 @@ class Damaged(UserError):
     """The file can be opened, but is no whole checkpoint."""
 
 
-def save_checkpoint(trainer, step, position, config, tokenizer, fingerprints, name=None):
-    """Writes the whole state of a run, atomically. All processes must call; rank 0 writes.
+class Saver:
+    """Saves the checkpoints of a run, one at a time: a thread of rank 0 writes the files.
 
-    position: sequences consumed. fingerprints: {split: fingerprint}. name: file name, default:
-    model_{step}.pt. Raises UserError.
+    A call returns as soon as the file is complete in memory. If the thread cannot write it, the
+    next call or wait() raises the UserError. All processes must call save and save_best.
+    checkpoint: the one to resume, or None. fingerprints: {split: fingerprint}.
     """
-    model_state, optimizer_states = trainer.full_state()
-    if ranks()[0] > 0:
-        return
-    if not is_finite(model_state):
-        raise UserError(f"the parameters are not finite at step {step}: the run has diverged, and "
-                        f"this step is not saved; {divergence_advice(config)}")
-    settings = {**asdict(config), **fingerprints}
-    state = dict(
-        model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
-        scaler=trainer.scaler.state_dict(), step=step, position=position, best_val=trainer.best_val,
-        tokenizer=tokenizer.name, model_config=asdict(trainer.eval_model.config),
-        train_config={k: v for k, v in settings.items() if k not in NOT_STORED})
-    run_dir = Path(config.log_dir)
-    path = run_dir / (name or f"model_{step:06d}.pt")
+
+    def __init__(self, trainer, config, tokenizer, fingerprints, checkpoint):
+        self.trainer, self.config, self.tokenizer = trainer, config, tokenizer
+        self.fingerprints = fingerprints
+        best = (checkpoint or {}).get("best_val", math.inf)
+        self.best_val = float(best)  # the lowest validation loss of the run
+        self.thread = ThreadPoolExecutor(1)
+        self.writing = None  # the Future of the last write
+
+    def save(self, step, position, name=None):
+        """Starts to write the whole state. position: sequences consumed. Raises UserError.
+
+        name: of the file; the default is model_{step}.pt.
+        """
+        trainer, config = self.trainer, self.config
+        model_state, optimizer_states = trainer.full_state()
+        if ranks()[0] > 0:
+            return
+        if not is_finite(model_state):
+            raise UserError(f"the parameters are not finite at step {step}: the run has diverged, "
+                            f"and this step is not saved; {divergence_advice(config)}")
+        self.wait()
+        settings = {**asdict(config), **self.fingerprints}
+        state = dict(
+            model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
+            scaler=trainer.scaler.state_dict(), step=step, position=position,
+            best_val=self.best_val, tokenizer=self.tokenizer.name,
+            model_config=asdict(trainer.eval_model.config),
+            train_config={k: v for k, v in settings.items() if k not in NOT_STORED})
+        data = io.BytesIO()
+        torch.save(state, data)
+        path = Path(config.log_dir, name or f"model_{step:06d}.pt")
+        self.writing = self.thread.submit(write_checkpoint, data.getbuffer(), path, config.keep)
+
+    def save_best(self, val, step, position):
+        """With --keep_best, saves model_best.pt if val is the lowest loss after step 0."""
+        if self.config.keep_best and step and val < self.best_val:
+            self.best_val = val
+            self.save(step, position, "model_best.pt")
+
+    def wait(self):
+        """Waits until the last checkpoint is written. Raises UserError if that failed."""
+        if self.writing:
+            self.writing.result()
+
+
+def write_checkpoint(data, path, keep):
+    """Writes a checkpoint atomically, then deletes all but the newest `keep`. Raises UserError."""
     remedy = "the older checkpoints are whole: free some space, then continue with --resume"
     with writing(path, remedy), replacing(path) as temporary, open(temporary, "wb") as file:
-        torch.save(state, file)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    if config.keep:
-        for old in checkpoints(run_dir)[: -config.keep]:
-            old.unlink()
-
-
-def save_best(val, trainer, step, position, config, *args):
-    """With --keep_best, saves model_best.pt if val is the lowest validation loss after step 0."""
-    if config.keep_best and step and val < trainer.best_val:
-        trainer.best_val = val
-        save_checkpoint(trainer, step, position, config, *args, name="model_best.pt")
+    for old in checkpoints(path.parent)[:-keep] if keep else ():
+        old.unlink()
 
 
 def is_finite(model_state):
-    return all(bool(tensor.isfinite().all()) for tensor in model_state.values())
+    return all(tensor.isfinite().all() for tensor in model_state.values())
 
 
 def divergence_advice(config):
@@ -112,6 +141,7 @@ def check_checkpoint(checkpoint):
             raise ValueError(f"not from plainGPT: no {name} of type {kind.__name__}")
     state, config = checkpoint["model"], GPTConfig(**checkpoint["model_config"])
     numbers = [*asdict(config).values(), checkpoint["step"], checkpoint["position"]]
+    float(checkpoint.get("best_val", math.inf))
     if not all(0 <= n < 2**63 for n in numbers) or config.n_layer > len(state):
         raise ValueError(f"implausible numbers: {config}")
     with torch.device("meta"):  # takes no memory, whatever the sizes are
@@ -140,30 +170,37 @@ def checkpoints(directory):
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
-def build_model(checkpoint, dropout=0.0):
-    """Dict of a checkpoint -> (GPT, Tokenizer)."""
-    model = GPT(GPTConfig(**{**checkpoint["model_config"], "dropout": dropout}))
-    model.load_state_dict(checkpoint["model"])
-    return model, get_tokenizer(checkpoint["tokenizer"])
+def load_model(name):
+    """Loads weights -> (GPT, Tokenizer). Raises UserError. name: as in load_weights."""
+    config, weights, tokenizer = load_weights(name)
+    model, weights = on_meta(config, weights)
+    fill(model, weights)
+    return model, tokenizer
 
 
-def load_model(name, dropout=0.0):
-    """Loads weights -> (GPT, Tokenizer). Raises UserError.
+def load_weights(name):
+    """Loads weights -> (GPTConfig, state dict, Tokenizer). Raises UserError.
 
     name: a checkpoint, a run directory, or the name or directory of a Hugging Face GPT-2.
     """
     path = Path([name, *checkpoints(name)][-1])  # the newest checkpoint, if name is a run
     if path.is_file():
-        return build_model(load_checkpoint(path), dropout)
+        return unpack(load_checkpoint(path))
     if path.suffix == ".pt" or not path.exists() and path.parent.is_dir() and path.parent.name:
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
-    model, tokenizer = GPT.from_pretrained(name, dropout), get_tokenizer("gpt2")
+    model, tokenizer = GPT.from_pretrained(name), get_tokenizer("gpt2")
     if not is_finite(model.state_dict()):
         raise UserError(f"{name}: its weights are not finite; give another model")
     if model.config.vocab_size < tokenizer.n_vocab:
         raise UserError(f"{name}: has {model.config.vocab_size} ids, fewer than GPT-2's "
                         f"{tokenizer.n_vocab}; give a model with GPT-2's vocabulary")
-    return model, tokenizer
+    return model.config, model.state_dict(), tokenizer
+
+
+def unpack(checkpoint):
+    """Dict of a checkpoint -> (GPTConfig, state dict, Tokenizer)."""
+    config = GPTConfig(**{**checkpoint["model_config"], "dropout": 0.0})
+    return config, checkpoint["model"], get_tokenizer(checkpoint["tokenizer"])
 
 
 def find_model(config):
@@ -183,7 +220,7 @@ def find_model(config):
 
 
 def init_model(gpt_config, config, given, checkpoint):
-    """Returns (GPT, Tokenizer): the model of a run and the tokenizer of its data.
+    """Returns (GPT on the meta device, whole_weights for it, Tokenizer of the data).
 
     given: names of the flags given. checkpoint: to resume, or None. Raises UserError if weights,
     flags and data do not fit together.
@@ -195,7 +232,6 @@ def init_model(gpt_config, config, given, checkpoint):
         raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out")
     if c.muon_lr and c.optimizer != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
-    torch.manual_seed(config.seed)
     name = tokenizer_name(config.data)
     if not checkpoint and not config.init_from:
         tokenizer = get_tokenizer(name)
@@ -204,60 +240,91 @@ def init_model(gpt_config, config, given, checkpoint):
         if gpt_config.vocab_size > tokenizer.n_vocab:
             raise UserError(f"--vocab_size {gpt_config.vocab_size} is more than the data's "
                             f"{tokenizer.n_vocab} ids; leave it out, the model pads by itself")
-        with memory_advice("the model does not fit into memory; choose a smaller one"):
-            return GPT(gpt_config), tokenizer
+        return on_meta(gpt_config, None, config.seed) + (tokenizer,)
     source = config.log_dir if checkpoint else config.init_from
-    if checkpoint:
-        model, tokenizer = build_model(checkpoint, gpt_config.dropout)
-    else:
-        model, tokenizer = load_model(source, gpt_config.dropout)
+    model_config, weights, tokenizer = unpack(checkpoint) if checkpoint else load_weights(source)
+    model_config.dropout = gpt_config.dropout
+    if not checkpoint:
         print0(f"starting from the weights in {source}")
-        if "block_size" in given and gpt_config.block_size < model.config.block_size:
-            model.config.block_size = gpt_config.block_size  # fine-tuning with a shorter context
-            wpe = model.transformer.wpe
-            wpe.weight = torch.nn.Parameter(wpe.weight[: gpt_config.block_size].detach().clone())
+        if "block_size" in given and gpt_config.block_size < model_config.block_size:
+            model_config.block_size = gpt_config.block_size  # fine-tuning with a shorter context
+            wpe = weights["transformer.wpe.weight"]  # (T, C)
+            weights = {**weights, "transformer.wpe.weight": wpe[: gpt_config.block_size]}
     if Path(config.data).is_dir() and name != tokenizer.name:
         raise UserError(f"--data {config.data}: has tokens of {name}, but {source} was trained on "
                         f"{tokenizer.name}; tokenize the data again")
     if checkpoint and "preset" in given and not config.init_from:  # must have the preset's shape
         given = {*given, "n_layer", "n_head", "n_embd", "block_size"}
-    have, want = asdict(model.config), asdict(gpt_config)
+    have, want = asdict(model_config), asdict(gpt_config)
     wrong = [f"{k} is {have[k]}, not {want[k]}" for k in want
-             if k in given and k != "dropout" and have[k] != want[k]]
+             if k in given and have[k] != want[k]]
     if wrong:
         raise UserError(f"{source} has another model: {', '.join(wrong)}; leave these flags out")
-    return model, tokenizer
+    return on_meta(model_config, weights) + (tokenizer,)
+
+
+def on_meta(config, weights, seed=0):
+    """Returns (GPT on the meta device, whole_weights for it)."""
+    with torch.device("meta"):
+        model = GPT(config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}  # the model may be split
+    return model, whole_weights(model, shapes, weights, seed)
+
+
+def whole_weights(model, shapes, weights, seed):
+    """Yields (name, CPU tensor) for each parameter of a GPT, one at a time.
+
+    shapes: {name: shape}. weights: a state dict, or None for fresh weights. These depend on the
+    seed alone, however the model is split over processes.
+    """
+    torch.manual_seed(seed)
+    for name, shape in shapes.items():
+        whole = torch.empty(shape)
+        if weights:
+            whole.copy_(weights[name])
+        else:
+            model.init_weight(name, whole)
+        yield name, whole
+
+
+def fill(model, weights):
+    """Gives a GPT on the meta device its parameters: pairs (name, tensor)."""
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.lm_head.weight = model.transformer.wte.weight  # tied again
 
 
 def find_checkpoint(config):
     """The newest checkpoint of --log_dir if --resume is given, else None. Raises UserError."""
-    loaded = []  # on rank 0, newest_checkpoint also loads the checkpoint it finds
-    path = on_rank0(newest_checkpoint, config.log_dir, loaded) if config.resume else None
-    if path and not loaded:
-        loaded.append(load_checkpoint(path))
-    return loaded[0] if loaded else None
+    checkpoint = None
+
+    def search():
+        nonlocal checkpoint
+        path, checkpoint = newest_checkpoint(config.log_dir)
+        return path
+
+    path = on_rank0(search) if config.resume else None
+    return load_checkpoint(path) if path and not checkpoint else checkpoint
 
 
-def newest_checkpoint(directory, loaded):
-    """Path of the newest whole checkpoint; None if there is none. Renames damaged newer ones.
+def newest_checkpoint(directory):
+    """Loads the newest whole checkpoint -> (path, checkpoint). Renames damaged newer ones.
 
-    Appends the checkpoint to the list `loaded`.
+    Returns (None, None) if the directory has no checkpoint. Raises UserError if none is whole.
     """
-    damaged, found = [], None
+    damaged, found = [], (None, None)
     for path in reversed(checkpoints(directory)):
         try:
-            loaded.append(load_checkpoint(path))
-            found = path
+            found = path, load_checkpoint(path)
             break
         except Damaged as error:
             print0(f"skipped {str(error).split('; ')[0]}")
             damaged.append(path)
-    if damaged and not found:
+    if damaged and not found[0]:
         raise UserError(f"no checkpoint in {directory} is whole; restore one, or choose another "
                         "--log_dir to start a new run")
     for path in damaged:  # or --keep would count it
         print0(f"{path} is now {path.rename(f'{path}.damaged').name}")
-    if not found:
+    if not found[0]:
         print0(f"nothing to resume in {directory}: starting a new run")
     return found
 
@@ -308,7 +375,6 @@ def restore(checkpoint, trainer, config, fingerprints):
             check_optimizer_state(state, groups, checkpoint["model"])
         for name in trainer.scaler.state_dict() if checkpoint["scaler"] else ():
             float(checkpoint["scaler"][name])
-        trainer.best_val = float(checkpoint.get("best_val", math.inf))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"the optimizer of the checkpoint in {run} is damaged ({error}); use its "
                         f"weights in a new run: --init_from {run}") from error

@@ -210,12 +210,8 @@ def writing(path, remedy="free some space, or choose another place"):
     """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        # torch.save raises a RuntimeError in place of the OSError.
-        reason = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(reason, OSError):
-            raise
-        raise UserError(f"{path}: cannot write ({reason.strerror or reason}); {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot write ({error.strerror or error}); {remedy}") from error
 
 
 @contextlib.contextmanager

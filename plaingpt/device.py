@@ -44,25 +44,6 @@ def data_parallel_rank(config, rank, world_size):
     return rank // config.tp % dp_size, dp_size
 
 
-def check_batch_size(config, sizes, T, dp_size, n_sequences):
-    """Raises UserError unless every process gets whole micro-batches in every step.
-
-    sizes: tokens in each step of the ramp; the last element is for every step after the ramp.
-    """
-    unit = T * dp_size  # tokens: one sequence on every process
-    for step, size in enumerate(sizes):
-        if size % unit or not config.pp * unit <= size <= n_sequences * T:
-            name = "total_batch_size" if step == config.rampup_steps else "rampup_batch_size"
-            raise UserError(
-                f"--{name} {size}: must be a multiple of {unit} (block_size {T} x {dp_size} "
-                f"processes), from {config.pp * unit} to the {n_sequences * T} tokens of the data")
-        share = size // unit  # sequences of a process in this step
-        if share % min(config.batch_size, share // config.pp):
-            raise UserError(
-                f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
-                f"give a divisor of {share} that makes at least {config.pp} micro-batches")
-
-
 def describe(device):
     """Name of the hardware, for a person."""
     if device.type == "cuda":
@@ -86,6 +67,18 @@ def find_device(name, local_rank=0, world_size=1):
     if device.type == "mps" and world_size > 1:
         raise UserError(f"--device {name}: works for one process only; use --device cpu")
     return device
+
+
+def choose_preset(given, n_tokens, is_text):
+    """--preset auto -> (preset, reason as text). given: flags. n_tokens: of the training data."""
+    if "init_from" in given:
+        return "finetune", ""
+    if is_text:
+        return "baby", "; --preset mini is a larger model"
+    cuda = given.get("device", "auto").startswith(("auto", "cuda")) and torch.cuda.is_available()
+    if cuda and n_tokens >= 10**9:
+        return "gpt2", ": a GPU and at least 1B tokens; --preset mini is the small model"
+    return "mini", ": no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M"
 
 
 def setup(name, keep_memory=True, deterministic=False):

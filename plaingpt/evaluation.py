@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 import plaingpt.device as devices
@@ -31,6 +32,9 @@ from plaingpt.corpus import load_hub, read_records
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)  # of a forward pass; the caches of a CPU are small
+ROUND = dict(cpu=1, cuda=64, mps=64)  # row lengths are padded to a multiple: few shapes on a GPU
+# Without cuDNN's attention, which prepares a plan for each new shape.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -119,6 +123,7 @@ def make_rows(examples, tokenizer, config):
 def forward(model, rows, device):
     """Runs the model on rows -> (log-likelihood, greedy) of their scored tokens, (M) each."""
     tokens = pad_sequence([row.tokens for row in rows])  # (L, B, 3); no token sees the padding
+    tokens = F.pad(tokens, (0, 0, 0, 0, 0, -len(tokens) % ROUND[device.type]))
     L = len(tokens)
     idx, pos, part = tokens.permute(2, 1, 0).contiguous().to(device)  # (B, L) each
     scored = [row.scored[:, :2] + torch.tensor([b * L, 0]) for b, row in enumerate(rows)]
@@ -143,9 +148,10 @@ def score(model, examples, rows, device, autocast, tokens_per_forward, dp_rank=0
     rows = sorted(rows, key=lambda row: -len(row.tokens))  # first the one that needs most memory
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    with autocast:  # entered once: the weights are converted once
+    with autocast, sdpa_kernel(KERNELS):  # entered once: the weights are converted once
         while first < len(rows):
-            B = max(1, tokens_per_forward // len(rows[first].tokens))  # with padding
+            L = len(rows[first].tokens) + -len(rows[first].tokens) % ROUND[device.type]
+            B = max(1, tokens_per_forward // L)  # with padding
             batch = rows[first : first + B * dp_size]
             first += len(batch)
             own = batch[dp_rank::dp_size]

@@ -51,9 +51,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, counted, with_gradient, group):
         device, V = x.device.type, weight.size(0)
-        dtype = x.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = matmul_dtype(x)
         # Padded to a multiple of 128 rows, because matrix products work in tiles.
         w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C)
         w[:V] = weight
@@ -79,7 +77,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss += norm.masked_fill(ignored, 1).log().sum()
             if with_gradient:  # gradient by the logits: softmax - one_hot(target)
                 norm = norm.masked_fill(ignored, math.inf)  # gradient 0
-                p.div_(norm).scatter_add_(1, y, -local.float())
+                p.div_(norm)
+                if torch.compiler.is_compiling():  # a comparison needs no float32 p in memory
+                    p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
+                else:
+                    p.scatter_add_(1, y, -local.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
                 dx[start : start + rows] = p @ w
                 # In parts, to save memory: += first converts its operand to float32.
@@ -95,6 +97,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dw, n = ctx.saved_tensors
         grad = grad / n
         return grad * dx, grad * dw, None, None, None, None
+
+
+def matmul_dtype(x):
+    """The dtype of a matrix product of x: autocast's, or that of x itself."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def all_reduce(tensor, op, group):

@@ -12,7 +12,6 @@ processes have consecutive ranks. The processes read different data only along d
 """
 
 import logging
-import math
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class ShardedTrainer(nn.Module):
 
     eval_model = property(lambda self: self)  # as an attribute, self would be its own submodule
 
-    def __init__(self, model, config, rates, device, dtype):
+    def __init__(self, model, config, rates, device, dtype, weights):
         super().__init__()
         n_head, n_layer = model.config.n_head, model.config.n_layer
         if n_head % config.tp:
@@ -49,7 +48,7 @@ class ShardedTrainer(nn.Module):
         self.batch_size, self.n_stages = config.batch_size, config.pp
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = ShardedGradScaler(device.type, enabled=dtype == torch.float16)
-        self.schedules, self.best_val = {}, math.inf
+        self.schedules = {}
         # full_state needs the shapes and the parameter groups of the whole model.
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.groups = [optimizer.state_dict()["param_groups"]
@@ -64,7 +63,7 @@ class ShardedTrainer(nn.Module):
             for module in (*blocks, model.loss_fn):
                 module.compile(dynamic=False, fullgraph=True)
         self.shard(blocks, config.parallel, dtype)
-        model.to(device)  # not earlier: now it is only this process's part
+        self.fill(weights)
         self.optimizers = model.configure_optimizers(*rates)
 
     def make_mesh(self, config):
@@ -83,6 +82,15 @@ class ShardedTrainer(nn.Module):
         if config.pp > 1:  # embedding and head are one matrix, on the first and the last stage
             ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2)
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
+
+    def fill(self, weights):
+        """Gives the parameters, on the meta device until now, the parts of this process."""
+        own = dict(self.model.named_parameters())
+        for name, whole in weights:
+            name = name if name in own else name.replace("transformer.wte", "lm_head")
+            if name in own:
+                part = self.scatter(name, whole, own[name])
+                torch.utils.swap_tensors(own[name], nn.Parameter(part))  # keeps tied weights tied
 
     def shard(self, blocks, parallel, dtype):
         """Applies FSDP. DDP is implemented as FSDP with one shard and several copies of it."""
@@ -242,6 +250,30 @@ class ShardedTrainer(nn.Module):
             return whole.to(self.device)
         whole = by_heads(name, whole, self.tp.size())
         return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
+
+
+class Muon(torch.optim.Muon):
+    """Muon for DDP: each process updates its share of the matrices and sends them to the others.
+
+    The orthogonalization takes most of the time, and DDP would repeat it on every process. All
+    processes keep the momentum of all matrices, so checkpoints do not depend on their number.
+    """
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            matrices = sorted(group["params"], key=lambda p: -p.numel())
+            owners = [i % dist.get_world_size() for i in range(len(matrices))]
+            for p, owner in zip(matrices, owners):
+                if owner != dist.get_rank():
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                    p.grad = None  # torch.optim.Muon skips it
+        super().step()
+        sent = [dist.broadcast(p, owner, async_op=True) for p, owner in zip(matrices, owners)]
+        for work in sent:
+            work.wait()
 
 
 class Absent(nn.Module):

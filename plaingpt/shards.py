@@ -7,6 +7,7 @@ meta.json says how the shards were made. It is called progress.json until they a
 
 import bisect
 import functools
+import io
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import numpy as np
 from plaingpt.cli import UserError, first_line, lock, print0, replacing, write_json, writing
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
+MAX_OPEN = 256  # files of a split that stay open; a process may often open only 1024
 
 
 def crc32(arrays):
@@ -38,20 +40,31 @@ class Shard:
     offset: int = 0  # bytes before the first token
     changed: int = 0  # time of the last change, in ns
     ids: np.ndarray | None = None
+    file: io.FileIO | None = None  # stays open, because opening is slow on a network disk
 
-    def read(self, start, count):
-        """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text."""
+    def read(self, start, count, check=True):
+        """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text.
+
+        check: raise UserError if the file has changed since open_shard().
+        """
         if self.ids is not None:
             return self.ids[start : start + count]
         try:  # no memory map: its pages would count as memory of the process
-            with open(self.path, "rb") as file:
-                same = os.fstat(file.fileno()).st_mtime_ns == self.changed
-                tokens = np.fromfile(file, "<u2", count, offset=self.offset + 2 * start)
-            if same and len(tokens) == count:
-                return tokens
+            self.file = self.file or open(self.path, "rb", buffering=0)
+            self.file.seek(self.offset + 2 * start)
+            data = self.file.read(2 * count)
+            status = os.fstat(self.file.fileno()) if check else None
+            same = not check or status.st_nlink and status.st_mtime_ns == self.changed
+            if same and len(data) == 2 * count:
+                return np.frombuffer(data, "<u2")
         except OSError:
             pass
         raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
+
+    def close(self):
+        if self.file:
+            self.file.close()
+            self.file = None
 
     def crc32(self):
         """CRC-32 of all tokens."""
@@ -67,14 +80,15 @@ class Tokens:
         self.shards = shards
         self.vocab_size = vocab_size
         self.starts = np.cumsum([0] + [shard.n_tokens for shard in shards]).tolist()
+        self.opened = []  # shards with an open file, the oldest first
 
     def __len__(self):
         return self.starts[-1]
 
-    def read(self, start, count):
+    def read(self, start, count, check=True):
         """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text.
 
-        Raises UserError if a token is outside the vocabulary, or if a file has changed.
+        Raises UserError if a token is outside the vocabulary, or, with check, a file has changed.
         """
         parts = []
         end = start + count
@@ -82,13 +96,17 @@ class Tokens:
         while start < end:  # the tokens may continue in the next shards
             shard = self.shards[i]
             stop = min(end, self.starts[i + 1])
-            part = shard.read(start - self.starts[i], stop - start)
+            if shard.ids is None and shard.file is None:
+                self.opened.append(shard)
+            part = shard.read(start - self.starts[i], stop - start, check)
             if part.max(initial=0) >= self.vocab_size:
                 raise UserError(f"{shard.path}: token id {part.max()} is outside the vocabulary "
                                 f"of {self.vocab_size}; choose the --vocab_size of the data")
             parts.append(part)
             start = stop
             i += 1
+        while len(self.opened) > MAX_OPEN:
+            self.opened.pop(0).close()
         return np.concatenate(parts)
 
     def fingerprint(self):
@@ -190,6 +208,31 @@ def read_meta(directory):
                 reason = first_line(error)
                 raise UserError(f"{path}: is damaged ({reason}); restore it") from error
     return {}
+
+
+def permute(i, n, seed, epoch):
+    """Image of i under a random permutation of range(n). It needs no memory, whatever n is.
+
+    A Feistel network with six rounds on the two digits of i in base ceil(sqrt(n)). A result
+    outside range(n) passes through the network again: cycle walking (Black & Rogaway 2002,
+    "Ciphers with Arbitrary Finite Domains").
+    """
+    base = math.isqrt(n - 1) + 1
+    key = mix(mix(seed) + epoch)
+    while True:
+        left, right = divmod(i, base)
+        for step in range(6):
+            left, right = right, (left + mix(key + (step << 48) + right)) % base
+        i = left * base + right
+        if i < n:
+            return i
+
+
+def mix(x):
+    """A 64-bit hash of a number: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
 
 
 def prefetch(batches):

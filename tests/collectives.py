@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from model import GPT, GPTConfig  # noqa: E402
+from model import GPTConfig  # noqa: E402
+from plaingpt.checkpoint import on_meta  # noqa: E402
 from plaingpt.device import setup, shut_down  # noqa: E402
 from train_gpt2 import TrainConfig, prepare, train_step  # noqa: E402
 
@@ -37,8 +38,8 @@ class Count(TorchDispatchMode):
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 rank, world_size, device = setup("cpu")
 config = TrainConfig(batch_size=2, min_lr=0.0, parallel=parallel, tp=tp, pp=pp)
-model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=32, vocab_size=256))
-trainer = prepare(model, config, device, torch.bfloat16)
+model, weights = on_meta(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=32, vocab_size=256), None)
+trainer = prepare(model, config, device, torch.bfloat16, weights)
 rows, micro_steps = (4, 1) if pp > 1 else (2, 2)  # a pipeline gets both micro-batches at once
 x = torch.zeros((rows, 32), dtype=torch.long)  # (B, T)
 for counting in (False, True):  # do not count the first step, which includes the setup

@@ -25,16 +25,15 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import train_gpt2
 from model import GPT, GPTConfig
 from plaingpt import corpus
-from plaingpt.checkpoint import build_model, load_checkpoint, restore
+from plaingpt.batches import check_batch_size, get_batch_tokens, micro_batch
+from plaingpt.checkpoint import load_checkpoint, load_model, restore
 from plaingpt.cli import UserError
-from plaingpt.device import check_batch_size, data_parallel_rank
+from plaingpt.device import data_parallel_rank
 from plaingpt.shards import open_shard, open_tokens
 from train_gpt2 import (
     DataLoaderLite,
     TrainConfig,
-    get_batch_tokens,
     get_lr,
-    micro_batch,
 )
 
 # Keeps its Unicode tables out of the repository.
@@ -318,7 +317,7 @@ def test_accepted_batches_can_be_divided(T, dp, pp, share, times, rampup_steps, 
     good = n_sequences * T >= max(sizes) and min(shares) >= pp and all(size % (T * dp) == 0 for size in sizes)
     good = good and all(share % min(batch_size, share // pp) == 0 for share in shares)
     try:
-        check_batch_size(config, [get_batch_tokens(step, config) for step in range(rampup_steps + 1)], T, dp, n_sequences)
+        check_batch_size(config, T, dp, n_sequences)
         assert good
     except UserError as error:
         assert_sentence(error, "--")
@@ -373,7 +372,7 @@ def test_any_entry_of_a_checkpoint_replaced_by_any_value(place, value):
         torch.save(saved, path)
         try:
             loaded = load_checkpoint(path)
-            model, _ = build_model(loaded)
+            model, _ = load_model(path)
             trainer = train_gpt2.prepare(model, CONFIG, torch.device("cpu"), torch.float32)
             restore(loaded, trainer, CONFIG, {})
         except UserError as error:

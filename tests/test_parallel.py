@@ -221,11 +221,11 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     (("fsdp", 1, 1), {"allgatherbase float32 49984": 3 * 2 * 2, "allgatherbase float32 18560": 2,
                       "reducescatterbase float32 24992": 3, "reducescatterbase float32 9280": 1,
                       "allreduce float32 40": 1}),
-    # Per micro-step, all-reduces after attention and MLP of each block (forward in bfloat16,
-    # backward in float32), after the embedding and before the head. For the loss, of 64 positions:
-    # the largest logit, then the normalizer and the target's logit.
-    (("ddp", 2, 1), {"allreduce bfloat16 4096": 3 * 2 * 2,
-                     "allreduce float32 4096": (3 * 2 + 2) * 2, "allreduce float32 64": 2,
+    # Per micro-step, in bfloat16: all-reduces after attention and MLP of each block, and of their
+    # inputs' gradients. In float32: after the embedding, and of the gradient before the head. For
+    # the loss, of 64 positions: the largest logit, then the normalizer and the target's logit.
+    (("ddp", 2, 1), {"allreduce bfloat16 4096": 3 * 2 * 2 * 2,
+                     "allreduce float32 4096": 2 * 2, "allreduce float32 64": 2,
                      "allreduce float32 128": 2, "allreduce float32 40": 1}),
     # Per micro-batch, sends the residual stream forward and its gradient backward. Per step,
     # all-reduces the gradient of the embedding.

@@ -18,10 +18,11 @@ from conftest import ROOT, TINY, program, read_log, spawn, train
 from wandb.proto import wandb_internal_pb2
 
 from model import GPT, GPTConfig
+from plaingpt.batches import micro_batch
 from plaingpt.cli import UserError
 from plaingpt.loss import CHUNK_SIZE
 from plaingpt.runlog import RunLog
-from train_gpt2 import TrainConfig, get_lr, micro_batch, parse_args
+from train_gpt2 import TrainConfig, get_lr, parse_args
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=256)
 

@@ -17,17 +17,16 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY, assert_close_logs, program, read_log, spawn, train
 
 from model import GPT, GPTConfig
-from plaingpt.checkpoint import load_checkpoint
+from plaingpt.batches import check_batch_size, get_batch_tokens, micro_batch
+from plaingpt.checkpoint import fill, load_checkpoint, on_meta
 from plaingpt.cli import UserError, fit, print0, show_progress
-from plaingpt.device import batch_size_advice, check_batch_size, data_parallel_rank
+from plaingpt.device import batch_size_advice, data_parallel_rank
 from plaingpt.shards import open_tokens, prefetch
 from tokenizer import get_tokenizer
 from train_gpt2 import (
     DataLoaderLite,
     TrainConfig,
-    get_batch_tokens,
     get_lr,
-    micro_batch,
     parse_args,
     prepare,
     train_step,
@@ -64,13 +63,19 @@ def test_two_processes_match_one_process(tmp_path):
     assert len(read_log(tmp_path / "one")) == 20 * 4 + 5
 
 
+def fresh(config):
+    """The model that a run with seed 1337 starts from."""
+    model, weights = on_meta(config, None, 1337)
+    fill(model, weights)
+    return model
+
+
 def test_gradients_of_an_accumulated_step(tmp_path):
     """16 sequences give the same gradient in one batch, in 8 micro-batches and on two processes."""
     flags = ["--max_steps", 1, "--grad_clip", 0]
     train(*flags, "--log_dir", "one", "--batch_size", 2, cwd=tmp_path)
     train(*flags, "--log_dir", "two", "--batch_size", 4, cwd=tmp_path, processes=2)
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256))
+    model = fresh(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256))
     x, y = text_loader("train", 32).batch(0, 16)
     model(x, y)[1].backward()
     (optimizer,) = model.configure_optimizers(0.1, 1e-3)
@@ -230,8 +235,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     for name, B, processes in (("a", 16, 1), ("b", 1, 1), ("c", 2, 2)):
         train("--log_dir", name, "--max_steps", 1, "--batch_size", B, "--val_tokens", 32 * 27, cwd=tmp_path, processes=processes)
     loader = text_loader("val", 32, shuffle=False)
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256))
+    model = fresh(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256))
     expected = model(*loader.batch(0, 27))[1].item()
     for name in "abc":
         assert float(read_log(tmp_path / name)[0, "val"]) == pytest.approx(expected, rel=1e-5)
@@ -304,8 +308,7 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
 
 def plain_curve(config, steps, loader):
     """Losses and gradient norms of the simplest loop: eager, float32, all logits, nothing fused."""
-    torch.manual_seed(1337)
-    model = GPT(config)
+    model = fresh(config)
     decayed, other = ([p for p in model.parameters() if (p.dim() >= 2) == matrix] for matrix in (True, False))
     optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=other, weight_decay=0.0)],
                                   betas=(0.9, 0.95), foreach=False)
@@ -511,7 +514,7 @@ def test_progress_bar_on_a_terminal(monkeypatch, capsys):
 
 def test_a_pipeline_has_a_micro_batch_for_each_stage():
     config = TrainConfig(total_batch_size=16 * 64, batch_size=16, pp=2)
-    check_batch_size(config, [1024], 64, 1, 100)  # 16 sequences: two micro-batches of 8
+    check_batch_size(config, 64, 1, 100)  # 16 sequences: two micro-batches of 8
     assert micro_batch(0, config, 64, 1) == (16, 16)
     for change, sentence in (
             (dict(pp=3), "--batch_size 16: each process has 16 sequences in a step; give a divisor of 16 that makes at least 3 "
@@ -519,7 +522,7 @@ def test_a_pipeline_has_a_micro_batch_for_each_stage():
             (dict(total_batch_size=64), r"--total_batch_size 64: must be a multiple of 64 \(block_size 64 x 1 processes\), from 128 to the 6400")):
         with pytest.raises(UserError, match=sentence):
             changed = dataclasses.replace(config, **change)
-            check_batch_size(changed, [changed.total_batch_size], 64, 1, 100)
+            check_batch_size(changed, 64, 1, 100)
 
 
 def test_data_parallel_rank():
