@@ -75,9 +75,11 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
 
 
-def test_x_tokens_needs_run_json():
+def test_x_tokens_needs_the_stream_tokens():
+    streams, facts = plot.read_run(BABY)
+    del streams["tokens"]
     with pytest.raises(UserError, match="^x: log.txt has no stream tokens; use --x steps$"):
-        plot.draw({"x": (plot.read_run(BABY)[0], {})}, "tokens")
+        plot.draw({"x": (streams, facts)}, "tokens")
 
 
 def test_without_matplotlib(monkeypatch):
