@@ -47,7 +47,7 @@ class ShardConfig:
     name: Annotated[str | None, "its configuration [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
-    shard_size: Annotated[int | None, "tokens [10^8; or by size of --input]", "at least 1"] = None
+    shard_size: Annotated[int | None, "tokens [10^8; --input: by its size]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
@@ -62,7 +62,7 @@ def get_gigatoken(thread):
 
 
 def encode(texts, backend):
-    """Texts -> their tokens, each text led by <|endoftext|>: (n,) uint16."""
+    """Texts -> their tokens, with <|endoftext|> before each text: (n,) uint16."""
     gpt2 = get_tokenizer("gpt2")
     if backend == "tiktoken" or not texts:
         return gpt2.encode_documents(texts)
@@ -95,7 +95,7 @@ def tokenize_all(blocks, config, backend):
 
 
 def choose_backend(config, blocks):
-    """gigatoken if it is installed and encodes the first texts as tiktoken does, or tiktoken."""
+    """gigatoken if it is installed and encodes the first texts as tiktoken does, else tiktoken."""
     if config.backend == "tiktoken" or (config.backend == "auto" and not find_spec("gigatoken")):
         return "tiktoken"
     texts = [text for block in blocks for text in texts_of(block, config.text_key)[0]][:1000]
@@ -107,8 +107,8 @@ def choose_backend(config, blocks):
     return "tiktoken"
 
 
-def fill(writer, config, paths):
-    """Writes the shards that are not in the directory yet."""
+def fill(writer, config, paths, n_bytes):
+    """Writes the shards that are not in the directory yet. n_bytes: size of all files."""
     facts = writer.facts
     stop_signals = catch_stop_signals("finishing this block")
     if facts["shards"]:
@@ -116,10 +116,9 @@ def fill(writer, config, paths):
     blocks = read_blocks(paths, config.text_key, *facts["next"][:2])
     first = list(itertools.islice(blocks, 8))
     if first and first[0].line != facts["next"][2]:
-        raise UserError(f"{paths[first[0].file]}: another pyarrow made other blocks of this file; "
+        raise UserError(f"{paths[first[0].file]}: this pyarrow version cuts the file differently; "
                         "start again with another --output_dir")
     backend = choose_backend(config, first)
-    n_bytes = sum(path.stat().st_size for path in paths)
     n_before, n_shown, start = writer.n_tokens, 0, time.monotonic()
     seconds = 0.5 if sys.stderr.isatty() else 10  # between updates of the progress bar
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=seconds) as bar:
@@ -159,16 +158,16 @@ def main(argv=None):
         own = {Path(config.output_dir, f).resolve() for f in ("meta.json", "progress.json")}
         paths = [path for path in find_files(config.input) if path.resolve() not in own]
         source = dict(input=[[p.name, p.stat().st_size, checksum(p)] for p in paths])
-        # About 20 shards, so that a small corpus also gives validation and training shards.
-        n_bytes = sum(path.stat().st_size for path in paths)
-        config.shard_size = config.shard_size or min(SHARD_SIZE, max(1000, n_bytes // 80))
     else:
         if config.dataset == FINEWEB:
             name, config.name = "edufineweb", config.name or "sample-10BT"
         paths, rows, revision = load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
+    n_bytes = sum(path.stat().st_size for path in paths)
+    # Own text: about 20 shards, so that a small one also gives validation and training shards.
+    default = min(SHARD_SIZE, max(1000, n_bytes // 80)) if config.input else SHARD_SIZE
     settings = dict(source=source, text_key=config.text_key, tokenizer="gpt2",
-                    tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size or SHARD_SIZE,
+                    tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size or default,
                     val_shards=config.val_shards)
     end_of_text = get_tokenizer("gpt2").end_of_text
     writer = ShardWriter(config.output_dir, name, settings, end_of_text, config.max_shards)
@@ -177,7 +176,7 @@ def main(argv=None):
         raise UserError(f"--output_dir {config.output_dir}: was made without --strict, "
                         f"{facts['skipped']} records were skipped; choose another directory")
     if not writer.done:
-        fill(writer, config, paths)
+        fill(writer, config, paths, n_bytes)
     writer.finish()
     n_val = min(facts["shards"], config.val_shards)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"

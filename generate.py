@@ -67,10 +67,10 @@ def main(argv=None):
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}\n")
     results = []
     for number, ids in enumerate(ids_of_prompts):
-        idx = torch.tensor([ids] * config.num_samples, device=device)  # (num_samples, T)
+        idx = torch.tensor([ids] * config.num_samples, device=device)  # (num_samples, prompt)
         with memory_advice(f"--num_samples {config.num_samples}: out of memory; give fewer"):
             idx = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k,
-                                 config.top_p, config.seed)  # (num_samples, T + max_new_tokens)
+                                 config.top_p, config.seed)  # (num_samples, prompt + new)
         texts = [tokenizer.decode(row[1:]) for row in idx.tolist()]
         results.append(dict(prompt=tokenizer.decode(ids[1:]), texts=texts))
         for i, text in enumerate(texts):

@@ -56,8 +56,8 @@ def report(examples, scores):
 BENCHMARK = Benchmark(
     name="hellaswag", doc=__doc__, stream="hella", examples=examples, report=report,
     hub=dict(dataset="Rowan/hellaswag", split="validation"), options=(Options,),
-    figures=dict(acc_norm_token="style completion: build-nanogpt's acc_norm", acc="not divided",
-                 acc_norm_char="style harness: acc_norm", acc_norm_byte="style harness: acc_bytes"))
+    figures=dict(acc_norm_token="build-nanogpt's acc_norm (style completion)", acc="not divided",
+                 acc_norm_char="acc_norm, style harness", acc_norm_byte="acc_bytes, style harness"))
 
 if __name__ == "__main__":
     run(lambda: main(BENCHMARK))

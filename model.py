@@ -26,7 +26,7 @@ class GPTConfig:
     n_head: Annotated[int, "attention heads of a block; divides n_embd", "above 0"] = 12
     n_embd: Annotated[int, "width of the residual stream, C", "above 0"] = 768
     block_size: Annotated[int, "longest context in tokens, T", "above 0"] = 1024
-    vocab_size: Annotated[int, "token ids; if not given, as in the data", "above 0"] = 50257
+    vocab_size: Annotated[int, "number of ids; without the flag: as in the data", "above 0"] = 50257
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 
@@ -61,7 +61,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         hs = C // self.n_head
-        x = x.to(matmul_dtype(x))  # DDP's compiler may cut the graph here: less to keep in memory
+        x = x.to(matmul_dtype(x))  # if DDP's compiler cuts the graph here, it keeps a 16-bit x
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
         if cache:
@@ -241,10 +241,10 @@ class GPT(nn.Module):
         return 6 * weights + (attention // 2 if causal else attention)
 
     @classmethod
-    def from_pretrained(cls, name_or_dir, dropout=0.0):
+    def from_pretrained(cls, name_or_dir):
         """GPT-2 from Hugging Face: "gpt2", "gpt2-medium", ... or a directory. Raises UserError."""
         from plaingpt.huggingface import load_gpt2
-        return load_gpt2(name_or_dir, dropout)
+        return load_gpt2(name_or_dir)
 
     def to_hf(self, directory):
         """Writes a Hugging Face GPT-2 that from_pretrained reads. Raises UserError."""

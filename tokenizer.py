@@ -40,7 +40,7 @@ class Tokenizer:
         self.token_bytes = token_bytes + [text.encode() for text in special]
         self.n_vocab = len(self.token_bytes)
         self.end_of_text = special.get(END_OF_TEXT, ord("\n"))
-        self.mark = f"<|{uuid.uuid4()}|>"  # end_of_text in encode_documents; random: in no text
+        self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so in no text
 
     @functools.cached_property
     def encoding(self):
@@ -61,7 +61,7 @@ class Tokenizer:
         return self.encoding.encode_ordinary(text)
 
     def encode_documents(self, texts):
-        """Texts -> their ids, each text led by end_of_text: (n,) uint16.
+        """Texts -> their ids, with end_of_text before each text: (n,) uint16.
 
         One call for all texts: tiktoken releases the GIL during a call, so other threads can run.
         """

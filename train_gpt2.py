@@ -9,7 +9,6 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig (this file). A
 preset overrides the defaults below, and a flag overrides the preset.
 """
 
-import gc
 import importlib
 import itertools
 import math
@@ -30,7 +29,7 @@ from plaingpt.checkpoint import Saver, fill, find_checkpoint, init_model, restor
 from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, restoring_signals, run
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.runlog import RunLog
-from plaingpt.shards import count_tokens, mix, open_tokens, permute, prefetch
+from plaingpt.shards import count_tokens, mix, open_tokens, permute
 
 
 @dataclass
@@ -59,7 +58,7 @@ class TrainConfig:
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 250
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 250
-    save_every: Annotated[int, "steps between checkpoints; 0: evals, last", "at least 0"] = 500
+    save_every: Annotated[int, "steps between saves; 0: only at evals, end", "at least 0"] = 500
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
     keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt"] = False
     log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0"] = 1
@@ -112,12 +111,10 @@ def parse_args(argv=None):
         text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
         auto = preset == "auto" and not Path(SHARDS).is_dir()
         data = text if auto or preset in ("baby", "mini", "finetune") else SHARDS
-    n_tokens = count_tokens(data)
+    n_tokens = count_tokens(data) if preset in ("auto", "mini") else 0
     if preset == "auto":
         preset, reason = devices.choose_preset(given, n_tokens, is_text=not Path(data).is_dir())
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
-    if preset == "finetune":
-        reason = ": " + ", ".join(f"{k} {v}" for k, v in recipe.items() if k not in given)
     if preset == "mini":
         steps = 10 * n_tokens // recipe["total_batch_size"]  # 10 epochs
         recipe["max_steps"] = max(200, min(steps, recipe["max_steps"]))
@@ -132,6 +129,8 @@ def parse_args(argv=None):
         values["val_every"] = min(250, max(1, values["max_steps"] // 10))
     if "warmup_steps" not in given:  # short runs also decay
         values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"] // 5)
+    if preset == "finetune":
+        reason = ": " + ", ".join(f"{k} {values[k]}" for k in recipe if k not in given)
     print0(f"preset {preset} on {data}, {values['max_steps']:,} steps{reason}")
     g = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
     c = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
@@ -144,7 +143,7 @@ class DataLoaderLite:
     Sequence i is the T+1 tokens from iT to iT+T. Its last token is the first one of sequence i+1,
     so each token is a target once. An epoch is a random permutation of all sequences. A position
     counts sequences from the start of the run, so nothing depends on the number of processes.
-    tokens: has len() and read(start, count). Raises UserError if they are fewer than T+1.
+    tokens: has name, len() and read(start, count, check). UserError if they are fewer than T+1.
     """
 
     def __init__(self, tokens, T, seed=1337, shuffle=True):
@@ -158,7 +157,7 @@ class DataLoaderLite:
                             f"of block_size {T} + 1; give more data, or a smaller --block_size")
 
     def sequence(self, position, check=True):
-        """The T+1 tokens at a position: (T+1,). check: whether the file has changed."""
+        """The T+1 tokens at a position: (T+1,). check: also check that the file is unchanged."""
         epoch, i = divmod(position, self.n_sequences)
         if self.shuffle:
             i = permute(i, self.n_sequences, self.seed, epoch)
@@ -178,7 +177,7 @@ def get_lr(step, config):
     """Linear warm-up to max_lr, then a decay to min_lr. constant: no decay.
 
     cosine: half a period (GPT-3 paper, appendix B). wsd: constant, then linear in the last
-    decay_steps (Hu et al. 2024, arXiv:2404.06395), so a longer run can branch off before them.
+    decay_steps (Hu et al. 2024, arXiv:2404.06395): a longer run can start before the decay.
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
@@ -203,8 +202,8 @@ def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device
 class Trainer:
     """Trains with the whole model on every process: one process, or DDP.
 
-    Validation, benchmarks, samples and checkpoints use eval_model, which is neither compiled nor
-    wrapped. ShardedTrainer in plaingpt/parallel.py has the same members.
+    Validation, benchmarks, samples and checkpoints use eval_model, which is not wrapped; only its
+    loss_fn is compiled. ShardedTrainer in plaingpt/parallel.py has the same members.
     """
 
     def __init__(self, model, config, rates, device, dtype, weights):
@@ -280,9 +279,9 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
     for optimizer in trainer.optimizers:
         trainer.scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = trainer.clip(grad_clip or math.inf)
-    fused = [optimizer for optimizer in trainer.optimizers if optimizer.defaults.get("fused")]
+    fused = [o for o in trainer.optimizers if o.defaults.get("fused") and norm.device.type != "mps"]
     for optimizer in fused:  # the device computes the update while the CPU waits below
-        optimizer.found_inf = 1.0 - norm.isfinite().float()  # 1: the step changes nothing
+        optimizer.found_inf = norm.isfinite().logical_not().float()  # 1: the step changes nothing
         optimizer.step()
     stop = torch.full_like(loss_sum, len(stop_signals) > 0)
     sums = torch.stack([loss_sum, stop, torch.ones_like(loss_sum)])
@@ -348,15 +347,15 @@ def main(argv=None):
     del checkpoint  # frees the memory of its tensors
     log = RunLog(config, model.config, first_step, rank)
     log.start(tokenizer, device, dtype, len(train_tokens))
-    batches = prefetch(
-        micro_batches(loader, config, first_step, position, dp_rank, dp_size, device))
+    batches = micro_batches(loader, config, first_step, position, dp_rank, dp_size, device)
+    batches = devices.prefetch(batches, device)
     stop = save = False
     for step in range(first_step, config.max_steps + 1):
         last = step == config.max_steps
         n_sequences, B = micro_batch(step, config, T, dp_size)
         evaluate = evals and (last or due(step, config.eval_every))
         save = save or last or stop or evaluate or due(step, config.save_every)
-        # Write only while gradients are finite, because saving deletes the oldest checkpoint.
+        # While gradients are bad, only the last step is saved: saving deletes the oldest file.
         if save and step > first_step and (last or stop or not log.bad_in_a_row):
             saver.save(step, position)
             save = False
@@ -381,7 +380,7 @@ def main(argv=None):
                    f"python generate.py --checkpoint {config.log_dir} writes text")
             break
         if step == first_step + 1:
-            gc.freeze()  # later collections are short: they skip the objects that exist by now
+            devices.freeze_objects()
         start = time.perf_counter()  # evaluating and saving are not timed
         lr = get_lr(step, config)
         for group in (g for optimizer in trainer.optimizers for g in optimizer.param_groups):

@@ -13,7 +13,7 @@ def get_batch_tokens(step, config):
 
 
 def micro_batch(step, config, T, dp_size):
-    """Returns (sequences in a step, B). B: a micro-batch; with PP, all that a process has in it."""
+    """Returns (sequences in a step, B). B: of a micro-batch; with PP, of a process's whole step."""
     n_sequences = get_batch_tokens(step, config) // T
     # A ramp has one micro-batch size, because torch.compile compiles each size.
     share = get_batch_tokens(0 if step < config.rampup_steps else step, config) // (T * dp_size)
@@ -29,10 +29,12 @@ def check_batch_size(config, T, dp_size, n_sequences):
     for step in range(config.rampup_steps + 1):
         size = get_batch_tokens(step, config)
         if size % unit or not config.pp * unit <= size <= n_sequences * T:
-            name = "total_batch_size" if step == config.rampup_steps else "rampup_batch_size"
+            first = step < config.rampup_steps and size <= config.rampup_batch_size
+            name = "rampup_batch_size" if first else "total_batch_size"
             raise UserError(
-                f"--{name} {size}: must be a multiple of {unit} (block_size {T} x {dp_size} "
-                f"processes), from {config.pp * unit} to the {n_sequences * T} tokens of the data")
+                f"--{name} {getattr(config, name)}: must be a multiple of {unit} (block_size {T} x "
+                f"{dp_size} processes), from {config.pp * unit} to the {n_sequences * T} tokens of "
+                "the data")
         share = size // unit  # sequences of a process in this step
         if share % min(config.batch_size, share // config.pp):
             raise UserError(

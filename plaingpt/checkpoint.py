@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -23,6 +24,9 @@ NOT_STORED = {"batch_size", "device", "compile", "activation_checkpointing", "pa
               "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
 
 
+ORDER = "Feistel"  # of the sequences, see permute; older versions had another order
+
+
 class Damaged(UserError):
     """The file can be opened, but is no whole checkpoint."""
 
@@ -30,8 +34,8 @@ class Damaged(UserError):
 class Saver:
     """Saves the checkpoints of a run, one at a time: a thread of rank 0 writes the files.
 
-    A call returns as soon as the file is complete in memory. If the thread cannot write it, the
-    next call or wait() raises the UserError. All processes must call save and save_best.
+    A call waits for the last write, and returns when the new file is complete in memory. If the
+    thread cannot write it, the next call or wait() raises the UserError. All processes must call.
     checkpoint: the one to resume, or None. fingerprints: {split: fingerprint}.
     """
 
@@ -40,8 +44,9 @@ class Saver:
         self.fingerprints = fingerprints
         best = (checkpoint or {}).get("best_val", math.inf)
         self.best_val = float(best)  # the lowest validation loss of the run
-        self.thread = ThreadPoolExecutor(1)
-        self.writing = None  # the Future of the last write
+        self.executor = ThreadPoolExecutor(1)
+        weakref.finalize(self, self.executor.shutdown)  # finishes the last write if main fails
+        self.write = None  # the Future of the last write
 
     def save(self, step, position, name=None):
         """Starts to write the whole state. position: sequences consumed. Raises UserError.
@@ -49,14 +54,14 @@ class Saver:
         name: of the file; the default is model_{step}.pt.
         """
         trainer, config = self.trainer, self.config
+        self.wait()
         model_state, optimizer_states = trainer.full_state()
         if ranks()[0] > 0:
             return
         if not is_finite(model_state):
             raise UserError(f"the parameters are not finite at step {step}: the run has diverged, "
                             f"and this step is not saved; {divergence_advice(config)}")
-        self.wait()
-        settings = {**asdict(config), **self.fingerprints}
+        settings = {**asdict(config), **self.fingerprints, "order": ORDER}
         state = dict(
             model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
             scaler=trainer.scaler.state_dict(), step=step, position=position,
@@ -66,7 +71,7 @@ class Saver:
         data = io.BytesIO()
         torch.save(state, data)
         path = Path(config.log_dir, name or f"model_{step:06d}.pt")
-        self.writing = self.thread.submit(write_checkpoint, data.getbuffer(), path, config.keep)
+        self.write = self.executor.submit(write_checkpoint, data.getbuffer(), path, config.keep)
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0."""
@@ -76,8 +81,8 @@ class Saver:
 
     def wait(self):
         """Waits until the last checkpoint is written. Raises UserError if that failed."""
-        if self.writing:
-            self.writing.result()
+        if self.write:
+            self.write.result()
 
 
 def write_checkpoint(data, path, keep):
@@ -100,6 +105,8 @@ def divergence_advice(config):
     rates = f"--max_lr {config.max_lr / 2:g}"
     if config.min_lr > config.max_lr / 2:
         rates += f" --min_lr {config.max_lr / 20:g}"
+    if config.muon_lr:
+        rates += f" --muon_lr {config.muon_lr / 2:g}"
     if paths := checkpoints(config.log_dir):
         return f"continue from {paths[-1]} with --resume {rates}"
     return f"there is no checkpoint: start again with {rates}"
@@ -110,7 +117,7 @@ def names_of(optimizers):
 
 
 def load_checkpoint(path):
-    """Loads a checkpoint as the dict that save_checkpoint wrote, on the CPU.
+    """Loads a checkpoint as the dict that Saver.save wrote, on the CPU.
 
     Raises Damaged, or another UserError if the file cannot be read.
     """
@@ -252,14 +259,15 @@ def init_model(gpt_config, config, given, checkpoint):
             weights = {**weights, "transformer.wpe.weight": wpe[: gpt_config.block_size]}
     if Path(config.data).is_dir() and name != tokenizer.name:
         raise UserError(f"--data {config.data}: has tokens of {name}, but {source} was trained on "
-                        f"{tokenizer.name}; tokenize the data again")
+                        f"{tokenizer.name}; give the data as a text file")
     if checkpoint and "preset" in given and not config.init_from:  # must have the preset's shape
         given = {*given, "n_layer", "n_head", "n_embd", "block_size"}
     have, want = asdict(model_config), asdict(gpt_config)
     wrong = [f"{k} is {have[k]}, not {want[k]}" for k in want
              if k in given and have[k] != want[k]]
     if wrong:
-        raise UserError(f"{source} has another model: {', '.join(wrong)}; leave these flags out")
+        raise UserError(f"{source} has another model: {', '.join(wrong)}; leave out these flags or "
+                        "--preset")
     return on_meta(model_config, weights) + (tokenizer,)
 
 
@@ -267,7 +275,7 @@ def on_meta(config, weights, seed=0):
     """Returns (GPT on the meta device, whole_weights for it)."""
     with torch.device("meta"):
         model = GPT(config)
-    shapes = {name: p.shape for name, p in model.named_parameters()}  # the model may be split
+    shapes = {name: p.shape for name, p in model.named_parameters()}  # before TP or PP change them
     return model, whole_weights(model, shapes, weights, seed)
 
 
@@ -277,7 +285,8 @@ def whole_weights(model, shapes, weights, seed):
     shapes: {name: shape}. weights: a state dict, or None for fresh weights. These depend on the
     seed alone, however the model is split over processes.
     """
-    torch.manual_seed(seed)
+    if not weights:
+        torch.manual_seed(seed)
     for name, shape in shapes.items():
         whole = torch.empty(shape)
         if weights:
@@ -343,8 +352,8 @@ def check_optimizer_state(state, groups, parameters):
         shapes = dict(step=torch.Size(), exp_avg=shape, exp_avg_sq=shape, momentum_buffer=shape)
         if entry.keys() != keys:
             raise ValueError(f"{names[i]}: has other entries than the first parameter")
-        known = {key: tensor for key, tensor in entry.items() if key in shapes}
-        compare_shapes(known, {key: shapes[key] for key in known})
+        known = entry.keys() & shapes.keys()
+        compare_shapes({key: entry[key] for key in known}, {key: shapes[key] for key in known})
 
 
 def restore(checkpoint, trainer, config, fingerprints):
@@ -363,7 +372,7 @@ def restore(checkpoint, trainer, config, fingerprints):
                for split, now in fingerprints.items() if before.get(split, now) != now]
     if changed:
         raise UserError(f"--data {config.data} is not the data of the run in {run}: "
-                        f"{', '.join(changed)}; to start a new run from it, use --init_from {run}")
+                        f"{', '.join(changed)}; for a new run: --init_from {run}, not --resume")
     saved = checkpoint["optimizer"]
     names = names_of(trainer.optimizers)
     if saved.keys() != set(names):
@@ -377,11 +386,13 @@ def restore(checkpoint, trainer, config, fingerprints):
             float(checkpoint["scaler"][name])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"the optimizer of the checkpoint in {run} is damaged ({error}); use its "
-                        f"weights in a new run: --init_from {run}") from error
+                        f"weights in a new run: --init_from {run}, not --resume") from error
     trainer.load_optimizer_states(states)
     if checkpoint["scaler"]:  # empty unless the dtype was float16
         trainer.scaler.load_state_dict(checkpoint["scaler"])
     print0(f"resumed from step {step} in {run}")
+    if config.shuffle and before.get("order") != ORDER:
+        print0("note: an older version started this run; the order of the data is another one now")
     for name, now in asdict(config).items():
         if name in before and before[name] != now:
             print0(f"note: {name} changes from {before[name]} to {now}")

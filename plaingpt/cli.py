@@ -62,7 +62,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
     if unknown:
         flag = unknown[0].split("=")[0]
         if not flag.startswith("-"):
-            raise UserError(f"unexpected {flag}; give a flag one value; quote a value with spaces")
+            raise UserError(f"unexpected {flag}; give --FLAG before it; quote a value with spaces")
         known = list(parser._option_string_actions)
         close = [name for name in known if name.endswith(flag.replace("--", "_"))]  # --lr: --max_lr
         close += difflib.get_close_matches(flag, known, n=1)
@@ -242,7 +242,7 @@ def lock(directory, flag):
 
 
 def check_json(path):
-    """Checks before the work that --json FILE can be written. Raises UserError."""
+    """Raises UserError if --json FILE cannot be written. Called before the work starts."""
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
         raise UserError(f"--json {path}: cannot write there; give a file in a writable directory")
 

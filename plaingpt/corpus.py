@@ -26,8 +26,8 @@ BLOCK = 2**20  # bytes of text in a block, roughly
 TABLES = (".parquet", ".arrow")
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
 # A document of more than four blocks is cut before white space. No GPT-2 token has white space
-# after another character, so the pieces give the same tokens as the whole document. The character
-# class in CUT: printable ASCII, and bytes that are not the last byte of any Unicode space.
+# after a non-space character, so the pieces give the tokens of the whole document. Before the cut,
+# CUT needs printable ASCII, or a byte that is not the last byte of any Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 RETRIES = 4  # of a download, after 1, 2, 4 and 8 seconds
 
@@ -95,7 +95,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
             reason = f"{dataset}: {first_line(error.__cause__ or error)}"
             final = isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE
             if final or attempt == RETRIES:
-                raise UserError(f"{reason}; for a mirror of the hub, set HF_ENDPOINT") from error
+                raise UserError(f"{reason}; check the name, or set HF_ENDPOINT") from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)
             time.sleep(2**attempt)
     files, n_rows = [Path(file["filename"]) for file in data.cache_files], data.num_rows
@@ -171,7 +171,7 @@ def explain(error):
 
 
 def read_blocks(paths, text_key, file=0, number=0):
-    """Yields all blocks in order, from block `number` of a file. Raises UserError."""
+    """Yields all blocks in order, from block `number` of paths[file] on. Raises UserError."""
     starts = [0, *itertools.accumulate(path.stat().st_size for path in paths)]
     for i in range(file, len(paths)):
         read = table_blocks if kind_of(paths[i])[0] in TABLES else line_blocks

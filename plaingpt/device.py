@@ -6,12 +6,14 @@ small range: small gradients become zero unless a scaler enlarges them.
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 import re
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Literal
 
@@ -142,8 +144,8 @@ def lost_process_advice():
             raise
         detail = first_line(error)[gloo.end() if gloo else 0 :].split(". ")[0]
         raise UserError(
-            f"lost the connection to another process of this run ({detail}); see what that process "
-            "printed, then continue from the last checkpoint with --resume", status=1) from error
+            f"lost the connection to another process of this run ({detail}); see what it printed, "
+            "then start again (training: --resume)", status=1) from error
 
 
 def on_rank0(function, *args, **kwargs):
@@ -163,6 +165,18 @@ def on_rank0(function, *args, **kwargs):
     return result
 
 
+def prefetch(batches, device):
+    """Yields the same batches; a thread prepares the next one while the current one is used."""
+    use = {}
+    if device.type == "cuda":  # else the thread would also take memory of GPU 0
+        use = dict(initializer=torch.cuda.set_device, initargs=(device,))
+    with ThreadPoolExecutor(1, **use) as thread:
+        future = thread.submit(next, batches, None)
+        while (batch := future.result()) is not None:
+            future = thread.submit(next, batches, None)
+            yield batch
+
+
 def sum_over_data(tensor, dp_size):
     """Sums over the data parallel processes. Processes with the same rows (TP, PP) count once."""
     if not dist.is_initialized():
@@ -171,8 +185,15 @@ def sum_over_data(tensor, dp_size):
     return tensor / (dist.get_world_size() // dp_size)
 
 
+def freeze_objects():
+    """Makes Python's later garbage collections short: they skip the objects that exist by now."""
+    gc.collect()
+    gc.freeze()
+
+
 def shut_down(world_size):
-    """Waits for all processes, then closes the process group."""
+    """Waits for all processes, then closes the process group. Undoes freeze_objects()."""
+    gc.unfreeze()
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -120,11 +120,15 @@ def make_rows(examples, tokenizer, config):
     return rows
 
 
+def round_up(length, device):
+    return length + -length % ROUND[device.type]
+
+
 def forward(model, rows, device):
     """Runs the model on rows -> (log-likelihood, greedy) of their scored tokens, (M) each."""
     tokens = pad_sequence([row.tokens for row in rows])  # (L, B, 3); no token sees the padding
-    tokens = F.pad(tokens, (0, 0, 0, 0, 0, -len(tokens) % ROUND[device.type]))
-    L = len(tokens)
+    L = round_up(len(tokens), device)
+    tokens = F.pad(tokens, (0, 0, 0, 0, 0, L - len(tokens)))
     idx, pos, part = tokens.permute(2, 1, 0).contiguous().to(device)  # (B, L) each
     scored = [row.scored[:, :2] + torch.tensor([b * L, 0]) for b, row in enumerate(rows)]
     at, target = torch.cat(scored).T.contiguous().to(device)  # (M) each
@@ -150,7 +154,7 @@ def score(model, examples, rows, device, autocast, tokens_per_forward, dp_rank=0
     first = 0
     with autocast, sdpa_kernel(KERNELS):  # entered once: the weights are converted once
         while first < len(rows):
-            L = len(rows[first].tokens) + -len(rows[first].tokens) % ROUND[device.type]
+            L = round_up(len(rows[first].tokens), device)
             B = max(1, tokens_per_forward // L)  # with padding
             batch = rows[first : first + B * dp_size]
             first += len(batch)
@@ -183,7 +187,7 @@ def accuracy(examples, scores, lengths=1):
 
 
 def perplexity(nats):
-    """exp(nats), or infinity where a float cannot hold it: text without spaces is one long word."""
+    """exp(nats), or infinity if a float cannot hold it, as for a text that is one long word."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
@@ -207,7 +211,7 @@ def choice(record, context, endings, label, first_label=0):
 
 def bad_record(record, reason):
     """A UserError that says where the record is."""
-    return UserError(f"{record['where']}: {reason}; --help shows a record")
+    return UserError(f"{record['where']}: {reason}; see --help of its program")
 
 
 def load_examples(benchmark, path=None, limit=0, **options):
@@ -219,12 +223,12 @@ def load_examples(benchmark, path=None, limit=0, **options):
                for file in files for where, record in read_records(file))
     found = list(itertools.islice(benchmark.examples(records, **options), limit or None))
     if not found:
-        raise UserError(f"{path or benchmark.name}: has no example; --help shows a record")
+        raise UserError(f"{path or benchmark.name}: has no example; see --help of its program")
     return found
 
 
 def load_evals(config, known, tokenizer, gpt_config):
-    """--evals -> [(Benchmark, its examples, rows)]. Skips NAME, but not NAME=FILE, without data."""
+    """--evals -> [(Benchmark, its examples, rows)]. Without data: skips NAME, rejects NAME=FILE."""
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.partition("=")

@@ -12,7 +12,7 @@ GPT2 = dict(
     add_cross_attention=False)
 
 
-def load_gpt2(name_or_dir, dropout=0.0):
+def load_gpt2(name_or_dir):
     """Loads a GPT-2 by its name on the hub or from a directory -> GPT. Raises UserError."""
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
@@ -34,8 +34,7 @@ def load_gpt2(name_or_dir, dropout=0.0):
         raise UserError(f"{name_or_dir}: no weights for {missing}; give a complete model")
     model = GPT(GPTConfig(
         n_layer=hf_config.n_layer, n_head=hf_config.n_head, n_embd=hf_config.n_embd,
-        block_size=hf_config.n_positions, vocab_size=hf_config.vocab_size,
-        dropout=dropout))
+        block_size=hf_config.n_positions, vocab_size=hf_config.vocab_size))
     model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
     return model
 

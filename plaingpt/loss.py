@@ -42,7 +42,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N), counted (N) bool -> mean cross-entropy.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
-    The gradient is divided only in backward. In forward, small float16 gradients would become zero.
+    The gradient is divided by n only in backward: in forward, small float16 values would become 0.
 
     group: the processes with the other rows of the weight, or None. Target 0 is this
     process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
@@ -78,7 +78,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if with_gradient:  # gradient by the logits: softmax - one_hot(target)
                 norm = norm.masked_fill(ignored, math.inf)  # gradient 0
                 p.div_(norm)
-                if torch.compiler.is_compiling():  # a comparison needs no float32 p in memory
+                if torch.compiler.is_compiling():  # fused with the next line, p needs no memory
                     p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:
                     p.scatter_add_(1, y, -local.float())

@@ -84,7 +84,7 @@ class ShardedTrainer(nn.Module):
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
     def fill(self, weights):
-        """Gives the parameters, on the meta device until now, the parts of this process."""
+        """Fills the parameters, on the meta device until now, with the parts of this process."""
         own = dict(self.model.named_parameters())
         for name, whole in weights:
             name = name if name in own else name.replace("transformer.wte", "lm_head")
@@ -160,7 +160,7 @@ class ShardedTrainer(nn.Module):
 
     def clip(self, max_norm):
         """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
-        # Only a last pipeline stage has the name lm_head.weight. The first stage counts the matrix.
+        # Counts the tied matrix on the first stage only. On the last stage it is lm_head.weight.
         norm = torch.nn.utils.get_total_norm(
             [p.grad for name, p in self.model.named_parameters()
              if p.grad is not None and name != "lm_head.weight"])
@@ -245,7 +245,7 @@ class ShardedTrainer(nn.Module):
                 optimizer.state[p] = {k: self.scatter(name, v, p) for k, v in entry.items()}
 
     def scatter(self, name, whole, p):
-        """The inverse of gather, for an entry of the state of parameter p."""
+        """The inverse of gather: this process's part of a whole tensor, split like parameter p."""
         if whole.dim() == 0 or not isinstance(p, DTensor):
             return whole.to(self.device)
         whole = by_heads(name, whole, self.tp.size())
@@ -256,20 +256,20 @@ class Muon(torch.optim.Muon):
     """Muon for DDP: each process updates its share of the matrices and sends them to the others.
 
     The orthogonalization takes most of the time, and DDP would repeat it on every process. All
-    processes keep the momentum of all matrices, so checkpoints do not depend on their number.
+    processes keep the momentum of all matrices: a checkpoint fits any number of processes.
     """
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            matrices = sorted(group["params"], key=lambda p: -p.numel())
-            owners = [i % dist.get_world_size() for i in range(len(matrices))]
-            for p, owner in zip(matrices, owners):
-                if owner != dist.get_rank():
-                    if "momentum_buffer" not in self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                    self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                    p.grad = None  # torch.optim.Muon skips it
+        (group,) = self.param_groups
+        matrices = sorted(group["params"], key=lambda p: -p.numel())
+        owners = [i % dist.get_world_size() for i in range(len(matrices))]
+        for p, owner in zip(matrices, owners):
+            if owner != dist.get_rank():
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                p.grad = None  # torch.optim.Muon skips it
         super().step()
         sent = [dist.broadcast(p, owner, async_op=True) for p, owner in zip(matrices, owners)]
         for work in sent:
@@ -312,8 +312,6 @@ def split_layers(model, mesh):
         wte=RowwiseParallel(input_layouts=replicate, output_layouts=replicate),
         c_attn=ColwiseParallel(), c_fc=ColwiseParallel(), c_proj=RowwiseParallel(),
         lm_head=ColwiseParallel(output_layouts=replicate))
-    for name, p in model.named_parameters():
-        p.data = by_heads(name, p.data, mesh.size())
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
     for name, module in modules.items():
         if style := styles.get(name.rpartition(".")[2]):

@@ -108,7 +108,7 @@ class RunLog:
     def start(self, tokenizer, device, dtype, train_tokens):
         """Writes run.json, which has what one needs to repeat the run, and prints a summary."""
         c, world_size = self.config, ranks()[2]
-        with torch.device("meta"):  # no memory: this process may hold a part of the model
+        with torch.device("meta"):  # takes no memory; the trainer may have only a part
             model = GPT(self.gpt_config)
         self.flops_per_token = model.flops_per_token()
         self.peak_flops = peak_flops(device, dtype, world_size)
@@ -141,12 +141,19 @@ class RunLog:
         with cli.writing(self.path, "free some space, then continue with --resume"):
             while data:
                 data = data[self.file.write(data):]  # write() may write less if the disk is full
+        self.publish(step, new, {})
+
+    def publish(self, step, numbers, texts):
+        """Sends {name: number} and {name: HTML} to TensorBoard and wandb, if they are used."""
         if self.writer:
-            for stream, value in new.items():
-                self.writer.add_scalar(stream, value, step)
+            for name, number in numbers.items():
+                self.writer.add_scalar(name, number, step)
+            for name, text in texts.items():
+                self.writer.add_text(name, text, step)
             self.writer.flush()
         if self.wandb:
-            self.wandb.log(new, step=step)
+            html = {name: self.wandb.Html(text) for name, text in texts.items()}
+            self.wandb.log({**numbers, **html}, step=step)
 
     def write_samples(self, step, model, tokenizer, device):
         """Prints two texts that the model writes without a prompt. All processes must call."""
@@ -158,11 +165,7 @@ class RunLog:
         for i, ids in enumerate(idx.tolist()):
             text = tokenizer.decode(ids[1:]).strip()
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
-            if self.writer:
-                self.writer.add_text(f"sample {i}", preformatted(text), step)
-                self.writer.flush()
-            if self.wandb:
-                self.wandb.log({f"sample {i}": self.wandb.Html(preformatted(text))}, step=step)
+            self.publish(step, {}, {f"sample {i}": preformatted(text)})
 
     def write_step(self, step, loss, lr, norm, n_tokens, consumed, start):
         """Logs a step. Prints every log_every-th step, and those with a problem.
@@ -172,9 +175,6 @@ class RunLog:
         seconds = time.perf_counter() - start
         c, tok_s = self.config, n_tokens / seconds
         self.write(step, train=loss, lr=lr, norm=norm, tok_s=tok_s, tokens=consumed)
-        if step < self.first_step + 2:  # the first step compiles
-            self.seconds = seconds
-        self.seconds = 0.95 * self.seconds + 0.05 * seconds  # moving average
         self.pace.append(seconds / n_tokens)
         pace = statistics.median(self.pace)
         if step == self.first_step + 9:
@@ -183,11 +183,12 @@ class RunLog:
             self.first_pace = math.inf  # printed once
             print0("note: steps take five times longer than at first; another program may use this "
                    "machine. On a CPU, GOMP_SPINCOUNT=1000 in the environment helps")
-        to_go = f"{timedelta(seconds=round(self.seconds * (c.max_steps - step - 1)))} to go"
+        seconds_to_go = pace * n_tokens * (c.max_steps - step - 1)
+        to_go = f"{timedelta(seconds=round(seconds_to_go))} to go"
         before = self.last_lr if step == self.first_step >= c.warmup_steps else None
         if before and lr > 1.1 * before:
             print0(f"note: the learning rate rises from {before:.2e} to {lr:.2e}: it "
-                   "depends on --max_steps; with --schedule wsd, resume from before the decay")
+                   "depends on --max_steps; with wsd, resume from a checkpoint before its decay")
         problem = self.check(norm)
         if step % c.log_every == 0 or step == c.max_steps - 1 or problem:
             use = f"{tok_s * self.flops_per_token / 1e12:.2f} TFLOP/s"
@@ -227,7 +228,7 @@ def wandb_errors(wandb, project):
         yield
     except wandb.Error as error:
         reason = cli.first_line(error).rstrip(".")
-        raise UserError(f"--wandb {project}: {reason}, or set WANDB_MODE=offline") from error
+        raise UserError(f"--wandb {project}: {reason}; or set WANDB_MODE=offline") from error
 
 
 def preformatted(text):

@@ -14,7 +14,6 @@ import os
 import re
 import weakref
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import numpy as np
 from plaingpt.cli import UserError, first_line, lock, print0, replacing, write_json, writing
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
-MAX_OPEN = 256  # files of a split that stay open; a process may often open only 1024
+MAX_OPEN = 64  # files of a split that stay open; a process may open only 256 on macOS
 
 
 def crc32(arrays):
@@ -40,26 +39,30 @@ class Shard:
     offset: int = 0  # bytes before the first token
     changed: int = 0  # time of the last change, in ns
     ids: np.ndarray | None = None
-    file: io.FileIO | None = None  # stays open, because opening is slow on a network disk
+    file: io.BufferedReader | None = None  # stays open, because opening is slow on a network disk
 
     def read(self, start, count, check=True):
         """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text.
 
-        check: raise UserError if the file has changed since open_shard().
+        check: raise UserError if the file has changed since open_shard(). The first read checks it.
         """
         if self.ids is not None:
             return self.ids[start : start + count]
         try:  # no memory map: its pages would count as memory of the process
-            self.file = self.file or open(self.path, "rb", buffering=0)
+            check = check or self.file is None
+            self.file = self.file or open(self.path, "rb")
             self.file.seek(self.offset + 2 * start)
             data = self.file.read(2 * count)
             status = os.fstat(self.file.fileno()) if check else None
-            same = not check or status.st_nlink and status.st_mtime_ns == self.changed
-            if same and len(data) == 2 * count:
-                return np.frombuffer(data, "<u2")
-        except OSError:
-            pass
-        raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
+        except FileNotFoundError:
+            data = b""
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror}); use --resume when it "
+                            "can") from error
+        same = not check or data and status.st_nlink and status.st_mtime_ns == self.changed
+        if not same or len(data) != 2 * count:
+            raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
+        return np.frombuffer(data, "<u2")
 
     def close(self):
         if self.file:
@@ -101,7 +104,7 @@ class Tokens:
             part = shard.read(start - self.starts[i], stop - start, check)
             if part.max(initial=0) >= self.vocab_size:
                 raise UserError(f"{shard.path}: token id {part.max()} is outside the vocabulary "
-                                f"of {self.vocab_size}; choose the --vocab_size of the data")
+                                f"of {self.vocab_size}; leave out --vocab_size, or make it again")
             parts.append(part)
             start = stop
             i += 1
@@ -235,15 +238,6 @@ def mix(x):
     return x ^ x >> 31
 
 
-def prefetch(batches):
-    """Yields the same batches; a thread prepares the next one while the current one is used."""
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(next, batches, None)
-        while (batch := future.result()) is not None:
-            future = thread.submit(next, batches, None)
-            yield batch
-
-
 class ShardWriter:
     """Cuts tokens into shards. Continues after the shards that are in the directory.
 
@@ -295,7 +289,7 @@ class ShardWriter:
         """Raises UserError unless every shard has the tokens that were written."""
         for i in range(first, self.facts["shards"]):
             if open_shard(self.path(i)).crc32() != self.facts["crc32"][i]:
-                raise UserError(f"{self.path(i)}: its checksum is not that in meta.json; restore "
+                raise UserError(f"{self.path(i)}: its checksum is not the recorded one; restore "
                                 f"it, or start again with another --output_dir")
 
     def path(self, index):
@@ -323,7 +317,7 @@ class ShardWriter:
             self.facts["skipped"] += n_skipped
 
     def save(self, next):
-        """Writes progress.json, the next shard, and progress.json with that shard."""
+        """Writes the next shard. Writes progress.json before it, and again after it."""
         facts, progress = self.facts, self.directory / "progress.json"
         path = self.path(facts["shards"])
         n_tokens = self.n_tokens - facts["tokens"]

@@ -122,7 +122,7 @@ def test_arguments_without_a_flag(config):
     ("--n", "--n: expected one argument; see --help"),
     ("--shuffel", "unknown flag --shuffel; did you mean --shuffle?"),
     ("--frobnicate=1", "unknown flag --frobnicate; --help lists all flags"),
-    ("extra", "unexpected extra; give a flag one value; quote a value with spaces"),
+    ("extra", "unexpected extra; give --FLAG before it; quote a value with spaces"),
     ("--size 3", "unknown flag --size; did you mean --sizes?"),
     ("--shuf", "unknown flag --shuf; did you mean --shuffle?"),
 ])

@@ -256,8 +256,8 @@ def test_resumed_with_other_data(tmp_path, shards):
     np.save(longer, np.append(np.load(longer), np.uint16(7)))
     _, err = program(*flags, "--data", "other", "--max_steps", 4, cwd=tmp_path, status=2)
     assert re.fullmatch(r"error: --data other is not the data of the run in run: the training split was 3,381 tokens with "
-                        r"CRC-32 [0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; to start a new run from it, use "
-                        r"--init_from run\n", err), err
+                        r"CRC-32 [0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; for a new run: "
+                        r"--init_from run, not --resume\n", err), err
     assert names(tmp_path / "run") == before
     program(*flags[:-1], "--data", "other", "--max_steps", 1, "--init_from", "run", "--log_dir", "new", cwd=tmp_path)
 

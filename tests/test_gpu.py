@@ -53,7 +53,7 @@ def gpu_train(*flags, cwd, processes=1):
     flags = [*TINY, "--device", "cuda", "--no-compile", *map(str, flags)]
     command = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
     if processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -95,10 +95,12 @@ def test_one_synchronization_per_step():
     trainer, batch = trainer_on_gpu()
     train_step(trainer, iter([batch] * 3), 3, 1.0)
     torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train_step(trainer, iter([batch] * 3), 3, 1.0)
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(trainer, iter([batch] * 3), 3, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert sum("synchron" in str(w.message) for w in caught) == 1
 
 
@@ -122,7 +124,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, optimizer):
     gpu_train("--log_dir", "halves", *flags, cwd=tmp_path)
     (tmp_path / "halves" / "model_000010.pt").unlink()
     gpu_train("--log_dir", "halves", *flags, "--resume", cwd=tmp_path)
-    assert_close_logs(tmp_path / "whole", tmp_path / "halves", rel=1e-4)
+    assert_close_logs(tmp_path / "whole", tmp_path / "halves", rel=1e-3)
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
@@ -158,9 +160,10 @@ def test_generation():
     assert a == b
 
 
-@pytest.mark.parametrize("settings", [dict(parallel="fsdp"), dict(tp=1)], ids=["fsdp", "tp"])
-def test_layouts_of_one_process(process_group, settings):
-    torch.testing.assert_close(losses(dtype="float32", **settings), losses(dtype="float32"), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_process_with_a_process_group(process_group, parallel):
+    """The classes for several processes on one GPU. FSDP has nothing to shard there."""
+    torch.testing.assert_close(losses(dtype="float32", parallel=parallel), losses(dtype="float32"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import names, program, spawn
+from conftest import names, program, spawn, train
 
 import plaingpt.checkpoint
 import plaingpt.evaluation
@@ -18,6 +18,7 @@ import plaingpt.shards
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.checkpoint import Saver, fill, on_meta
 from plaingpt.cli import UserError
+from plaingpt.device import prefetch
 from plaingpt.loss import CHUNK_SIZE, LinearCrossEntropyLoss
 from plaingpt.shards import open_tokens, permute
 from tokenizer import get_tokenizer
@@ -54,8 +55,15 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
     expected = run(loss_fn)
     found, code = run_and_get_code(lambda: run(torch.compile(loss_fn, fullgraph=True, dynamic=False)))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    logits = re.findall(r"empty_strided_cpu\(\(64, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
-    assert logits == ["torch.bfloat16"]
+    assert buffers(code) == ["torch.bfloat16"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
+        _, code = run_and_get_code(lambda: torch.compile(loss_fn, fullgraph=True, dynamic=False)(x, w, y))
+    assert buffers(code) == ["torch.bfloat16"]
+
+
+def buffers(code):
+    """The dtypes of the buffers for logits, (64, 1024), in Inductor's code."""
+    return re.findall(r"empty_strided_cpu\(\(64, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
 
 
 def test_validation_uses_the_compiled_head():
@@ -63,6 +71,7 @@ def test_validation_uses_the_compiled_head():
     model, weights = on_meta(SMALL, None)
     trainer = prepare(model, config, CPU, torch.float32, weights)
     compiled = []
+    assert trainer.eval_model.loss_fn._compiled_call_impl is not None
     trainer.eval_model.loss_fn._compiled_call_impl = lambda *args: compiled.append(args) or torch.zeros(())
     trainer.eval_model.loss(torch.zeros(1, 4, 32), torch.zeros(1, 4, dtype=torch.long))
     assert len(compiled) == 1
@@ -159,6 +168,33 @@ def test_a_failed_write_is_reported_by_the_next_call(tmp_path, monkeypatch, call
         saves.save(2, 32) if call == "save" else saves.wait()
 
 
+def test_a_write_is_finished_when_the_run_fails(tmp_path, monkeypatch):
+    """The saver waits when it is freed, before the lock of the run directory is released."""
+    write_checkpoint = plaingpt.checkpoint.write_checkpoint
+
+    def slow(*args):
+        time.sleep(0.5)
+        write_checkpoint(*args)
+
+    saves, _ = saver(tmp_path, monkeypatch, slow)
+    saves.save(1, 16)
+    del saves
+    assert names(tmp_path) == ["model_000001.pt"]
+
+
+def test_a_run_of_an_older_version_gives_a_note(tmp_path):
+    """It had another order of the sequences."""
+    train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+    path = tmp_path / "run" / "model_000002.pt"
+    saved = torch.load(path, weights_only=True)
+    del saved["train_config"]["order"]
+    torch.save(saved, path)
+    out, _ = train("--log_dir", "run", "--max_steps", 3, "--resume", cwd=tmp_path)
+    assert "the order of the data is another one now" in out
+    out, _ = train("--log_dir", "run", "--max_steps", 4, "--resume", cwd=tmp_path)
+    assert "order of the data" not in out
+
+
 # Benchmarks
 
 
@@ -181,6 +217,15 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
 
 
 # The data
+
+
+def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
+    """Else pinned memory would also start CUDA on GPU 0 for every process."""
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.current_thread())))
+    device = torch.device("cuda:3")
+    assert list(prefetch(iter([1, 2]), device)) == [1, 2]
+    assert [place for place, _ in used] == [device] and used[0][1] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 211, 1000, 4097])

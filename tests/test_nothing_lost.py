@@ -154,7 +154,7 @@ def test_the_checksum_of_a_shard_is_verified(tmp_path):
     data = bytearray(path.read_bytes())
     data[700:900] = bytes(200)
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"out_val_000000\.npy: its checksum is not that in meta\.json"):
+    with pytest.raises(UserError, match=r"out_val_000000\.npy: its checksum is not the recorded one"):
         fineweb.main(flags)
 
 

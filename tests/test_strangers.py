@@ -116,7 +116,7 @@ def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
 def test_a_rate_that_jumps_when_a_run_is_extended_is_said(tmp_path):
     train("--log_dir", "run", "--max_steps", 10, cwd=tmp_path)
     out, _ = train("--log_dir", "run", "--resume", "--max_steps", 20, cwd=tmp_path)
-    assert re.search(r"note: the learning rate rises from \d\.\d\de-04 to \d\.\d\de-03: it depends on --max_steps; with --schedule wsd, resume from before", out), out
+    assert re.search(r"note: the learning rate rises from \d\.\d\de-04 to \d\.\d\de-03: it depends on --max_steps; with wsd, resume from a checkpoint before", out), out
     assert "learning rate rises" not in train("--log_dir", "run", "--resume", "--max_steps", 20, cwd=tmp_path)[0]
 
 
@@ -280,7 +280,7 @@ def test_wandb_that_cannot_start_is_one_sentence(monkeypatch, tmp_path, missing)
     if missing:
         monkeypatch.setitem(sys.modules, "wandb", None)
     config = TrainConfig(wandb="boats", log_dir=str(tmp_path / "run"))
-    with pytest.raises(UserError, match="pip install wandb" if missing else "--wandb boats: .*log in, or set WANDB_MODE=offline"):
+    with pytest.raises(UserError, match="pip install wandb" if missing else "--wandb boats: .*log in; or set WANDB_MODE=offline"):
         RunLog(config, CONFIG, 0, rank=0)
 
 

@@ -20,8 +20,8 @@ from model import GPT, GPTConfig
 from plaingpt.batches import check_batch_size, get_batch_tokens, micro_batch
 from plaingpt.checkpoint import fill, load_checkpoint, on_meta
 from plaingpt.cli import UserError, fit, print0, show_progress
-from plaingpt.device import batch_size_advice, data_parallel_rank
-from plaingpt.shards import open_tokens, prefetch
+from plaingpt.device import batch_size_advice, data_parallel_rank, prefetch
+from plaingpt.shards import open_tokens
 from tokenizer import get_tokenizer
 from train_gpt2 import (
     DataLoaderLite,
@@ -374,11 +374,11 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
 
     taken = []
     with pytest.raises(UserError, match="broke off"):
-        for batch in prefetch(batches()):
+        for batch in prefetch(batches(), torch.device("cpu")):
             taken.append(batch)
     assert taken == [0, 1, 2, 3, 4]
     made = []
-    ahead = prefetch(iter(lambda: made.append(0) or len(made), 100))
+    ahead = prefetch(iter(lambda: made.append(0) or len(made), 100), torch.device("cpu"))
     assert next(ahead) == 1
     deadline = time.time() + 10
     while len(made) < 2 and time.time() < deadline:
