@@ -80,8 +80,8 @@ class TrainConfig:
 # GPT-3 paper, table 2.1. mini and baby: the best recipes that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 HUGE = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
-SMALL = dict(optimizer="muon", batch_size=16, warmup_steps=100, val_tokens=65536, eval_every=0,
-             log_every=100)
+SMALL = dict(optimizer="muon", max_lr=4e-3, batch_size=16, warmup_steps=100, val_tokens=65536,
+             eval_every=0, log_every=100)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
@@ -93,8 +93,8 @@ RECIPES = {
     "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
     "gpt3-6.7b": dict(max_lr=1.2e-4, batch_size=2, **HUGE),
     "gpt3-13b": dict(max_lr=1e-4, batch_size=1, **HUGE),
-    "baby": dict(max_lr=4e-3, total_batch_size=1024, max_steps=2700, sample_every=900, **SMALL),
-    "mini": dict(max_lr=3e-3, total_batch_size=2048, max_steps=2500, dropout=0.1, **SMALL),
+    "baby": dict(total_batch_size=1024, max_steps=2700, sample_every=900, **SMALL),
+    "mini": dict(total_batch_size=2048, max_steps=2500, dropout=0.1, **SMALL),
     "finetune": dict(max_lr=5e-5, batch_size=4, total_batch_size=4096, max_steps=100,
                      warmup_steps=10, dropout=0.1, val_tokens=65536, eval_every=0, log_every=10),
 }
@@ -208,7 +208,7 @@ class Trainer:
 
     def __init__(self, model, config, rates, device, dtype, weights):
         if weights:
-            fill(model, weights)
+            fill(model, weights, device)
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.eval_model = model.to(device)

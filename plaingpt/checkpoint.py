@@ -247,7 +247,7 @@ def init_model(gpt_config, config, given, checkpoint):
         if gpt_config.vocab_size > tokenizer.n_vocab:
             raise UserError(f"--vocab_size {gpt_config.vocab_size} is more than the data's "
                             f"{tokenizer.n_vocab} ids; leave it out, the model pads by itself")
-        return on_meta(gpt_config, None, config.seed) + (tokenizer,)
+        return *on_meta(gpt_config, None, config.seed), tokenizer
     source = config.log_dir if checkpoint else config.init_from
     model_config, weights, tokenizer = unpack(checkpoint) if checkpoint else load_weights(source)
     model_config.dropout = gpt_config.dropout
@@ -268,7 +268,7 @@ def init_model(gpt_config, config, given, checkpoint):
     if wrong:
         raise UserError(f"{source} has another model: {', '.join(wrong)}; leave out these flags or "
                         "--preset")
-    return on_meta(model_config, weights) + (tokenizer,)
+    return *on_meta(model_config, weights), tokenizer
 
 
 def on_meta(config, weights, seed=0):
@@ -296,9 +296,10 @@ def whole_weights(model, shapes, weights, seed):
         yield name, whole
 
 
-def fill(model, weights):
+def fill(model, weights, device="cpu"):
     """Gives a GPT on the meta device its parameters: pairs (name, tensor)."""
-    model.load_state_dict(dict(weights), strict=False, assign=True)
+    state = {name: whole.to(device) for name, whole in weights}
+    model.load_state_dict(state, strict=False, assign=True)
     model.lm_head.weight = model.transformer.wte.weight  # tied again
 
 
