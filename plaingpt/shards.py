@@ -48,18 +48,18 @@ class Shard:
         """
         if self.ids is not None:
             return self.ids[start : start + count]
+        check, status, data = check or self.file is None, None, b""
         try:  # no memory map: its pages would count as memory of the process
-            check = check or self.file is None
             self.file = self.file or open(self.path, "rb")
             self.file.seek(self.offset + 2 * start)
             data = self.file.read(2 * count)
             status = os.fstat(self.file.fileno()) if check else None
         except FileNotFoundError:
-            data = b""
+            pass  # status stays None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); use --resume when it "
                             "can") from error
-        same = not check or data and status.st_nlink and status.st_mtime_ns == self.changed
+        same = not check or status and status.st_nlink and status.st_mtime_ns == self.changed
         if not same or len(data) != 2 * count:
             raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
         return np.frombuffer(data, "<u2")

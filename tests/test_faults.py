@@ -73,7 +73,7 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     _, err = running[1 - victim].communicate(timeout=60)  # gloo's own timeout is half an hour
     assert running[1 - victim].returncode == 1
     assert err.startswith("error: lost the connection to another process of this run (") and err.count("\n") == 1, err
-    assert err.endswith("); see what that process printed, then continue from the last checkpoint with --resume\n"), err
+    assert err.endswith("); see what it printed, then start again (training: --resume)\n"), err
     running[victim].communicate()
     saved = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
     out, _ = program(*flags, "--resume", "--max_steps", saved + 2, cwd=tmp_path, processes=2)

@@ -32,7 +32,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
 
 
 def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
-    """The generated code for eight chunks: no float32 logits, and one buffer for all chunks."""
+    """The generated code for four chunks: no float32 logits, and one buffer for all chunks."""
     import torch._inductor.config as inductor
     import torch._inductor.ir as ir
     from torch._inductor.utils import run_and_get_code
@@ -42,8 +42,8 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
     monkeypatch.setattr(inductor, "fx_graph_cache", False)
     monkeypatch.setitem(CHUNK_SIZE, "cpu", 64)
     V, loss_fn = 1000, LinearCrossEntropyLoss()
-    x, w = torch.randn(8, 64, 32, requires_grad=True), (0.02 * torch.randn(V, 32)).requires_grad_()
-    y = torch.randint(V, (8, 64))
+    x, w = torch.randn(4, 64, 32, requires_grad=True), (0.02 * torch.randn(V, 32)).requires_grad_()
+    y = torch.randint(V, (4, 64))
 
     def run(function):
         x.grad = w.grad = None
@@ -273,14 +273,14 @@ def test_shards_stay_open_and_are_checked_once_per_batch(shards, monkeypatch):
 
 
 def test_the_start_with_fsdp_takes_a_share_of_the_memory(tmp_path):
-    """28.5M parameters in float32 on four processes: a quarter of 4 bytes, and one whole tensor."""
+    """28.5M parameters in float32 on two processes: half of 4 bytes, and one whole tensor."""
     taken = {}
     for way in ("ddp", "fsdp"):
-        running = spawn(way, cwd=tmp_path, processes=4, program="tests/start.py", fresh=True)
+        running = spawn(way, cwd=tmp_path, processes=2, program="tests/start.py", fresh=True)
         outputs = [p.communicate(timeout=120) for p in running]
         assert all(p.returncode == 0 for p in running), outputs
         taken[way] = [float(out.split()[-1]) for out, _ in outputs]
-    assert min(taken["ddp"]) > 4 and max(taken["fsdp"]) < 2, taken
+    assert min(taken["ddp"]) > 4 and max(taken["fsdp"]) < 2.6, taken
 
 
 @pytest.mark.parametrize("preset, millions", [

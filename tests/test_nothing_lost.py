@@ -161,7 +161,7 @@ def test_the_checksum_of_a_shard_is_verified(tmp_path):
 def test_a_shard_is_read_back_before_the_set_is_complete(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(TEXT)
     monkeypatch.setattr(Shard, "crc32", lambda self: 0)
-    with pytest.raises(UserError, match="its checksum is not that"):
+    with pytest.raises(UserError, match="its checksum is not the recorded one"):
         fineweb.main(["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out"), "--max_shards", "1"])
     assert not (tmp_path / "out/meta.json").exists()
 
