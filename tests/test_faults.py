@@ -77,7 +77,8 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     running[victim].communicate()
     saved = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
     out, _ = program(*flags, "--resume", "--max_steps", saved + 2, cwd=tmp_path, processes=2)
-    assert saved >= 4 and f"resumed from step {saved} " in out
+    # A thread writes the checkpoint of step 4 while the others go on.
+    assert saved >= 3 and f"resumed from step {saved} " in out
     assert {step for step, stream in read_log(tmp_path / "run") if stream == "train"} == set(range(saved + 2))
 
 
