@@ -54,7 +54,7 @@ class BenchConfig:
     block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
     steps: Annotated[int | None, "timed steps in a round [20 on cuda, else 2]", "above 0"] = None
     rounds: Annotated[int, "rounds of timing; with torchrun: 1", "above 0"] = 3
-    optimizer: Annotated[Literal["adamw", "muon"] | None, "[the preset's]; peers: adamw"] = None
+    optimizer: Annotated[Literal["adamw", "muon"] | None, "[preset's; with --peer: adamw]"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
     compile: Annotated[bool | None, "use torch.compile for our step [on for cuda]"] = None
@@ -194,7 +194,11 @@ def main(argv=None):
     cuda = device.type == "cuda"
     dtype = devices.choose_dtype(bench.dtype, device)
     same = ("optimizer", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp")
-    values = {**RECIPES[bench.preset], "compile": cuda, **{k: given[k] for k in same if k in given}}
+    values = {**RECIPES[bench.preset], "compile": cuda}
+    values.pop("dropout", None)  # every implementation computes the same
+    if bench.peer:
+        values["optimizer"] = "adamw"
+    values.update({k: given[k] for k in same if k in given})
     config = TrainConfig(**values, dtype=str(dtype).removeprefix("torch."))
     _, dp_size = devices.data_parallel_rank(config, 0, world_size)
     gpt_config = GPTConfig(**PRESETS[bench.preset])

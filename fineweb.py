@@ -164,7 +164,7 @@ def main(argv=None):
         paths, rows, revision = load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
     n_bytes = sum(path.stat().st_size for path in paths)
-    # Own text: about 20 shards, so that a small one also gives validation and training shards.
+    # Own text: 20 to 40 shards, so that a small one also gives validation and training shards.
     default = min(SHARD_SIZE, max(1000, n_bytes // 80)) if config.input else SHARD_SIZE
     settings = dict(source=source, text_key=config.text_key, tokenizer="gpt2",
                     tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size or default,

@@ -354,9 +354,10 @@ def main(argv=None):
         last = step == config.max_steps
         n_sequences, B = micro_batch(step, config, T, dp_size)
         evaluate = evals and (last or due(step, config.eval_every))
-        save = save or last or stop or evaluate or due(step, config.save_every)
+        due_now = last or stop or evaluate or due(step, config.save_every)
+        save = step > first_step and (save or due_now)
         # While gradients are bad, only the last step is saved: saving deletes the oldest file.
-        if save and step > first_step and (last or stop or not log.bad_in_a_row):
+        if save and (last or stop or not log.bad_in_a_row):
             saver.save(step, position)
             save = False
         if stop:

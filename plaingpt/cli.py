@@ -206,7 +206,7 @@ def show_progress(done, total, text):
 
 
 @contextlib.contextmanager
-def writing(path, remedy="free some space, or choose another place"):
+def writing(path, remedy="choose another place, or free some space"):
     """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
     try:
         yield

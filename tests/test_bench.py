@@ -62,8 +62,7 @@ def test_bench_times_two_models_and_writes_a_profile(tmp_path):
     """The second batch size never fits into memory. The rows of the first are still printed."""
     out, _ = program("--preset", "baby", "--batch_size", 2, 10**12, "--block_size", 32,
                      "--steps", 1, "--rounds", 1, "--dtype", "float32", "--device", "cpu",
-                     "--optimizer", "adamw", "--peer", "plain", "--profile", cwd=tmp_path,
-                     program="bench.py")
+                     "--peer", "plain", "--profile", cwd=tmp_path, program="bench.py")
     rows = {name: re.search(ROW.format(B=2, name=name), out, re.M) for name in
             ("plainGPT eager float32", "plain eager float32", "plain compiled float32")}
     assert all(rows.values()), out
@@ -78,6 +77,13 @@ def test_bench_times_two_models_and_writes_a_profile(tmp_path):
         "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_fused_adamw_",
         "LinearCrossEntropy"}
     assert [p.name for p in tmp_path.iterdir()] == ["bench_trace.json"]
+
+
+def test_a_preset_with_dropout(tmp_path):
+    out, _ = program("--preset", "mini", "--batch_size", 1, "--block_size", 16, "--steps", 1,
+                     "--dtype", "float32", "--device", "cpu", cwd=tmp_path, program="bench.py")
+    assert re.search(ROW.format(B=1, name="plainGPT eager float32"), out, re.M), out
+    assert "muon" in out
 
 
 @pytest.mark.parametrize("way, sizes", [([], [2, 4]), (["--pp", 2], [2])], ids=["ddp", "pp"])

@@ -78,7 +78,7 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
     ('cli.require("no_such_package.part")', 2,
      "error: the package no_such_package is missing: pip install no_such_package\n"),
     ('with cli.writing("a/b"):\n    open("a/b", "w")', 2, "error: a/b: cannot write (No such file "
-     "or directory); free some space, or choose another place\n"),
+     "or directory); choose another place, or free some space\n"),
     ("raise KeyboardInterrupt", 130, ""),
     ("print(1)\nraise BrokenPipeError", 141, ""),
     ("pass", 0, ""),

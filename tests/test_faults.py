@@ -174,7 +174,7 @@ def test_a_read_only_directory(tmp_path):
     (tmp_path / "run").chmod(0o500)
     for directory, flags in (("run", []), ("run", ["--resume", "--max_steps", 5]), ("run/deeper", [])):
         _, err = train("--log_dir", directory, *flags, cwd=tmp_path, status=2, root=False)
-        assert err == (f"error: --log_dir {directory}: cannot write (Permission denied); free some space, or choose another place\n")
+        assert err == (f"error: --log_dir {directory}: cannot write (Permission denied); choose another place, or free some space\n")
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before and names(tmp_path) == ["run"]
     a, b = spawn(*TINY, "--log_dir", "run", cwd=tmp_path, processes=2, root=False)
     assert b.communicate(timeout=60)[1].startswith("error: lost the connection to another process of this run") and b.returncode == 1

@@ -194,6 +194,13 @@ def test_checkpoint_is_a_plain_dict(tmp_path):
     assert not {"batch_size", "rank", "world_size"} & set(saved["train_config"])
 
 
+def test_a_resumed_run_saves_at_the_same_steps(tmp_path):
+    """Not at the step after the one that it resumes from."""
+    train("--log_dir", "run", "--save_every", 5, "--keep", 0, "--max_steps", 5, cwd=tmp_path)
+    train("--log_dir", "run", "--save_every", 5, "--keep", 0, "--max_steps", 12, "--resume", cwd=tmp_path)
+    assert sorted(p.name for p in (tmp_path / "run").glob("*.pt")) == [f"model_{s:06d}.pt" for s in (5, 10, 12)]
+
+
 def test_keep_removes_old_checkpoints(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     # A user's file: --keep must not remove it.
