@@ -338,7 +338,7 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
         fine("--input", path, directory=tmp_path / "foreign")
     assert len(everything_in(tmp_path / "foreign")) == 1
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"cannot write \(.*\); free some space"):
+    with pytest.raises(UserError, match=r"cannot write \(.*\); choose another place"):
         fine("--input", path, directory=tmp_path / "file")
 
 
