@@ -99,8 +99,10 @@ def measure(name, config, with_profile, gpt_config, B, n, device):
     torch.manual_seed(devices.data_parallel_rank(config, rank, world_size)[0])
     with devices.memory_advice(f"--batch_size {B} does not fit into memory"):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, gpt_config.block_size), device=device)
-        peer = Peer(name, gpt_config) if name != "plainGPT" else None
-        model, weights = (peer, None) if peer else on_meta(gpt_config, None)
+        if name == "plainGPT":
+            model, weights = on_meta(gpt_config, None)
+        else:
+            model, weights = Peer(name, gpt_config), None
         trainer = prepare(model, config, device, dtype, weights)
 
         def timed_step():

@@ -192,23 +192,15 @@ def test_a_shard_is_truncated_or_removed_during_the_run(shards):
             loader.batch(200, 1)
 
 
-def test_a_shard_changes_during_the_run_but_keeps_its_length(shards):
+@pytest.mark.parametrize("position, B", [(200, 1), (60, 100)], ids=["in the last shard", "up to the last shard"])
+def test_a_shard_changes_during_the_run_but_keeps_its_length(shards, position, B):
+    """A shard is checked when it is opened, also if the first row of the batch is in another one."""
     loader = open_loader(shards, shuffle=False)
     last = shards / "a_train_000003.npy"
     np.save(last, np.load(last)[::-1])
     os.utime(last, ns=(0, 0))
     with pytest.raises(UserError, match="changed during the run"):
-        loader.batch(200, 1)
-
-
-def test_a_shard_is_checked_when_it_is_opened(shards):
-    """Also if the first row of the batch is in another shard."""
-    loader = open_loader(shards, shuffle=False)
-    last = shards / "a_train_000003.npy"
-    np.save(last, np.load(last)[::-1])
-    os.utime(last, ns=(0, 0))
-    with pytest.raises(UserError, match="changed during the run"):
-        loader.batch(60, 100)  # from the second shard into the last one
+        loader.batch(position, B)
 
 
 def test_fingerprint(shards, tmp_path):
