@@ -3,19 +3,26 @@
   python fineweb.py                                    FineWeb-Edu
   python fineweb.py --input a.jsonl --output_dir mine  your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
+  python fineweb.py --prebuilt kjj0/finewebedu10B-gpt2 --max_shards 10
 
---input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files.
-In a .txt file <|endoftext|> separates documents. After an interruption the
-same command continues. Damaged records are counted and skipped; the first 5
-are shown.
+--input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files,
+and Megatron's .idx, whose tokens are copied. --prebuilt downloads shards that
+others have made, instead of text.
+In a .txt file <|endoftext|> separates documents. --tokenizer takes a
+vocabulary of your own, see tokenizer.py. After an interruption the same
+command continues. Damaged records are counted and skipped; the first 5 are
+shown.
 """
 
 # plaingpt/corpus.py reads the text in blocks. Threads encode the blocks. The main thread writes the
 # shards. They equal the shards of build-nanogpt's fineweb.py byte for byte.
 
 import functools
+import hashlib
 import itertools
+import json
 import os
+import re
 import sys
 import threading
 import time
@@ -30,10 +37,18 @@ from typing import Annotated, Literal
 import numpy as np
 from tqdm import tqdm
 
-from plaingpt.cli import UserError, catch_stop_signals, parse_flags, require, restoring_signals, run
-from plaingpt.corpus import checksum, find_files, load_hub, read_blocks, texts_of
-from plaingpt.shards import ShardWriter
-from tokenizer import MERGES, MERGES_SHA256, get_tokenizer
+from plaingpt.cli import (
+    UserError,
+    catch_stop_signals,
+    parse_flags,
+    require,
+    restoring_signals,
+    run,
+    writing,
+)
+from plaingpt.corpus import checksum, find_files, load_hub, read_blocks, retry, texts_of
+from plaingpt.shards import ShardWriter, open_shard
+from tokenizer import MERGES, MERGES_SHA256, load_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
@@ -43,86 +58,137 @@ SHOWN = 5  # damaged records that are shown
 @dataclass
 class ShardConfig:
     input: Annotated[list[str] | None, "files or quoted globs of your own text"] = None
+    prebuilt: Annotated[str | None, "or download shards from this data set of the hub"] = None
     dataset: Annotated[str, "of the Hugging Face hub, or of the mirror in HF_ENDPOINT"] = FINEWEB
     name: Annotated[str | None, "its configuration [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
+    tokenizer: Annotated[str, "tokenizer.json, its directory, or a name of the hub"] = "gpt2"
+    end_of_text: Annotated[str | None, "its token between documents, if not found"] = None
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
     shard_size: Annotated[int | None, "tokens [10^8; --input: by its size]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
-    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "auto: tries gigatoken"] = "auto"
+    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "of gpt2: encodes"] = "auto"
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
 @functools.cache
-def get_gigatoken(thread):
-    """One tokenizer per thread. Threads with a common tokenizer would wait for each other."""
-    return require("gigatoken").Tokenizer.from_tiktoken(MERGES, "gpt2", {})
+def get_gigatoken(tokenizer, thread):
+    """One encoder per thread. Threads with a common encoder would wait for each other."""
+    gigatoken = require("gigatoken").Tokenizer
+    if tokenizer.settings:  # without added tokens, <|endoftext|> in a text is plain text
+        return gigatoken.from_json(json.dumps({**tokenizer.settings, "added_tokens": []}))
+    return gigatoken.from_tiktoken(MERGES, "gpt2", {})
 
 
-def encode(texts, backend):
-    """Texts -> their tokens, with <|endoftext|> before each text: (n,) uint16."""
-    gpt2 = get_tokenizer("gpt2")
-    if backend == "tiktoken" or not texts:
-        return gpt2.encode_documents(texts)
+def encode(texts, tokenizer, backend):
+    """Texts -> their tokens, with end_of_text before each text: (n,) uint16."""
+    if backend != "gigatoken" or not texts:
+        return tokenizer.encode_documents(texts)
     import awkward as ak  # gigatoken depends on it
 
-    ragged = get_gigatoken(threading.get_ident()).encode_batch(texts, parallel=False)
+    encoder = get_gigatoken(tokenizer, threading.get_ident())
+    ragged = encoder.encode_batch(texts, parallel=False)
     tokens, lengths = ak.to_numpy(ak.flatten(ragged)), ak.to_numpy(ak.num(ragged))
-    return np.insert(tokens.astype(np.uint16), np.cumsum(lengths) - lengths, gpt2.end_of_text)
+    return np.insert(tokens.astype(np.uint16), np.cumsum(lengths) - lengths, tokenizer.end_of_text)
 
 
-def tokenize(block, text_key, backend):
+def tokenize(block, text_key, tokenizer, backend):
     """A block -> its tokens, (n,) uint16, and its skipped records."""
+    if block.kind == "ids":
+        return copy_documents(block.records, tokenizer), []
     texts, skipped = texts_of(block, text_key)
-    tokens = encode(texts, backend)
+    tokens = encode(texts, tokenizer, backend)
     if block.kind == "text":
         tokens = tokens[1:]  # no end-of-text: continues the previous block's document
     return tokens, skipped
 
 
-def tokenize_all(blocks, config, backend):
+def copy_documents(documents, tokenizer):
+    """Arrays of ids, which may begin or end with end_of_text -> (n,) uint16 with it before each."""
+    end, parts = tokenizer.end_of_text, []
+    for ids in documents:
+        if ids.max(initial=0) >= tokenizer.n_vocab:
+            raise UserError(f"--input: has token id {ids.max()}, but {tokenizer.name} has "
+                            f"{tokenizer.n_vocab:,} ids; give the data's --tokenizer")
+        inner = np.flatnonzero(ids != end)
+        parts += [[end], ids[inner[0] : inner[-1] + 1] if len(inner) else []]
+    return np.concatenate(parts).astype(np.uint16)
+
+
+def download_shards(config):
+    """Downloads shards that others have made, validation first. Raises UserError.
+
+    A file that is there already is kept. A download that was cut off continues.
+    """
+    hub, name = require("huggingface_hub"), config.prebuilt
+    files = retry(name, hub.list_repo_files, name, repo_type="dataset")
+    found = [re.search(r"^[^/]+_(train|val)_\d+\.(npy|bin)$", file) for file in sorted(files)]
+    val, train = ([m[0] for m in found if m and m[1] == split] for split in ("val", "train"))
+    shards = (val + train)[: config.max_shards]
+    if not shards:
+        raise UserError(f"--prebuilt {name}: has no files NAME_train_000001.bin; give another one")
+    for file in [f for f in files if f == "tokenizer.json"] + shards:
+        with writing(config.output_dir):
+            path = Path(retry(name, hub.hf_hub_download, name, file, repo_type="dataset",
+                              local_dir=config.output_dir))
+        if file in shards:
+            try:
+                open_shard(path)
+            except UserError:
+                path.unlink()  # or it would count as downloaded
+                raise
+    print(f"{config.output_dir} has {len(shards)} of {len(val + train)} shards of {name}\n"
+          f"to train on it: python train_gpt2.py --data {config.output_dir}")
+
+
+def tokenize_all(blocks, config, *encoder):
     """Yields (block, its tokens, its skipped records) in order. Threads are a few blocks ahead."""
     running = deque()
     with ThreadPoolExecutor(config.num_proc) as pool:
         for block in itertools.chain(blocks, [None]):
             if block:
-                running.append((block, pool.submit(tokenize, block, config.text_key, backend)))
+                running.append((block, pool.submit(tokenize, block, config.text_key, *encoder)))
             while running and (not block or len(running) > 2 * config.num_proc):
                 oldest, future = running.popleft()
                 yield oldest, *future.result()
 
 
-def choose_backend(config, blocks):
-    """gigatoken if it is installed and encodes the first texts as tiktoken does, else tiktoken."""
-    if config.backend == "tiktoken" or (config.backend == "auto" and not find_spec("gigatoken")):
+def choose_backend(config, blocks, tokenizer):
+    """gigatoken if it is installed and encodes the first texts as the tokenizer does."""
+    if not tokenizer.encoding:
+        return "tokenizers"
+    installed = tokenizer.name != "bytes" and find_spec("gigatoken")
+    if config.backend == "tiktoken" or (config.backend == "auto" and not installed):
         return "tiktoken"
     texts = [text for block in blocks for text in texts_of(block, config.text_key)[0]][:1000]
     with ThreadPoolExecutor() as pool:  # tiktoken is loaded while gigatoken encodes
-        tokens, reference = pool.map(encode, [texts] * 2, ["gigatoken", "tiktoken"])
+        tokens, reference = pool.map(
+            encode, [texts] * 2, [tokenizer] * 2, ["gigatoken", "tiktoken"])
     if np.array_equal(tokens, reference):
         return "gigatoken"
     print("gigatoken and tiktoken encode this text differently; tiktoken is used", file=sys.stderr)
     return "tiktoken"
 
 
-def fill(writer, config, paths, n_bytes):
+def fill(writer, config, paths, n_bytes, tokenizer):
     """Writes the shards that are not in the directory yet. n_bytes: size of all files."""
     facts = writer.facts
     stop_signals = catch_stop_signals("finishing this block")
     if facts["shards"]:
         print(f"{config.output_dir} has {facts['shards']} whole shards: continuing after them")
-    blocks = read_blocks(paths, config.text_key, *facts["next"][:2])
+    blocks = read_blocks(paths, config.text_key, *facts["next"][:2], tokenizer.pattern)
     first = list(itertools.islice(blocks, 8))
     if first and first[0].line != facts["next"][2]:
         raise UserError(f"{paths[first[0].file]}: this pyarrow version cuts the file differently; "
                         "start again with another --output_dir")
-    backend = choose_backend(config, first)
+    backend = choose_backend(config, first, tokenizer)
     n_before, n_shown, start = writer.n_tokens, 0, time.monotonic()
     seconds = 0.5 if sys.stderr.isatty() else 10  # between updates of the progress bar
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=seconds) as bar:
-        for block, tokens, skipped in tokenize_all(itertools.chain(first, blocks), config, backend):
+        for block, tokens, skipped in tokenize_all(
+                itertools.chain(first, blocks), config, tokenizer, backend):
             for line, reason in skipped[: SHOWN - n_shown]:
                 where = f"{paths[block.file]}, {'row' if block.kind == 'table' else 'line'} {line}"
                 if config.strict:
@@ -149,6 +215,14 @@ def fill(writer, config, paths, n_bytes):
 def main(argv=None):
     given = parse_flags(__doc__, ShardConfig, argv=argv)
     config = ShardConfig(**given)
+    if config.prebuilt:
+        others = given.keys() - {"prebuilt", "output_dir", "max_shards"}
+        if others:
+            raise UserError(f"--prebuilt: leave out --{min(others)}; the shards are made already")
+        return download_shards(config)
+    tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
+    if tokenizer.name == "bytes":
+        raise UserError("--tokenizer bytes: needs no shards; train_gpt2.py --data reads the text")
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     config.num_proc = config.num_proc or len(cores)
     name = Path(config.output_dir).resolve().name
@@ -166,17 +240,19 @@ def main(argv=None):
     n_bytes = sum(path.stat().st_size for path in paths)
     # Own text: 20 to 40 shards, so that a small one also gives validation and training shards.
     default = min(SHARD_SIZE, max(1000, n_bytes // 80)) if config.input else SHARD_SIZE
-    settings = dict(source=source, text_key=config.text_key, tokenizer="gpt2",
-                    tokenizer_sha256=MERGES_SHA256, shard_size=config.shard_size or default,
+    sha256 = hashlib.sha256(tokenizer.source.encode()).hexdigest()
+    if tokenizer.name == "gpt2":
+        sha256 = MERGES_SHA256
+    settings = dict(source=source, text_key=config.text_key, tokenizer=tokenizer.name,
+                    tokenizer_sha256=sha256, shard_size=config.shard_size or default,
                     val_shards=config.val_shards)
-    end_of_text = get_tokenizer("gpt2").end_of_text
-    writer = ShardWriter(config.output_dir, name, settings, end_of_text, config.max_shards)
+    writer = ShardWriter(config.output_dir, name, settings, tokenizer, config.max_shards)
     facts = writer.facts
     if config.strict and facts["skipped"]:
         raise UserError(f"--output_dir {config.output_dir}: was made without --strict, "
                         f"{facts['skipped']} records were skipped; choose another directory")
     if not writer.done:
-        fill(writer, config, paths, n_bytes)
+        fill(writer, config, paths, n_bytes, tokenizer)
     writer.finish()
     n_val = min(facts["shards"], config.val_shards)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"

@@ -170,9 +170,9 @@ class GPT(nn.Module):
         weight = F.pad(self.lm_head.weight, (0, 0, 0, -self.config.vocab_size % 128))
         return F.linear(x, weight)[..., : self.config.vocab_size]
 
-    def loss(self, x, targets):
-        """Mean cross-entropy in nats of hidden states (B, T, C) and targets (B, T)."""
-        return self.loss_fn(x, self.lm_head.weight, targets)
+    def loss(self, x, targets, reduction="mean"):
+        """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T); "none": (B, T)."""
+        return self.loss_fn(x, self.lm_head.weight, targets, reduction)
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets."""
@@ -246,10 +246,10 @@ class GPT(nn.Module):
         from plaingpt.huggingface import load_gpt2
         return load_gpt2(name_or_dir)
 
-    def to_hf(self, directory):
+    def to_hf(self, directory, tokenizer=None):
         """Writes a Hugging Face GPT-2 that from_pretrained reads. Raises UserError."""
         from plaingpt.huggingface import save_gpt2
-        save_gpt2(self, directory)
+        save_gpt2(self, directory, tokenizer)
 
 
 def sample(logits, temperature, top_k, top_p, generator):

@@ -1,56 +1,92 @@
-"""Text to token ids and back: GPT-2's byte-pair encoding, and plain bytes.
+"""Text to token ids and back. As a program, it trains a vocabulary on your text.
 
-A Tokenizer converts text to ids and ids to text. Shards and checkpoints store its name,
-"gpt2" or "bytes". GPT-2's merges are in plaingpt/gpt2.tiktoken (OpenAI, MIT license), so no
-network is needed. Encoding uses tiktoken. Decoding is a table lookup and needs no package.
+  python tokenizer.py --input 'corpus/*.txt' --vocab_size 32000 --output zh.json
+  python fineweb.py --input 'corpus/*.txt' --tokenizer zh.json --output_dir zh
+
+--input takes the same files as fineweb.py. The vocabulary is a byte-level BPE,
+a tokenizer.json of Hugging Face, so it encodes any text of any language.
+First: pip install tokenizers
 """
+
+# There are three kinds of Tokenizer: GPT-2's BPE, plain bytes, and a tokenizer.json. GPT-2's merges
+# are in plaingpt/gpt2.tiktoken (OpenAI, MIT license), so no network is needed.
 
 import base64
 import functools
 import hashlib
+import itertools
+import json
+import os
+import random
 import re
+import sys
 import uuid
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 
-from plaingpt.cli import UserError, require
+from plaingpt import tokenizer_json
+from plaingpt.cli import UserError, first_line, parse_flags, require, run, writing
+from plaingpt.corpus import check_spaces, find_files, read_blocks, texts_of
 
+END_OF_TEXT = "<|endoftext|>"
 MERGES = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
 # tiktoken pins the same hash for r50k_base, its name for this encoding.
 MERGES_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-END_OF_TEXT = "<|endoftext|>"
-LONG_SPACE = 500_000
 # GPT-2 splits text before it merges bytes: contractions, words, numbers, other symbols, spaces.
-GPT2_PATTERN = (
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""")
+PATTERNS = dict(
+    gpt2=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    gpt4=tokenizer_json.GPT4_PATTERN, bytes=r"[\s\S]")
 
 
 class Tokenizer:
-    """Converts text to ids and ids to text. get_tokenizer(name) creates one.
+    """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one.
 
-    name: "gpt2" or "bytes". n_vocab: the number of ids. token_bytes: the bytes of each id.
+    name: "gpt2", "bytes", or a description of a tokenizer.json; with other ids, another name.
+    source: what get_tokenizer needs to create it again; checkpoints store it.
+    token_bytes: the bytes of each id. n_vocab: the number of ids.
+    special: {text: id} of the ids that stand for no text.
     end_of_text: the id before every document; generation also starts from it. For "bytes" it is
     the id of the line break.
+    settings: the contents of a tokenizer.json, or None.
+    pattern: how it splits text: a key of PATTERNS, or None for another way.
     """
 
-    def __init__(self, name, token_bytes, special):
-        self.name = name
-        self.special = special  # {text: id}
-        self.token_bytes = token_bytes + [text.encode() for text in special]
-        self.n_vocab = len(self.token_bytes)
-        self.end_of_text = special.get(END_OF_TEXT, ord("\n"))
+    def __init__(self, name, source, token_bytes, special, end_of_text, settings=None):
+        self.name, self.source = name, source
+        self.token_bytes, self.n_vocab = token_bytes, len(token_bytes)
+        self.special, self.end_of_text = special, end_of_text
+        self.settings = settings
+        self.pattern = tokenizer_json.find_pattern(settings) if settings else name
         self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so in no text
 
     @functools.cached_property
     def encoding(self):
-        """The tiktoken.Encoding behind encode()."""
+        """The tiktoken.Encoding behind encode(). None if only `tokenizers` gives the right ids."""
+        if not self.pattern or self.settings and not tokenizer_json.ids_are_ranks(
+                self.settings, self.token_bytes, self.special):
+            return None
         ordinary = self.token_bytes[: self.n_vocab - len(self.special)]
         ranks = {token: i for i, token in enumerate(ordinary)}
-        pattern = GPT2_PATTERN if self.name == "gpt2" else r"[\s\S]"
         return require("tiktoken").Encoding(
-            self.name, pat_str=pattern, mergeable_ranks=ranks,
+            self.name, pat_str=PATTERNS[self.pattern], mergeable_ranks=ranks,
             special_tokens={self.mark: self.end_of_text})
+
+    @functools.cached_property
+    def library(self):
+        """The tokenizers.Tokenizer of a tokenizer.json. Special tokens in a text are plain text."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # fineweb.py has its own threads
+        tokenizers = require("tokenizers")
+        try:
+            library = tokenizers.Tokenizer.from_str(json.dumps(self.settings))
+        except Exception as error:  # the package raises nothing more exact
+            raise UserError(f"the package tokenizers rejects the {self.name} "
+                            f"({first_line(error)}); give another one") from error
+        library.encode_special_tokens = True
+        return library
 
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text."""
@@ -58,39 +94,176 @@ class Tokenizer:
             check_spaces(text)
         except ValueError as error:
             raise UserError(f"the text has {error}; shorten them") from error
-        return self.encoding.encode_ordinary(text)
+        if self.encoding:
+            return self.encoding.encode_ordinary(text)
+        return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts):
         """Texts -> their ids, with end_of_text before each text: (n,) uint16.
 
-        One call for all texts: tiktoken releases the GIL during a call, so other threads can run.
+        One call for all texts: the packages release the GIL during a call, so other threads can
+        run.
         """
-        text = "".join(self.mark + text for text in texts)
-        return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
+        if self.encoding:
+            text = "".join(self.mark + text for text in texts)
+            return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
+        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        ids = ([self.end_of_text, *encoded.ids] for encoded in found)
+        return np.fromiter(itertools.chain.from_iterable(ids), np.uint16)
 
     def decode(self, ids):
         """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
+        if self.settings and not tokenizer_json.is_byte_level(self.settings):
+            return self.library.decode(ids, skip_special_tokens=False)
         unknown = "\ufffd".encode()
         parts = [self.token_bytes[i] if i < self.n_vocab else unknown for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
-
-def check_spaces(text):
-    """Raises ValueError for so many spaces that tiktoken's regex would overflow its stack."""
-    if len(text) >= LONG_SPACE and re.search(rf"\s{{{LONG_SPACE}}}", text):
-        raise ValueError(f"{LONG_SPACE:,} or more white spaces in a row")
+    def text_bytes(self, vocab_size):
+        """How many bytes of text each id stands for, 0 for special ids: (vocab_size,) int64."""
+        lengths = np.zeros(max(vocab_size, self.n_vocab), np.int64)
+        lengths[: self.n_vocab] = [len(data) for data in self.token_bytes]
+        lengths[list(self.special.values())] = 0
+        return lengths[:vocab_size]
 
 
 @functools.cache
-def get_tokenizer(name):
-    """Returns the Tokenizer of that name. Raises UserError if it is unknown or damaged."""
-    if name == "bytes":
-        return Tokenizer(name, [bytes([i]) for i in range(256)], special={})
-    if name != "gpt2":
-        raise UserError(f"unknown tokenizer {name!r}; it must be gpt2 or bytes")
+def get_tokenizer(source):
+    """The Tokenizer "gpt2" or "bytes", or of the text of a tokenizer.json. Raises UserError."""
+    if source == "bytes":
+        return Tokenizer(source, source, [bytes([i]) for i in range(256)], {}, ord("\n"))
+    if source.startswith("{"):
+        settings, token_bytes, special, end = tokenizer_json.parse(source)
+        crc = f"{zlib.crc32(repr((token_bytes, end)).encode()):08x}"
+        name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc})"
+        tokenizer = Tokenizer(name, source, token_bytes, special, end, settings)
+        gpt2 = get_tokenizer("gpt2") if tokenizer.pattern == "gpt2" else None
+        return gpt2 if gpt2 and gpt2.token_bytes == token_bytes else tokenizer
+    if source != "gpt2":
+        raise UserError(f"unknown tokenizer {source[:50]!r}; it must be gpt2, bytes, or a file")
     data = MERGES.read_bytes()
     if hashlib.sha256(data).hexdigest() != MERGES_SHA256:
         raise UserError(f"{MERGES}: is damaged; restore it with git checkout {MERGES}")
     # Each line: the token in base64, a space, its id. The ids are the line numbers, from 0.
     token_bytes = [base64.b64decode(line.split()[0]) for line in data.splitlines()]
-    return Tokenizer(name, token_bytes, special={END_OF_TEXT: len(token_bytes)})
+    special = {END_OF_TEXT: len(token_bytes)}
+    return Tokenizer(
+        source, source, [*token_bytes, END_OF_TEXT.encode()], special, special[END_OF_TEXT])
+
+
+def load_tokenizer(place, end_of_text=None):
+    """Loads "gpt2", "bytes", a tokenizer.json, or a directory or hub name with one -> Tokenizer.
+
+    end_of_text: name of the token between documents, if it is not a usual one. Raises UserError.
+    """
+    if place in ("gpt2", "bytes"):
+        return get_tokenizer(place)
+    try:
+        settings = dict(json.loads(tokenizer_json.read_source(str(place))))
+        if end_of_text:
+            settings["end_of_text"] = end_of_text
+        return get_tokenizer(json.dumps(settings, ensure_ascii=False))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--tokenizer {place}: is not JSON ({error}); give a tokenizer.json"
+                        ) from error
+    except UserError as error:
+        raise UserError(f"--tokenizer {place}: {error}") from error
+
+
+@dataclass
+class VocabularyConfig:
+    input: Annotated[list[str] | None, "files or quoted globs, as of fineweb.py"] = None
+    vocab_size: Annotated[int, "ids", f"above 256 and at most {tokenizer_json.MAX_IDS}"] = 32000
+    output: Annotated[str, "file to write"] = "tokenizer.json"
+    pattern: Annotated[Literal["gpt2", "gpt4"], "how text is split before merging"] = "gpt2"
+    text_key: Annotated[str, "field or column that holds the text"] = "text"
+    sample_bytes: Annotated[int, "bytes of text to train on", "at least 1"] = 10**8
+
+
+def read_sample(config):
+    """The texts to train on, evenly spaced in the files. Raises UserError."""
+    from tqdm import tqdm
+
+    paths = find_files(config.input)
+    n_bytes = sum(path.stat().st_size for path in paths)
+    share = min(1, config.sample_bytes / max(1, n_bytes))
+    texts, size, n_seen, n_skipped = [], 0, 0, 0
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="reading") as bar:
+        for block in read_blocks(paths, config.text_key):
+            found, skipped = texts_of(block, config.text_key)
+            n_skipped += len(skipped)
+            for text in filter(None, found):
+                n_seen += 1
+                if int(n_seen * share) > int((n_seen - 1) * share):
+                    texts.append(text)
+                    size += len(text.encode())
+            bar.update(block.done - bar.n)
+            if size >= config.sample_bytes:
+                break
+    if n_skipped:
+        print(f"{n_skipped:,} damaged records skipped", file=sys.stderr)
+    if not texts:
+        raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
+    return texts
+
+
+def hold_out(texts):
+    """Texts -> (texts to train on, texts to measure on): every twentieth text, or line if few."""
+    if len(texts) < 20:
+        texts = [line for text in texts for line in text.splitlines(keepends=True)]
+    held_out = texts[19::20]
+    return [text for i, text in enumerate(texts) if i % 20 != 19], held_out or texts
+
+
+def train_vocabulary(texts, config):
+    """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) -> text of its JSON."""
+    hf = require("tokenizers")
+    library = hf.Tokenizer(hf.models.BPE())
+    library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if config.pattern == "gpt4":
+        library.pre_tokenizer = hf.pre_tokenizers.Sequence([
+            hf.pre_tokenizers.Split(hf.Regex(PATTERNS["gpt4"]), "isolated"),
+            hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    library.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=config.vocab_size - 1, show_progress=sys.stderr.isatty(),
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet())
+    library.train_from_iterator(texts, trainer, length=len(texts))
+    library.add_special_tokens([END_OF_TEXT])  # the last id
+    return library.to_str(pretty=True)
+
+
+def describe(name, tokenizer, texts):
+    """Prints bytes per token beside GPT-2's encoding, and ten words with their pieces."""
+    n_bytes = sum(len(text.encode()) for text in texts)
+    print(f"\nbytes per token, on {n_bytes:,} bytes of text that was not trained on:")
+    for title, other in ((name, tokenizer), ("gpt2", get_tokenizer("gpt2"))):
+        n_tokens = sum(len(other.encode(text)) for text in texts)
+        print(f"  {title:20} {n_bytes / max(1, n_tokens):6.2f}")
+    words = sorted(set(re.findall(r"\w{2,12}", "".join(texts))))
+    print("\nten words:")
+    for word in random.Random(0).sample(words, min(10, len(words))):
+        pieces = [tokenizer.token_bytes[i].decode(errors="backslashreplace")
+                  for i in tokenizer.encode(" " + word)]
+        print(f"  {word:20} {' | '.join(pieces)}")
+
+
+def main(argv=None):
+    config = VocabularyConfig(**parse_flags(__doc__, VocabularyConfig, argv=argv))
+    if not config.input:
+        raise UserError("--input: is missing; give text files")
+    require("tokenizers")
+    texts, held_out = hold_out(read_sample(config))
+    text = train_vocabulary(texts, config)
+    tokenizer = get_tokenizer(text)
+    with writing(config.output):
+        Path(config.output).write_text(text, "utf-8")
+    print(f"{config.output}: {tokenizer.n_vocab:,} ids", end="")
+    few = tokenizer.n_vocab < config.vocab_size
+    print(f", fewer than {config.vocab_size:,}: the text is too short" if few else "")
+    describe(config.output, tokenizer, held_out)
+    print(f"\nto use it: python fineweb.py --input ... --tokenizer {config.output}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -17,25 +17,28 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import plaingpt.device as devices
 from model import PRESETS, GPTConfig
-from plaingpt.batches import check_batch_size, micro_batch
+from plaingpt.batches import check_batch_size, micro_batch, micro_batches, to_batch
 from plaingpt.checkpoint import Saver, fill, find_checkpoint, init_model, restore
 from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, restoring_signals, run
 from plaingpt.evaluation import load_evals, run_evals
+from plaingpt.mixture import Mixture, open_splits, read_shares
 from plaingpt.runlog import RunLog
-from plaingpt.shards import count_tokens, mix, open_tokens, permute
+from plaingpt.shards import count_tokens, is_text, mix, permute
 
 
 @dataclass
 class TrainConfig:
     preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data, device"] = "auto"
-    data: Annotated[str | None, "directory of shards, or text [edu_fineweb10B, input.txt]"] = None
+    data: Annotated[list[str] | None, "shards or text; a mixture: DIR=WEIGHT DIR=WEIGHT"] = None
+    tokenizer: Annotated[str | None, "of a text: a tokenizer.json, or gpt2 [bytes]"] = None
+    val_fraction: Annotated[float | None, "of data without val shards [0.01; text: 0.1]",
+                            "above 0 and at most 0.5"] = None
     batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     max_steps: Annotated[int, "steps in the run; the default is 10B tokens", "above 0"] = 19073
@@ -110,10 +113,12 @@ def parse_args(argv=None):
     if data is None:
         text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
         auto = preset == "auto" and not Path(SHARDS).is_dir()
-        data = text if auto or preset in ("baby", "mini", "finetune") else SHARDS
-    n_tokens = count_tokens(data) if preset in ("auto", "mini") else 0
+        data = [text if auto or preset in ("baby", "mini", "finetune") else SHARDS]
+    sets = read_shares(data)
+    counted = sets if preset in ("auto", "mini") else ()
+    n_tokens = sum(count_tokens(path, given.get("tokenizer")) for path in counted)
     if preset == "auto":
-        preset, reason = devices.choose_preset(given, n_tokens, is_text=not Path(data).is_dir())
+        preset, reason = devices.choose_preset(given, n_tokens, all(map(is_text, sets)))
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
         steps = 10 * n_tokens // recipe["total_batch_size"]  # 10 epochs
@@ -131,7 +136,7 @@ def parse_args(argv=None):
         values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"] // 5)
     if preset == "finetune":
         reason = ": " + ", ".join(f"{k} {values[k]}" for k in recipe if k not in given)
-    print0(f"preset {preset} on {data}, {values['max_steps']:,} steps{reason}")
+    print0(f"preset {preset} on {', '.join(sets)}, {values['max_steps']:,} steps{reason}")
     g = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
     c = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
     return g, c, set(given)
@@ -165,12 +170,8 @@ class DataLoaderLite:
 
     def batch(self, position, B, device="cpu"):
         """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
-        tokens = [self.sequence(position + b, check=b == 0) for b in range(B)]
-        tokens = torch.from_numpy(np.stack(tokens).astype(np.int64))  # (B, T+1)
-        if torch.device(device).type == "cuda":
-            tokens = tokens.pin_memory()  # pinned memory is copied while the GPU computes
-        tokens = tokens.to(device, non_blocking=True)
-        return tokens[:, :-1], tokens[:, 1:]  # (B, T) each
+        sequences = [self.sequence(position + b, check=b == 0) for b in range(B)]
+        return to_batch(sequences, device)
 
 
 def get_lr(step, config):
@@ -188,15 +189,6 @@ def get_lr(step, config):
     shares = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)), constant=1.0)
     share = shares.get(config.schedule, 1 - progress)  # linear, wsd
     return config.min_lr + share * (config.max_lr - config.min_lr)
-
-
-def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device):
-    """Yields (x, y), (B, T) each, of this process for all steps from first_step on."""
-    for step in range(first_step, config.max_steps):
-        n_sequences, B = micro_batch(step, config, loader.T, dp_size)
-        for start in range(position + dp_rank * B, position + n_sequences, dp_size * B):
-            yield loader.batch(start, B, device)
-        position += n_sequences
 
 
 class Trainer:
@@ -300,21 +292,29 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
 
 
 @torch.no_grad()
-def estimate_loss(trainer, loader, config, dp_rank, dp_size, device):
-    """Mean loss in nats of the first val_tokens tokens. Any number of processes gives the same."""
+def estimate_loss(trainer, loader, text_bytes, config, dp_rank, dp_size, device):
+    """Loss of the first val_tokens tokens -> (nats per token, bits per byte of text).
+
+    text_bytes: of each id, 0 for special ids: (vocab_size,). These count for the nats alone. Any
+    number of processes gives the same.
+    """
     B, model = config.batch_size, trainer.eval_model
     model.eval()
     n_sequences = max(1, min(config.val_tokens // loader.T, loader.n_sequences))
-    loss_sum = torch.zeros((), device=device)
+    sums = torch.zeros(3, device=device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, dp_size * B):
         first = start + dp_rank * B
         rows = min(B, max(0, n_sequences - first))
         # A process without rows runs one forward with weight 0, so that the collectives match.
         x, y = loader.batch(min(first, n_sequences - 1), max(rows, 1), device)  # (B, T) each
         with trainer.autocast:
-            loss_sum += rows * model.loss(model.hidden(x), y)
+            losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
+        n_bytes = text_bytes[y]  # (B, T)
+        parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
+        sums += parts[:, :rows].sum(dim=(1, 2))
     model.train()
-    return (devices.sum_over_data(loss_sum, dp_size) / n_sequences).item()
+    nats, text_nats, n_bytes = devices.sum_over_data(sums, dp_size).tolist()
+    return nats / (n_sequences * loader.T), text_nats / max(1, n_bytes) / math.log(2)
 
 
 def due(step, every):
@@ -333,12 +333,11 @@ def main(argv=None):
     checkpoint = find_checkpoint(config)
     model, weights, tokenizer = init_model(gpt_config, config, given, checkpoint)
     T = model.config.block_size
-    train_tokens = open_tokens(config.data, "train", model.config.vocab_size, tokenizer)
-    val_tokens = open_tokens(config.data, "val", model.config.vocab_size, tokenizer)
-    fingerprints = {"training split": train_tokens.fingerprint(),
-                    "validation split": val_tokens.fingerprint()}
-    loader = DataLoaderLite(train_tokens, T, config.seed, config.shuffle)
-    val_loader = DataLoaderLite(val_tokens, T, shuffle=False)
+    train_sets, val_sets, fingerprints = open_splits(config, model.config.vocab_size, tokenizer)
+    loader = Mixture([DataLoaderLite(tokens, T, config.seed, config.shuffle)
+                      for tokens in train_sets], read_shares(config.data))
+    val_loaders = [DataLoaderLite(tokens, T, shuffle=False) for tokens in val_sets]
+    text_bytes = torch.from_numpy(tokenizer.text_bytes(model.config.vocab_size)).to(device)
     check_batch_size(config, T, dp_size, loader.n_sequences)
     evals = load_evals(config, EVALS, tokenizer, model.config)
     trainer = prepare(model, config, device, dtype, weights)
@@ -346,7 +345,7 @@ def main(argv=None):
     saver = Saver(trainer, config, tokenizer, fingerprints, checkpoint)
     del checkpoint  # frees the memory of its tensors
     log = RunLog(config, model.config, first_step, rank)
-    log.start(tokenizer, device, dtype, len(train_tokens))
+    log.start(tokenizer, device, dtype, sum(map(len, train_sets)))
     batches = micro_batches(loader, config, first_step, position, dp_rank, dp_size, device)
     batches = devices.prefetch(batches, device)
     stop = save = False
@@ -367,10 +366,9 @@ def main(argv=None):
             break
         if last or step == 0 or due(step, config.val_every):
             with devices.batch_size_advice(config.batch_size, n_sequences // dp_size):
-                val = estimate_loss(trainer, val_loader, config, dp_rank, dp_size, device)
-            print0(f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f}")
-            log.write(step, val=val)
-            saver.save_best(val, step, position)
+                losses = [estimate_loss(trainer, val_loader, text_bytes, config, dp_rank, dp_size,
+                                        device) for val_loader in val_loaders]
+            saver.save_best(log.write_losses(step, losses, loader, position), step, position)
         if evaluate:
             log.write(step, **run_evals(evals, trainer, config, step, device, dp_rank, dp_size))
         if last or due(step, config.sample_every):

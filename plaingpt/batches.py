@@ -1,6 +1,27 @@
-"""How many tokens a step and a micro-batch have."""
+"""Batches: how many tokens a step and a micro-batch have, and the tensors of a micro-batch."""
+
+import numpy as np
+import torch
 
 from plaingpt.cli import UserError
+
+
+def to_batch(sequences, device):
+    """B arrays of T+1 tokens -> x, y on the device: (B, T) int64 each; y is x one token later."""
+    tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, T+1)
+    if torch.device(device).type == "cuda":
+        tokens = tokens.pin_memory()  # pinned memory is copied while the GPU computes
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1], tokens[:, 1:]  # (B, T) each
+
+
+def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device):
+    """Yields (x, y), (B, T) each, of this process for all steps from first_step on."""
+    for step in range(first_step, config.max_steps):
+        n_sequences, B = micro_batch(step, config, loader.T, dp_size)
+        for start in range(position + dp_rank * B, position + n_sequences, dp_size * B):
+            yield loader.batch(start, B, device)
+        position += n_sequences
 
 
 def get_batch_tokens(step, config):

@@ -14,8 +14,9 @@ import torch
 from model import GPT, GPTConfig
 from plaingpt.cli import UserError, first_line, print0, replacing, writing
 from plaingpt.device import on_rank0, ranks
-from plaingpt.shards import tokenizer_name
-from tokenizer import get_tokenizer
+from plaingpt.mixture import find_common_tokenizer
+from plaingpt.shards import is_text
+from tokenizer import get_tokenizer, load_tokenizer
 
 ENTRIES = dict(model=dict, optimizer=dict, scaler=dict, step=int, position=int, model_config=dict,
                train_config=dict, tokenizer=str)
@@ -65,7 +66,7 @@ class Saver:
         state = dict(
             model=model_state, optimizer=dict(zip(names_of(trainer.optimizers), optimizer_states)),
             scaler=trainer.scaler.state_dict(), step=step, position=position,
-            best_val=self.best_val, tokenizer=self.tokenizer.name,
+            best_val=self.best_val, tokenizer=self.tokenizer.source,
             model_config=asdict(trainer.eval_model.config),
             train_config={k: v for k, v in settings.items() if k not in NOT_STORED})
         data = io.BytesIO()
@@ -196,11 +197,13 @@ def load_weights(name):
     if path.suffix == ".pt" or not path.exists() and path.parent.is_dir() and path.parent.name:
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     model, tokenizer = GPT.from_pretrained(name), get_tokenizer("gpt2")
+    if (path / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(path)
     if not is_finite(model.state_dict()):
         raise UserError(f"{name}: its weights are not finite; give another model")
     if model.config.vocab_size < tokenizer.n_vocab:
-        raise UserError(f"{name}: has {model.config.vocab_size} ids, fewer than GPT-2's "
-                        f"{tokenizer.n_vocab}; give a model with GPT-2's vocabulary")
+        raise UserError(f"{name}: has {model.config.vocab_size} ids, fewer than the "
+                        f"{tokenizer.n_vocab} of {tokenizer.name}; give a larger model")
     return model.config, model.state_dict(), tokenizer
 
 
@@ -239,9 +242,9 @@ def init_model(gpt_config, config, given, checkpoint):
         raise UserError(f"--min_lr {c.min_lr} is above --max_lr {c.max_lr}; leave it out")
     if c.muon_lr and c.optimizer != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
-    name = tokenizer_name(config.data)
+    data_tokenizer = find_common_tokenizer(config)
     if not checkpoint and not config.init_from:
-        tokenizer = get_tokenizer(name)
+        tokenizer = data_tokenizer
         if "vocab_size" not in given:
             gpt_config.vocab_size = tokenizer.n_vocab
         if gpt_config.vocab_size > tokenizer.n_vocab:
@@ -257,9 +260,11 @@ def init_model(gpt_config, config, given, checkpoint):
             model_config.block_size = gpt_config.block_size  # fine-tuning with a shorter context
             wpe = weights["transformer.wpe.weight"]  # (T, C)
             weights = {**weights, "transformer.wpe.weight": wpe[: gpt_config.block_size]}
-    if Path(config.data).is_dir() and name != tokenizer.name:
-        raise UserError(f"--data {config.data}: has tokens of {name}, but {source} was trained on "
-                        f"{tokenizer.name}; give the data as a text file")
+    text = all(map(is_text, config.data)) and not config.tokenizer
+    if not text and data_tokenizer.name != tokenizer.name:
+        raise UserError(f"--data {' '.join(config.data)}: has tokens of {data_tokenizer.name}, but "
+                        f"{source} was trained on {tokenizer.name}; give the data as a text file, "
+                        "without --tokenizer")
     if checkpoint and "preset" in given and not config.init_from:  # must have the preset's shape
         given = {*given, "n_layer", "n_head", "n_embd", "block_size"}
     have, want = asdict(model_config), asdict(gpt_config)
@@ -365,14 +370,16 @@ def restore(checkpoint, trainer, config, fingerprints):
     """
     if checkpoint is None:
         return 0, 0
-    run, step, before = config.log_dir, checkpoint["step"], checkpoint["train_config"]
+    run, step, before = config.log_dir, checkpoint["step"], dict(checkpoint["train_config"])
+    if isinstance(before.get("data"), str):  # older versions knew one data set
+        before["data"] = [before["data"]]
     if step > config.max_steps:
         raise UserError(f"the run in {run} is at step {step}, beyond --max_steps "
                         f"{config.max_steps}; give more steps")
     changed = [f"the {split} was {before[split]} and is {now}"
                for split, now in fingerprints.items() if before.get(split, now) != now]
     if changed:
-        raise UserError(f"--data {config.data} is not the data of the run in {run}: "
+        raise UserError(f"--data {' '.join(config.data)} is not the data of the run in {run}: "
                         f"{', '.join(changed)}; for a new run: --init_from {run}, not --resume")
     saved = checkpoint["optimizer"]
     names = names_of(trainer.optimizers)

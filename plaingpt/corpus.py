@@ -19,16 +19,22 @@ from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from plaingpt.cli import UserError, first_line
-from tokenizer import check_spaces
+from plaingpt.megatron import find_index, read_index
 
 BLOCK = 2**20  # bytes of text in a block, roughly
 TABLES = (".parquet", ".arrow")
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
-# A document of more than four blocks is cut before white space. No GPT-2 token has white space
-# after a non-space character, so the pieces give the tokens of the whole document. Before the cut,
-# CUT needs printable ASCII, or a byte that is not the last byte of any Unicode space.
-CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
+# A document of more than four blocks is cut where no token of the vocabulary's pattern crosses. So
+# the pieces give the tokens of the whole document. gpt2: before white space, after printable ASCII
+# or a byte that does not end a Unicode space. gpt4: after a line break, before no Unicode space.
+CUTS = dict(
+    gpt2=re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S),
+    gpt4=re.compile(rb".*\n(?=.{3})(?!\s|[\x1c-\x1f]|\xc2[\x85\xa0]|\xe1\x9a\x80|"
+                    rb"\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)", re.S))
+LONG_SPACE = 500_000
 RETRIES = 4  # of a download, after 1, 2, 4 and 8 seconds
 
 
@@ -38,9 +44,9 @@ class Block(NamedTuple):
     file: int  # index of the file
     number: int  # index of the block in its file
     done: int  # bytes on disk of all files up to the end of this block
-    kind: str  # "lines" of JSON, "text", or "table"
-    line: int  # from 0: the first record's line, row, or index in a JSON array
-    records: list  # their bytes; None for an empty row of a table
+    kind: str  # "lines" of JSON, "text", "table", or "ids" of Megatron's data
+    line: int  # from 0: the first record's line, row, document, or index in a JSON array
+    records: list  # their bytes; None for an empty row of a table; arrays of ids
 
 
 def find_files(patterns):
@@ -48,13 +54,15 @@ def find_files(patterns):
     paths = []
     for pattern in patterns:
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
+    paths = [path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths]
     for path in paths:
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
         kind, compression = kind_of(path)
-        if kind not in (".jsonl", ".json", ".txt") and (compression or kind not in TABLES):
+        known = kind in TABLES or find_index(path)
+        if kind not in (".jsonl", ".json", ".txt") and (compression or not known):
             raise UserError(f"{path}: unknown format; give a .jsonl, .json or .txt file, also with "
-                            ".gz or .zst, or a .parquet file")
+                            ".gz or .zst, a .parquet file, or Megatron's .idx file")
     return paths
 
 
@@ -87,21 +95,30 @@ def load_hub(dataset, name=None, split="train", patient=True):
 
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # datasets 3 could run code of a data set
     constants.DOWNLOAD_CHUNK_SIZE = BLOCK  # a chunk that is cut off is fetched again
-    for attempt in range(RETRIES + 1):
+    data = retry(dataset, datasets.load_dataset, dataset, name, split=split)
+    files, n_rows = [Path(file["filename"]) for file in data.cache_files], data.num_rows
+    del data  # unmaps its files
+    pa.default_memory_pool().release_unused()
+    return files, n_rows, files[0].parent.name if files else None
+
+
+def retry(name, download, *args, **kwargs):
+    """Calls download(...), and again after an error of the network. Raises UserError.
+
+    name: of the data set, for messages.
+    """
+    from huggingface_hub import constants
+
+    for attempt in itertools.count():
         try:
-            data = datasets.load_dataset(dataset, name, split=split)
-            break
+            return download(*args, **kwargs)
         except Exception as error:  # network errors come from several libraries
-            reason = f"{dataset}: {first_line(error.__cause__ or error)}"
+            reason = f"{name}: {first_line(error.__cause__ or error)}"
             final = isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE
             if final or attempt == RETRIES:
                 raise UserError(f"{reason}; check the name, or set HF_ENDPOINT") from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)
             time.sleep(2**attempt)
-    files, n_rows = [Path(file["filename"]) for file in data.cache_files], data.num_rows
-    del data  # unmaps its files
-    pa.default_memory_pool().release_unused()
-    return files, n_rows, files[0].parent.name if files else None
 
 
 def hub_answers():
@@ -170,13 +187,21 @@ def explain(error):
     return "not UTF-8" if isinstance(error, UnicodeDecodeError) else first_line(error)
 
 
-def read_blocks(paths, text_key, file=0, number=0):
-    """Yields all blocks in order, from block `number` of paths[file] on. Raises UserError."""
+def read_blocks(paths, text_key, file=0, number=0, cut="gpt2"):
+    """Yields all blocks in order, from block `number` of paths[file] on. Raises UserError.
+
+    cut: a key of CUTS, or None: documents stay whole, however large they are.
+    """
     starts = [0, *itertools.accumulate(path.stat().st_size for path in paths)]
     for i in range(file, len(paths)):
-        read = table_blocks if kind_of(paths[i])[0] in TABLES else line_blocks
+        if kind_of(paths[i])[0] in TABLES:
+            blocks = table_blocks(paths[i], text_key)
+        elif find_index(paths[i]):
+            blocks = id_blocks(paths[i])
+        else:
+            blocks = line_blocks(paths[i], cut)
         try:
-            for n, (done, *block) in enumerate(read(paths[i], text_key)):
+            for n, (done, *block) in enumerate(blocks):
                 if i > file or n >= number:
                     yield Block(i, n, starts[i] + done, *block)
         except (OSError, ValueError, EOFError, RecursionError, NotImplementedError) as error:
@@ -184,7 +209,7 @@ def read_blocks(paths, text_key, file=0, number=0):
                             "repair it, or choose another file or --text_key") from error
 
 
-def line_blocks(path, text_key):
+def line_blocks(path, cut):
     """Yields blocks of a text or JSON file: lines, documents, or pieces of a large document."""
     import pyarrow as pa  # it can decompress .gz and .zst
 
@@ -202,7 +227,7 @@ def line_blocks(path, text_key):
         while more:
             more = read(BLOCK)
             rest += more
-            end = find_end(rest, kind) if more else len(rest)
+            end = find_end(rest, kind, cut) if more else len(rest)
             if end:
                 block, rest = rest[:end], rest[end:]
                 if kind == ".txt":
@@ -212,13 +237,13 @@ def line_blocks(path, text_key):
                 line += block.count(b"\n")
 
 
-def find_end(data, kind):
+def find_end(data, kind, cut):
     """Where a block may end: after a line, before a separator, inside of a large document."""
     if kind != ".txt":
         return data.rfind(b"\n") + 1
     end = data.rfind(SEPARATOR)
-    if end <= 0 and len(data) > 4 * BLOCK and (cut := CUT.match(data)):
-        return cut.end()
+    if end <= 0 and len(data) > 4 * BLOCK and cut and (piece := CUTS[cut].match(data)):
+        return piece.end()
     return max(0, end)
 
 
@@ -253,13 +278,27 @@ def table_blocks(path, text_key):
             row += len(values)
 
 
+def id_blocks(path):
+    """Yields blocks of Megatron's X.bin: the ids of whole documents."""
+    index = read_index(find_index(path))
+    starts, first = index.starts, 0
+    with open(path, "rb") as file:
+        while first < len(starts) - 1:
+            last = int(np.searchsorted(starts, starts[first] + BLOCK // 4, "right")) - 1
+            last = max(last, first + 1)
+            ids = np.fromfile(file, index.dtype, starts[last] - starts[first])
+            documents = np.split(ids, starts[first + 1 : last] - starts[first])
+            yield file.tell(), "ids", first, documents
+            first = last
+
+
 def texts_of(block, text_key):
     """The texts of a block, and [(line of the file, reason)] of its damaged records.
 
     The first text of a block of kind "text", maybe "", continues the document before.
     """
     texts, skipped = [], []
-    for i, data in enumerate(block.records):
+    for i, data in enumerate(block.records if block.kind != "ids" else ()):
         if block.kind == "lines" and not data.strip():
             continue
         try:
@@ -272,6 +311,12 @@ def texts_of(block, text_key):
                 i = sum(document.count(b"\n") for document in before)
             skipped.append((block.line + i + 1, explain(error)))
     return texts, skipped
+
+
+def check_spaces(text):
+    """Raises ValueError for so many spaces that tiktoken's regex would overflow its stack."""
+    if len(text) >= LONG_SPACE and re.search(rf"\s{{{LONG_SPACE}}}", text):
+        raise ValueError(f"{LONG_SPACE:,} or more white spaces in a row")
 
 
 def text_of(data, kind, text_key):

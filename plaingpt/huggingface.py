@@ -48,11 +48,21 @@ def check_config(name_or_dir, hf_config):
             raise UserError(f"{name_or_dir}: {key} is {have!r}, not {value!r}; give a GPT-2")
 
 
-def save_gpt2(model, directory):
-    """Writes a GPT as a Hugging Face GPT-2 into a directory."""
+def save_gpt2(model, directory, tokenizer=None):
+    """Writes a GPT as a Hugging Face GPT-2 into a directory, with the Tokenizer if it is given.
+
+    AutoTokenizer reads a tokenizer.json. "gpt2" and "bytes" write none.
+    """
     transformers = require("transformers")
     c = model.config
     end_of_text = 50256 if c.vocab_size > 50256 else None
+    if tokenizer and tokenizer.settings:
+        end_of_text = tokenizer.end_of_text
+        library = tokenizer.library
+        library.encode_special_tokens = False  # as in other vocabularies of transformers
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=library, eos_token=library.id_to_token(end_of_text),
+            model_max_length=c.block_size).save_pretrained(directory)
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_positions=c.block_size,
         vocab_size=c.vocab_size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,

@@ -15,14 +15,15 @@ CHUNK_SIZE = {"cpu": 384, "cuda": 8192, "mps": 8192}  # positions
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Mean cross-entropy of the logits x @ weight.T, in nats."""
+    """Cross-entropy of the logits x @ weight.T, in nats."""
 
-    def forward(self, x, weight, targets):
+    def forward(self, x, weight, targets, reduction="mean"):
         """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T).
 
         Positions with target -100 are ignored. Another id outside the vocabulary is an error.
+        reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
-        group = None
+        group, shape = None, targets.shape
         targets = targets.flatten()  # (N)
         counted = targets != IGNORE  # (N)
         in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
@@ -34,12 +35,13 @@ class LinearCrossEntropyLoss(nn.Module):
             targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
             weight = weight.to_local()
         x = x.flatten(0, 1)  # (N, C)
-        return LinearCrossEntropy.apply(
+        losses, mean = LinearCrossEntropy.apply(
             x, weight, targets, counted, torch.is_grad_enabled(), group)
+        return mean if reduction == "mean" else losses.view(shape)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (N, C), weight (V, C), targets (N), counted (N) bool -> mean cross-entropy.
+    """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
     The gradient is divided by n only in backward: in forward, small float16 values would become 0.
@@ -55,7 +57,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Padded to a multiple of 128 rows, because matrix products work in tiles.
         w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C)
         w[:V] = weight
-        loss = torch.zeros((), device=x.device)
+        losses = torch.zeros(len(x), device=x.device)
         if with_gradient:
             dx = torch.empty_like(x)  # (N, C)
             dw = torch.zeros(w.shape, device=x.device)  # (padded V, C)
@@ -73,8 +75,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             target_logit = p.gather(1, y) * local  # (rows, 1)
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
             norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
-            loss -= target_logit.sum()
-            loss += norm.masked_fill(ignored, 1).log().sum()
+            loss = norm.log() - target_logit  # (rows, 1)
+            losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
             if with_gradient:  # gradient by the logits: softmax - one_hot(target)
                 norm = norm.masked_fill(ignored, math.inf)  # gradient 0
                 p.div_(norm)
@@ -90,10 +92,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         n = counted.sum()
         if with_gradient:
             ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V], n)
-        return loss / n
+        ctx.mark_non_differentiable(losses)
+        return losses, losses.sum() / n
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, _, grad):
         dx, dw, n = ctx.saved_tensors
         grad = grad / n
         return grad * dx, grad * dw, None, None, None, None

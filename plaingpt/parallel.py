@@ -186,9 +186,10 @@ class ShardedTrainer(nn.Module):
         shape = (*x.shape[:-1], self.config.vocab_size)
         return self.on_stage(self.n_stages - 1, shape, method, x)
 
-    def loss(self, x, targets):
-        """GPT.loss: (B, T, C) and (B, T) -> scalar."""
-        return self.on_stage(self.n_stages - 1, (), self.model.loss, x, targets)
+    def loss(self, x, targets, reduction="mean"):
+        """GPT.loss: (B, T, C) and (B, T) -> scalar, or (B, T)."""
+        shape = () if reduction == "mean" else targets.shape
+        return self.on_stage(self.n_stages - 1, shape, self.model.loss, x, targets, reduction)
 
     def generate(self, *args, **kwargs):
         """GPT.generate: (B, T) -> (B, T + max_new_tokens)."""

@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import math
+import operator
 import os
 import platform
 import re
@@ -142,6 +143,24 @@ class RunLog:
             while data:
                 data = data[self.file.write(data):]  # write() may write less if the disk is full
         self.publish(step, new, {})
+
+    def write_losses(self, step, losses, loader, position):
+        """Logs a validation: [(nats per token, bits per byte)] of each set. Returns the mean loss.
+
+        The means are weighted with the shares of the Mixture `loader`, also printed for each set.
+        """
+        shares = [float(share) for share in loader.shares]
+        val, bpb = (sum(map(operator.mul, shares, values)) for values in zip(*losses))
+        streams = dict(val=val, bpb=bpb)
+        parts = [f"step {step}", f"val loss {val:.4f}",
+                 f"perplexity {math.exp(min(val, 99)):,.2f}", f"{bpb:.4f} bits per byte"]
+        if len(losses) > 1:
+            for (name, epochs), (val_k, bpb_k) in zip(loader.epochs(position).items(), losses):
+                streams |= {f"val_{name}": val_k, f"bpb_{name}": bpb_k}
+                parts.append(f"{name}: loss {val_k:.4f}, {bpb_k:.4f} bits, epoch {epochs:.2f}")
+        print0(" | ".join(parts))
+        self.write(step, **streams)
+        return val
 
     def publish(self, step, numbers, texts):
         """Sends {name: number} and {name: HTML} to TensorBoard and wandb, if they are used."""

@@ -14,14 +14,18 @@ import os
 import re
 import weakref
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from plaingpt.cli import UserError, first_line, lock, print0, replacing, write_json, writing
+from plaingpt.megatron import find_index, read_index
+from tokenizer import get_tokenizer, load_tokenizer
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
+VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # of Megatron's files for validation
 MAX_OPEN = 64  # files of a split that stay open; a process may open only 256 on macOS
 
 
@@ -38,21 +42,23 @@ class Shard:
     n_tokens: int
     offset: int = 0  # bytes before the first token
     changed: int = 0  # time of the last change, in ns
+    dtype: str = "<u2"
     ids: np.ndarray | None = None
     file: io.BufferedReader | None = None  # stays open, because opening is slow on a network disk
 
     def read(self, start, count, check=True):
-        """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text.
+        """Returns `count` tokens from `start`: (count,) uint16, uint32, or uint8 of a text.
 
         check: raise UserError if the file has changed since open_shard(). The first read checks it.
         """
         if self.ids is not None:
             return self.ids[start : start + count]
+        size = np.dtype(self.dtype).itemsize
         check, status, data = check or self.file is None, None, b""
         try:  # no memory map: its pages would count as memory of the process
             self.file = self.file or open(self.path, "rb")
-            self.file.seek(self.offset + 2 * start)
-            data = self.file.read(2 * count)
+            self.file.seek(self.offset + size * start)
+            data = self.file.read(size * count)
             status = os.fstat(self.file.fileno()) if check else None
         except FileNotFoundError:
             pass  # status stays None
@@ -60,9 +66,9 @@ class Shard:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); use --resume when it "
                             "can") from error
         same = not check or status and status.st_nlink and status.st_mtime_ns == self.changed
-        if not same or len(data) != 2 * count:
+        if not same or len(data) != size * count:
             raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
-        return np.frombuffer(data, "<u2")
+        return np.frombuffer(data, self.dtype)
 
     def close(self):
         if self.file:
@@ -89,7 +95,7 @@ class Tokens:
         return self.starts[-1]
 
     def read(self, start, count, check=True):
-        """Returns `count` tokens from `start`: (count,) uint16, or uint8 of a text.
+        """Returns `count` tokens from `start`: (count,) uint16, uint32, or uint8 of a text.
 
         Raises UserError if a token is outside the vocabulary, or, with check, a file has changed.
         """
@@ -104,13 +110,33 @@ class Tokens:
             part = shard.read(start - self.starts[i], stop - start, check)
             if part.max(initial=0) >= self.vocab_size:
                 raise UserError(f"{shard.path}: token id {part.max()} is outside the vocabulary "
-                                f"of {self.vocab_size}; leave out --vocab_size, or make it again")
+                                f"of {self.vocab_size}; leave out --vocab_size, or give the right "
+                                "--tokenizer")
             parts.append(part)
             start = stop
             i += 1
         while len(self.opened) > MAX_OPEN:
             self.opened.pop(0).close()
         return np.concatenate(parts)
+
+    def cut(self, start, stop):
+        """The tokens from start to stop -> Tokens."""
+        shards = []
+        for shard, first in zip(self.shards, self.starts):
+            begin, end = max(start - first, 0), min(stop - first, shard.n_tokens)
+            if begin < end:
+                offset = shard.offset + begin * np.dtype(shard.dtype).itemsize
+                ids = None if shard.ids is None else shard.ids[begin:end]
+                shards.append(replace(shard, n_tokens=end - begin, offset=offset, ids=ids))
+        return Tokens(shards, self.vocab_size, self.name)
+
+    def find(self, start, token):
+        """The place of the first such token from `start` on, in 2^20 tokens; else `start`."""
+        for first in range(start, min(len(self), start + 2**20), 2**16):
+            found = np.flatnonzero(self.read(first, min(2**16, len(self) - first)) == token)
+            if len(found):
+                return first + int(found[0])
+        return start
 
     def fingerprint(self):
         """Number of tokens and CRC-32. It covers both ends of every shard, or all of a text."""
@@ -122,44 +148,75 @@ class Tokens:
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
 
-def open_tokens(data, split, vocab_size, tokenizer):
-    """Opens the split "train" or "val" of a directory of shards, or of a text -> Tokens.
+def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
+    """Opens the split "train" or "val" of a data set -> Tokens. Raises UserError.
 
-    `tokenizer` encodes a text; its last tenth is the split "val". Raises UserError.
+    data: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
+    X.idx as X. Without val shards, the last documents are the split "val": val_fraction of the
+    tokens, by default a tenth of a text, and a hundredth of shards.
     """
     path, name = Path(data), f"--data {data}, {split} split"
-    if path.is_file():
+    if is_text(path):
         ids = read_text(path, tokenizer)
-        cut = len(ids) * 9 // 10
-        ids = ids[:cut] if split == "train" else ids[cut:]
-        return Tokens([Shard(path, len(ids), ids=ids)], vocab_size, name)
-    if not path.is_dir():
-        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
-    paths = find_shards(path, split)
-    if not paths:
-        raise UserError(f"--data {data}: no {split} shards in it; make them with fineweb.py")
-    if split == "train" and (path / "progress.json").exists():
-        print0(f"note: {data} is not complete; fineweb.py is still running, or was interrupted")
-    return Tokens([open_shard(path) for path in paths], vocab_size, name)
+        whole = Tokens([Shard(path, len(ids), ids=ids)], vocab_size, name)
+    else:
+        paths = find_shards(path, split)
+        if not path.is_dir() and not paths:
+            raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
+        if split == "train" and (path / "progress.json").exists():
+            print0(f"note: {data} is not complete; fineweb.py is still running, or was interrupted")
+        own_split = find_shards(path, "val")
+        paths = find_shards(path, split if own_split else "train")
+        if not paths:
+            raise UserError(f"--data {data}: no train shards in it; make them with fineweb.py")
+        whole = Tokens([open_shard(path) for path in paths], vocab_size, name)
+        if own_split:
+            return whole
+    fraction = Fraction(str(val_fraction or (0.1 if is_text(path) else 0.01)))
+    cut = len(whole) - math.ceil(len(whole) * fraction)
+    if not is_text(path):
+        cut = whole.find(cut, tokenizer.end_of_text)
+        if split == "val":
+            print0(f"note: {data} has no val shards; its last {len(whole) - cut:,} tokens are used")
+    return whole.cut(0, cut) if split == "train" else whole.cut(cut, len(whole))
 
 
-def count_tokens(data):
-    """Number of training tokens of a directory of shards, or of a text of bytes; 0 if missing."""
+def is_text(path):
+    """Whether a value of --data is a text file."""
+    return Path(path).is_file() and not find_index(path)
+
+
+def count_tokens(data, tokenizer=None):
+    """Number of training tokens of shards or of a text, roughly; 0 if missing.
+
+    tokenizer: value of --tokenizer for a text; default: bytes.
+    """
     path = Path(data)
-    if path.is_dir():
+    if not is_text(path):
         return sum(open_shard(shard).n_tokens for shard in find_shards(path, "train"))
-    return path.stat().st_size * 9 // 10 if path.is_file() else 0
+    if tokenizer:
+        return len(read_text(path, load_tokenizer(tokenizer))) * 9 // 10
+    return path.stat().st_size * 9 // 10
 
 
-def find_shards(directory, split):
-    """Paths of the shards of a split, in the order of their names."""
+def find_shards(path, split):
+    """Paths of the shards of a split, in the order of their names; .idx for Megatron's data."""
+    if index := find_index(path):
+        return [index] if split == "train" else []
     name = re.compile(rf"_{split}_\d+\.(npy|bin)$")
-    return sorted(path for path in directory.glob("*") if name.search(path.name))
+    files = sorted(Path(path).glob("*"))
+    val = [bool(VAL_NAME.search(file.stem)) == (split == "val") for file in files]
+    return [file for file, belongs in zip(files, val) if file.suffix == ".idx" and belongs
+            or name.search(file.name) and not find_index(file)]
 
 
 def open_shard(path):
     """Checks the header and the size of a shard -> Shard. Raises UserError."""
     try:
+        if path.suffix == ".idx":
+            index = read_index(path)
+            changed = index.path.stat().st_mtime_ns
+            return Shard(index.path, int(index.starts[-1]), 0, changed, index.dtype)
         changed = path.stat().st_mtime_ns
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -195,10 +252,21 @@ def read_text(path, tokenizer):
     return np.array(tokenizer.encode(data.decode(errors="replace")), np.uint16)
 
 
-def tokenizer_name(data):
-    """Name of the tokenizer of a directory of shards, or of a text file."""
-    default = "gpt2" if Path(data).is_dir() else "bytes"  # other programs write no meta.json
-    return read_meta(Path(data)).get("tokenizer", default)
+def find_tokenizer(data, place=None):
+    """The Tokenizer of a data set: its own, or else --tokenizer, by default gpt2; bytes of a text.
+
+    place: value of --tokenizer. Raises UserError if it differs from the data's own.
+    """
+    path, own = Path(data), None
+    given = load_tokenizer(place) if place else None
+    if (path / "tokenizer.json").exists():
+        own = load_tokenizer(path)
+    elif "tokenizer" in read_meta(path):
+        own = get_tokenizer(read_meta(path)["tokenizer"])
+    if own and given and own.name != given.name:
+        raise UserError(f"--tokenizer {place}: is {given.name}, but {data} has tokens of "
+                        f"{own.name}; leave out --tokenizer")
+    return own or given or get_tokenizer("bytes" if path.is_file() else "gpt2")
 
 
 def read_meta(directory):
@@ -246,9 +314,9 @@ class ShardWriter:
     tokens of the block are in earlier shards. It is None at the end of the source.
     """
 
-    def __init__(self, directory, name, settings, end_of_text, max_shards=None):
+    def __init__(self, directory, name, settings, tokenizer, max_shards=None):
         self.directory = Path(directory)
-        self.end_of_text = end_of_text
+        self.tokenizer = tokenizer
         self.max_shards = max_shards or math.inf
         self.locked = False
         self.n_verified = 0
@@ -328,6 +396,8 @@ class ShardWriter:
                 if find_shards(self.directory, "(train|val)"):
                     raise UserError(f"--output_dir {self.directory}: another process has written "
                                     "there; start again to continue after its shards")
+            if self.tokenizer.settings:
+                (self.directory / "tokenizer.json").write_text(self.tokenizer.source, "utf-8")
             write_json(progress, facts)
             (self.directory / "meta.json").unlink(missing_ok=True)
             with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -335,7 +405,8 @@ class ShardWriter:
                 file.writelines(self.parts)
                 file.flush()
                 os.fsync(file.fileno())
-        facts["documents"] += sum(int((part == self.end_of_text).sum()) for part in self.parts)
+        end = self.tokenizer.end_of_text
+        facts["documents"] += sum(int((part == end).sum()) for part in self.parts)
         facts.update(shards=facts["shards"] + 1, tokens=self.n_tokens, next=next)
         facts["crc32"].append(crc32(self.parts))
         self.parts = []

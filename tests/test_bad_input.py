@@ -78,8 +78,6 @@ def world(tmp_path_factory):
         write(d / name / f"x_train_{kind}")
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         (d / name / "meta.json").write_text('{"tokenizer": "bytes"}')
-    (d / "no_val").mkdir()
-    np.save(d / "no_val/x_train_000000.npy", tokens)
 
     models = dict(evil={}, bert=dict(model_type="bert"), shape={}, empty={})
     for name, settings in models.items():
@@ -122,7 +120,7 @@ CASES = {
         ("--n_head 3", "--n_head 3 does not divide --n_embd 128", "give a divisor"),
         ("--n_head 999", "--n_head 999 does not divide --n_embd 128", "give a divisor"),
         ("--vocab_size 50304", "--vocab_size 50304 is more than the data's 256 ids", "leave it out"),
-        ("--vocab_size 100", "token id 1", "leave out --vocab_size, or make it again"),
+        ("--vocab_size 100", "token id 1", "leave out --vocab_size, or give the right --tokenizer"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory", "choose a smaller one"),
         ("--total_batch_size 1000", "--total_batch_size 1000: must be a multiple of 64 (block_size 64 x 1 processes)", "from 64 to the 348544 tokens"),
         ("--total_batch_size 9999999936", "--total_batch_size 9999999936: must be a multiple of 64", "from 64 to the 348544 tokens"),
@@ -139,12 +137,11 @@ CASES = {
         ("--data closed.txt", "--data closed.txt: cannot be read", "give a readable file"),
         ("--data /dev/null", "--data /dev/null: not found", "give a text file or a directory of shards"),
         ("--data nowhere", "--data nowhere: no train shards in it", "make them with fineweb.py"),
-        ("--data no_val", "--data no_val: no val shards in it", "make them with fineweb.py"),
         ("--data pickled.npy", "pickled.npy/x_train_000000.npy: not a readable shard", "make it again"),
         ("--data float.npy", "x_train_000000.npy: not a readable shard (float64 of shape (9999,) is not one-dimensional uint16)", "make it again"),
         ("--data text.npy", "x_train_000000.npy: not a readable shard", "make it again"),
         ("--data cut.npy", "x_train_000000.npy: not a readable shard", "make it again"),
-        ("--data large.npy", "x_train_000000.npy: token id 256 is outside the vocabulary of 256", "leave out --vocab_size, or make it again"),
+        ("--data large.npy", "x_train_000000.npy: token id 256 is outside the vocabulary of 256", "leave out --vocab_size, or give the right --tokenizer"),
         ("--data few.npy", "9 tokens are too few", "give more data"),
         ("--data magic.bin", "x_train_000000.bin: not a readable shard (its header does not begin with 20240520 and 1", "make it again"),
         ("--data count.bin", "21022 bytes, but its header promises 1000000 tokens", "make it again"),

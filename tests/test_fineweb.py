@@ -388,8 +388,8 @@ def test_full_disk(documents, tmp_path):
 def test_gigatoken_must_agree_with_tiktoken(documents, tmp_path, monkeypatch, capsys):
     path, encode = write(tmp_path / "jsonl.jsonl", documents[:1500]), fineweb.encode
 
-    def one_token_wrong(texts, backend):
-        tokens = encode(texts, backend)
+    def one_token_wrong(texts, tokenizer, backend):
+        tokens = encode(texts, tokenizer, backend)
         tokens[len(tokens) // 2] += backend == "gigatoken"
         return tokens
 

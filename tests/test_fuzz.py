@@ -25,7 +25,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import train_gpt2
 from model import GPT, GPTConfig
 from plaingpt import corpus
-from plaingpt.batches import check_batch_size, get_batch_tokens, micro_batch
+from plaingpt.batches import check_batch_size, get_batch_tokens, micro_batch, micro_batches
 from plaingpt.checkpoint import load_checkpoint, load_model, restore
 from plaingpt.cli import UserError
 from plaingpt.device import data_parallel_rank
@@ -154,6 +154,7 @@ def write_shards(directory, shards):
     for i, (cut, (_, kind)) in enumerate(zip(np.split(tokens, np.cumsum(lengths)[:-1]), shards)):
         path = Path(directory, f"x_train_{i:06d}{kind}")
         np.save(path, cut) if kind == ".npy" else write_bin(path, cut)
+    np.save(Path(directory, "x_val_000000.npy"), tokens[:0])
     return tokens.tolist()
 
 
@@ -186,7 +187,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(shards, T, layout, B
         shares = [(number, dp) for number in range(dp)]
         assert [data_parallel_rank(config, rank, dp * tp * pp) for rank in range(dp * tp * pp)] == \
             [share for _ in range(pp) for share in shares for _ in range(tp)]
-        streams = [[i for batch in train_gpt2.micro_batches(loader, config, 0, 0, *share, "cpu") for i in numbers(*batch)]
+        streams = [[i for batch in micro_batches(loader, config, 0, 0, *share, "cpu") for i in numbers(*batch)]
                    for share in shares]
     position = 0
     for step in range(config.max_steps):

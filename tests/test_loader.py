@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, write_bin
 
 from plaingpt.cli import UserError
-from plaingpt.shards import ENDS, open_tokens, tokenizer_name
+from plaingpt.shards import ENDS, find_tokenizer, open_tokens
 from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite
 
@@ -17,6 +17,8 @@ T = 16
 
 def open_loader(data, T=T, split="train", vocab_size=256, tokenizer="bytes", **options):
     """The sequences of a split, in shuffled order unless the options say otherwise."""
+    if data.is_dir() and not list(data.glob("*_val_*")):
+        np.save(data / "x_val_000000.npy", np.zeros(100, np.uint16))
     tokens = open_tokens(data, split, vocab_size, get_tokenizer(tokenizer))
     return DataLoaderLite(tokens, T, **options)
 
@@ -214,6 +216,7 @@ def test_fingerprint(shards, tmp_path):
     assert open_tokens(text, "train", 50257, get_tokenizer("gpt2")).fingerprint() == "64,800 tokens with CRC-32 d5be1382"
     tokens = np.arange(3 * ENDS, dtype=np.uint32).astype(np.uint16)
     (tmp_path / "large").mkdir()
+    np.save(tmp_path / "large/x_val_000000.npy", tokens)
     path = tmp_path / "large/x_train_000000.npy"
     for i, known in ((ENDS - 1, "90bc68aa"), (ENDS, "27ef8611"), (2 * ENDS - 1, "27ef8611"), (2 * ENDS, "9b0ed413")):
         tokens[i] ^= 1
@@ -227,11 +230,13 @@ def test_fingerprint(shards, tmp_path):
 
 
 def test_the_tokenizer_of_the_data(shards, tmp_path):
-    assert tokenizer_name(shards) == "bytes" == tokenizer_name(ROOT / "input.txt")
+    assert find_tokenizer(shards).name == "bytes" == find_tokenizer(ROOT / "input.txt").name
     (shards / "meta.json").rename(shards / "progress.json")
-    assert tokenizer_name(shards) == "bytes"
+    assert find_tokenizer(shards).name == "bytes" == find_tokenizer(shards, "bytes").name
+    with pytest.raises(UserError, match="--tokenizer gpt2: is gpt2, but .* has tokens of bytes; leave out --tokenizer"):
+        find_tokenizer(shards, "gpt2")
     (shards / "progress.json").unlink()
-    assert tokenizer_name(shards) == "gpt2"
+    assert find_tokenizer(shards).name == "gpt2" and find_tokenizer(shards, "bytes").name == "bytes"
 
 
 def test_missing_data(tmp_path):

@@ -69,5 +69,5 @@ def test_damaged_merges_are_refused(tmp_path, monkeypatch):
 
 
 def test_unknown_name():
-    with pytest.raises(UserError, match="it must be gpt2 or bytes"):
+    with pytest.raises(UserError, match="it must be gpt2, bytes, or a file"):
         get_tokenizer("gpt4")

@@ -59,8 +59,8 @@ def test_two_processes_match_one_process(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     0/20") == 1  # only rank 0 prints
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=1e-5)
-    # train, lr, norm and tokens at every step; val at 0, 5, … 20
-    assert len(read_log(tmp_path / "one")) == 20 * 4 + 5
+    # train, lr, norm and tokens at every step; val and bpb at 0, 5, … 20
+    assert len(read_log(tmp_path / "one")) == 20 * 4 + 2 * 5
 
 
 def fresh(config):
@@ -560,13 +560,13 @@ def test_gpt2_preset_is_the_published_recipe(shards):
 def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     monkeypatch.chdir(tmp_path)
     _, config, _ = parse_args([])
-    assert config.preset == "baby" and config.data == str(ROOT / "input.txt") and config.log_dir == "log/baby"
+    assert config.preset == "baby" and config.data == [str(ROOT / "input.txt")] and config.log_dir == "log/baby"
     assert capsys.readouterr().out == f"preset baby on {ROOT}/input.txt, 2,700 steps; --preset mini is a larger model\n"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, config, _ = parse_args([])
-    assert config.preset == "mini" and config.data == "edu_fineweb10B"
+    assert config.preset == "mini" and config.data == ["edu_fineweb10B"]
     assert capsys.readouterr().out == "preset mini on edu_fineweb10B, 200 steps: no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M\n"
-    assert [parse_args(["--preset", name])[1].data for name in ("gpt2", "mini", "finetune")] == ["edu_fineweb10B"] + [str(ROOT / "input.txt")] * 2
+    assert [parse_args(["--preset", name])[1].data for name in ("gpt2", "mini", "finetune")] == [["edu_fineweb10B"]] + [[str(ROOT / "input.txt")]] * 2
     assert parse_args(["--data", str(ROOT / "input.txt")])[1].preset == "baby"
 
 

@@ -1,0 +1,131 @@
+"""The data of a run: one data set, or a mixture of several, each with its share of the sequences.
+
+  --data fineweb=0.7 code=0.2 zh=0.1
+"""
+
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+from plaingpt.batches import to_batch
+from plaingpt.cli import UserError, print0
+from plaingpt.shards import find_tokenizer, open_tokens
+
+MAX_PERIOD = 100_000  # sequences after which the order of the sets repeats
+
+
+def read_shares(items):
+    """Values of --data, each PATH or PATH=WEIGHT -> {path: share}. The shares add up to 1.
+
+    A set without a weight has weight 1. Raises UserError.
+    """
+    weights = {}
+    for item in items:
+        path, weight = item, Fraction(1)
+        match = re.fullmatch(r"(.+)=([\d.eE/+-]+)", item)
+        if match and not Path(item).exists():
+            try:
+                path, weight = match[1], Fraction(match[2])
+            except (ValueError, ZeroDivisionError):
+                weight = 0
+            if weight <= 0:
+                raise UserError(f"--data {item}: the weight must be a number above 0")
+        if path in weights:
+            raise UserError(f"--data {path}: is given twice; give each data set once")
+        weights[path] = weight
+    total = sum(weights.values())
+    shares = {path: weight / total for path, weight in weights.items()}
+    if math.lcm(*(share.denominator for share in shares.values())) > MAX_PERIOD:
+        shares = {path: Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
+                  for path, share in shares.items()}
+        shares[max(shares, key=shares.get)] += 1 - sum(shares.values())
+    return shares
+
+
+def print_shares(shares, items):
+    """Prints the shares of a mixture, if they are not the weights that the user gave."""
+    if len(shares) > 1 and [f"{path}={float(share):g}" for path, share in shares.items()] != items:
+        text = ", ".join(f"{path} {float(share):.6g}" for path, share in shares.items())
+        print0(f"note: shares of the sequences, which add up to 1: {text}")
+
+
+def find_common_tokenizer(config):
+    """The Tokenizer of all data sets. Raises UserError if they differ."""
+    found = {path: find_tokenizer(path, config.tokenizer) for path in read_shares(config.data)}
+    first = next(iter(found))
+    for path, tokenizer in found.items():
+        if tokenizer.name != found[first].name:
+            raise UserError(f"--data {path}: has tokens of {tokenizer.name}, but {first} has those "
+                            f"of {found[first].name}; make the shards again with one tokenizer")
+    return found[first]
+
+
+def open_splits(config, vocab_size, tokenizer):
+    """Opens --data -> (training Tokens, validation Tokens, fingerprints): lists, one item per set.
+
+    fingerprints: {split: text}. Raises UserError.
+    """
+    shares = read_shares(config.data)
+    print_shares(shares, config.data)
+    splits, fingerprints = [], {}
+    for split, name in (("train", "training split"), ("val", "validation split")):
+        sets = [open_tokens(path, split, vocab_size, tokenizer, config.val_fraction)
+                for path in shares]
+        texts = [tokens.fingerprint() for tokens in sets]
+        if len(sets) > 1:
+            texts = [f"{share} of {text}" for text, share in zip(texts, shares.values())]
+        splits.append(sets)
+        fingerprints[name] = " + ".join(texts)
+    return *splits, fingerprints
+
+
+class Mixture:
+    """The sequences of several loaders, in one order. Has the members of a loader.
+
+    After n sequences, each set has had within one of its share of n: the sets take turns in the
+    order of their deadlines (Baruah et al. 1996, "Proportionate Progress"). A position is one
+    number, as for one set. shares: {path: Fraction}, in the order of the loaders.
+    """
+
+    def __init__(self, loaders, shares):
+        self.loaders, self.shares, self.T = loaders, list(shares.values()), loaders[0].T
+        last_parts = [Path(path).name for path in shares]
+        unique = len({*last_parts}) == len(last_parts)
+        self.names = [re.sub(r"\s", "_", name) for name in (last_parts if unique else shares)]
+        self.n_sequences = sum(loader.n_sequences for loader in loaders)
+        period = math.lcm(*(share.denominator for share in self.shares))
+        self.parts = [int(share * period) for share in self.shares]  # sequences in a period
+        self.order = make_order(self.parts)
+
+    def sequence(self, position, check=True):
+        """The T+1 tokens at a position: (T+1,)."""
+        n, i = divmod(position, len(self.order))
+        k, before = self.order[i]
+        return self.loaders[k].sequence(n * self.parts[k] + before, check)
+
+    def batch(self, position, B, device="cpu"):
+        """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
+        sequences = [self.sequence(position + b, check=b == 0) for b in range(B)]
+        return to_batch(sequences, device)
+
+    def epochs(self, position):
+        """How often each set was read in `position` sequences -> {name: number}."""
+        return {name: position * float(share) / loader.n_sequences
+                for name, share, loader in zip(self.names, self.shares, self.loaders)}
+
+
+def make_order(parts):
+    """The order of the sets in a period: [(set, how many of its sequences are before)].
+
+    parts: how many sequences of each set are in the period.
+    """
+    period, counts, order = sum(parts), [0] * len(parts), []
+    for n in range(1, period + 1):
+        # A set may not get ahead of its share by one. Of these sets, the earliest deadline wins.
+        due = [(-((counts[k] + 1) * period // -part), k)
+               for k, part in enumerate(parts) if counts[k] * period < n * part]
+        _, k = min(due)
+        order.append((k, counts[k]))
+        counts[k] += 1
+    return order

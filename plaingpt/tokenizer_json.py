@@ -1,0 +1,155 @@
+"""Reads the tokenizer.json of Hugging Face without its packages: ids, bytes, special tokens."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+from plaingpt.cli import UserError, first_line, require
+
+MAX_IDS = 2**16  # shards store an id in two bytes
+# Names of the token between documents, in the order in which they are looked for.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
+# Hugging Face's expression for a vocabulary that splits like GPT-4: numbers in groups of three
+# digits, and a line break belongs to the symbol before it. tokenizer.py writes the same text.
+GPT4_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+")
+# In a byte-level vocabulary a character stands for a byte: a visible one for itself.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_OF = {chr(byte): byte for byte in VISIBLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
+
+
+def parse(source):
+    """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id).
+
+    settings: its contents. special ids: {text: id}. The key "end_of_text" is ours: the name of the
+    token between documents, if it is not in END_NAMES. Raises UserError.
+    """
+    try:
+        settings = json.loads(source)
+        end = settings.pop("end_of_text", None)
+        settings.update(truncation=None, padding=None)
+        vocab = settings["model"]["vocab"]  # {token: id}, or [[token, score], ...]
+        if isinstance(vocab, list):
+            vocab = {token: i for i, (token, _) in enumerate(vocab)}
+        added = {token["content"]: token["id"] for token in settings["added_tokens"]}
+        special = {t["content"]: t["id"] for t in settings["added_tokens"] if t["special"]}
+        byte_level, ids = is_byte_level(settings), {**vocab, **added}
+        n_vocab = max(ids.values()) + 1
+        settings["normalizer"], settings["pre_tokenizer"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"not a tokenizer.json of Hugging Face ({first_line(error)}); give one "
+                        "that python tokenizer.py or transformers wrote") from error
+    if n_vocab > MAX_IDS:
+        raise UserError(f"has {n_vocab:,} ids, but shards store at most {MAX_IDS:,}; give a "
+                        "smaller one")
+    name = next((name for name in ([end] if end else END_NAMES) if name in ids), None)
+    if not name:
+        raise UserError(f"has no token {end or ' or '.join(END_NAMES)}; name the token between "
+                        "documents with --end_of_text")
+    token_bytes = [b""] * n_vocab
+    for text, i in ids.items():
+        exact = text in added or not byte_level
+        token_bytes[i] = plain_bytes(text) if exact else map_bytes(text)
+    return settings, token_bytes, {**special, name: ids[name]}, ids[name]
+
+
+def is_byte_level(settings):
+    """Whether every text can be encoded, and ids can be decoded one by one."""
+    return '"ByteLevel"' in json.dumps(settings["decoder"])
+
+
+def map_bytes(text):
+    """The bytes of a token of a byte-level vocabulary."""
+    return bytes(BYTE_OF[c] for c in text) if BYTE_OF.keys() >= {*text} else text.encode()
+
+
+def plain_bytes(text):
+    """The bytes of a token of another vocabulary: of SentencePiece or WordPiece."""
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
+        return bytes.fromhex(byte[1])
+    return text.replace("\u2581", " ").removeprefix("##").encode()  # U+2581 stands for a space
+
+
+def find_pattern(settings):
+    """How the vocabulary splits text before it merges: "gpt2", "gpt4", or None for another way."""
+    before = settings["pre_tokenizer"] or {}
+    *splits, last = before.get("pretokenizers", [before])
+    byte_level = last.get("type") == "ByteLevel" and not last["add_prefix_space"]
+    if settings["normalizer"] or not byte_level:
+        return None
+    if last["use_regex"]:
+        return None if splits else "gpt2"
+    patterns = [split.get("pattern") for split in splits]
+    return "gpt4" if patterns == [{"Regex": GPT4_PATTERN}] else None
+
+
+def ids_are_ranks(settings, token_bytes, special):
+    """Whether tiktoken gives the ids of this vocabulary.
+
+    `tokenizers` merges only listed pairs, in their order. tiktoken merges any pair whose bytes are
+    a token, the lowest id first. The ids are the same if each token comes from just one pair: if
+    merging its own bytes, by lower ids, ends with the listed pair. A trained BPE fulfills this.
+    """
+    model, tokens = settings["model"], token_bytes[: len(token_bytes) - len(special)]
+    ranks = {token: i for i, token in enumerate(tokens)}
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges", [])]
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    ordered = len(ranks) == len(tokens) == len(merges) + 256 == min(special.values())
+    if not ordered or len(settings["added_tokens"]) != len(special) or any(map(model.get, names)):
+        return False
+    return {*tokens[:256]} == {bytes([i]) for i in range(256)} and all(
+        merge_bytes(tokens[i], ranks, i) == [*map(map_bytes, pair)]
+        for i, pair in enumerate(merges, start=256))
+
+
+def merge_bytes(data, ranks, limit):
+    """Merges the bytes of a token, the lowest rank first, by ranks below limit -> its parts."""
+    parts = [data[i : i + 1] for i in range(len(data))]
+    while len(parts) > 1:
+        pairs = [ranks.get(left + right, limit) for left, right in itertools.pairwise(parts)]
+        rank = min(pairs)
+        if rank >= limit:
+            break
+        i = pairs.index(rank)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def read_source(place):
+    """Text of the tokenizer.json at a path, in a directory or on the hub. Raises UserError.
+
+    The older pair vocab.json and merges.txt is converted.
+    """
+    path = Path(place)
+    if not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) and path.suffix != ".json":
+        path = download(place)
+    files = [path] if path.is_file() else [path / "tokenizer.json", path / "vocab.json"]
+    found = next((file for file in files if file.is_file()), None)
+    if not found:
+        raise UserError("no tokenizer.json there; give a file or a directory with one, or a name "
+                        "of the Hugging Face hub")
+    try:
+        if found.name != "vocab.json":
+            return found.read_text("utf-8")
+        files = str(found), str(found.with_name("merges.txt"))
+        library = require("tokenizers").ByteLevelBPETokenizer(*files)
+    except UserError:
+        raise
+    except Exception as error:  # `tokenizers` raises nothing more exact
+        raise UserError(f"{found} cannot be read ({first_line(error)}); give a tokenizer.json"
+                        ) from error
+    library.add_special_tokens([name for name in END_NAMES if library.token_to_id(name)][:1])
+    return library.to_str()
+
+
+def download(name):
+    """Downloads a tokenizer of the Hugging Face hub -> its directory in the cache."""
+    hub = require("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(
+            name, allow_patterns=["tokenizer.json", "vocab.json", "merges.txt"]))
+    except Exception as error:  # network errors come from several libraries
+        raise UserError(f"{first_line(error)}; check the name, or set HF_ENDPOINT") from error
