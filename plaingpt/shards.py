@@ -160,17 +160,16 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
         ids = read_text(path, tokenizer)
         whole = Tokens([Shard(path, len(ids), ids=ids)], vocab_size, name)
     else:
-        paths = find_shards(path, split)
-        if not path.is_dir() and not paths:
+        own = {name: find_shards(path, name) for name in ("train", "val")}
+        if not path.is_dir() and not own["train"]:
             raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
         if split == "train" and (path / "progress.json").exists():
             print0(f"note: {data} is not complete; fineweb.py is still running, or was interrupted")
-        own_split = find_shards(path, "val")
-        paths = find_shards(path, split if own_split else "train")
+        paths = own[split if own["val"] else "train"]
         if not paths:
             raise UserError(f"--data {data}: no train shards in it; make them with fineweb.py")
         whole = Tokens([open_shard(path) for path in paths], vocab_size, name)
-        if own_split:
+        if own["val"]:
             return whole
     fraction = Fraction(str(val_fraction or (0.1 if is_text(path) else 0.01)))
     cut = len(whole) - math.ceil(len(whole) * fraction)

@@ -1,6 +1,6 @@
 """A local stand-in for the Hugging Face hub.
 
-Serves the part of its HTTP interface that `datasets` uses to download Parquet files.
+Serves the part of its HTTP interface that `datasets` and `huggingface_hub` use to download Parquet files and shards.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class Hub(BaseHTTPRequestHandler):
         headers = dict(ETag=etag, X_Repo_Commit=COMMIT, X_Linked_ETag=etag, X_Linked_Size=len(data), Accept_Ranges="bytes")
         if start:
             headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        if self.command == "GET" and path.endswith(".parquet"):
+        if self.command == "GET" and path.endswith((".parquet", ".bin")):
             if state["fail"]:
                 state["fail"] -= 1
                 return self.reply(500)
@@ -84,7 +84,7 @@ class Hub(BaseHTTPRequestHandler):
 def stand_in_hub(repos, cut=0, fail=0):
     """Runs a hub with repos {"owner/name": {path: bytes}} -> (URL, list of requests so far).
 
-    The first `fail` requests for a Parquet file get status 500. The next `cut` requests get half.
+    The first `fail` requests for a Parquet file or a shard get status 500. The next `cut` requests get half.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.state = dict(repos=repos, cut=cut, fail=fail, requests=[])
