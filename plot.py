@@ -19,6 +19,7 @@ from plaingpt.runlog import read_log
 # Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
 PANELS = {
     "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
+    "bpb": ("bits per byte", {}),
     "hella": ("HellaSwag, acc_norm_token", {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337}),
     "lambada": ("LAMBADA, accuracy", {"GPT-2 124M": 0.3256, "GPT-3 124M": 0.427}),
     "story": ("Story Cloze, accuracy", {"GPT-3 124M": 0.633}),

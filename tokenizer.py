@@ -208,11 +208,12 @@ def read_sample(config):
 
 
 def hold_out(texts):
-    """Texts -> (texts to train on, texts to measure on): every twentieth text, or line if few."""
-    if len(texts) < 20:
-        texts = [line for text in texts for line in text.splitlines(keepends=True)]
-    held_out = texts[19::20]
-    return [text for i, text in enumerate(texts) if i % 20 != 19], held_out or texts
+    """Texts -> (texts to train on, texts to measure on): every twentieth, or the end if few."""
+    if len(texts) >= 20:
+        return [text for i, text in enumerate(texts) if i % 20 != 19], texts[19::20]
+    text = "".join(texts)
+    cut = len(text) * 19 // 20
+    return [text[i : min(i + 100_000, cut)] for i in range(0, cut, 100_000)], [text[cut:]]
 
 
 def train_vocabulary(texts, config):
@@ -258,9 +259,9 @@ def main(argv=None):
     tokenizer = get_tokenizer(text)
     with writing(config.output):
         Path(config.output).write_text(text, "utf-8")
-    print(f"{config.output}: {tokenizer.n_vocab:,} ids", end="")
     few = tokenizer.n_vocab < config.vocab_size
-    print(f", fewer than {config.vocab_size:,}: the text is too short" if few else "")
+    reason = f"; the text is too short for {config.vocab_size:,}" if few else ""
+    print(f"{config.output}: {tokenizer.n_vocab:,} ids{reason}")
     describe(config.output, tokenizer, held_out)
     print(f"\nto use it: python fineweb.py --input ... --tokenizer {config.output}")
 
