@@ -370,9 +370,7 @@ def restore(checkpoint, trainer, config, fingerprints):
     """
     if checkpoint is None:
         return 0, 0
-    run, step, before = config.log_dir, checkpoint["step"], dict(checkpoint["train_config"])
-    if isinstance(before.get("data"), str):  # older versions knew one data set
-        before["data"] = [before["data"]]
+    run, step, before = config.log_dir, checkpoint["step"], checkpoint["train_config"]
     if step > config.max_steps:
         raise UserError(f"the run in {run} is at step {step}, beyond --max_steps "
                         f"{config.max_steps}; give more steps")
@@ -402,6 +400,7 @@ def restore(checkpoint, trainer, config, fingerprints):
     if config.shuffle and before.get("order") != ORDER:
         print0("note: an older version started this run; the order of the data is another one now")
     for name, now in asdict(config).items():
-        if name in before and before[name] != now:
-            print0(f"note: {name} changes from {before[name]} to {now}")
+        old, now = (" ".join(v) if isinstance(v, list) else v for v in (before.get(name, now), now))
+        if old != now:
+            print0(f"note: {name} changes from {old} to {now}")
     return step, checkpoint["position"]

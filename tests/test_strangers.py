@@ -267,7 +267,7 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
     found = {}
     for _, _, history in runs:
         for row in history:
-            for stream in row.keys() & {"train", "val", "lr", "norm", "tokens"}:
+            for stream in row.keys() & {"train", "val", "bpb", "lr", "norm", "tokens"}:
                 assert found.setdefault((row["_step"], stream), row[stream]) == row[stream]
     assert found == pytest.approx({key: float(value) for key, value in read_log(tmp_path / "run").items()}, rel=1e-6)
     assert {row["_step"] for _, _, history in runs for row in history if any(map(re.compile("sample 0").match, row))} == {5, 6, 10, 12}
