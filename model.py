@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype
+from plaingpt.sampling import KVCache, pad_mask, sample
 
 
 @dataclass
@@ -64,11 +65,8 @@ class CausalSelfAttention(nn.Module):
         x = x.to(matmul_dtype(x))  # if DDP's compiler cuts the graph here, it keeps a 16-bit x
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
-        if cache:
-            k = torch.cat([cache[0], k], dim=2)  # (B, nh, T so far, hs)
-            v = torch.cat([cache[1], v], dim=2)  # (B, nh, T so far, hs)
         if cache is not None:
-            cache[:] = k, v
+            k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
         dropout = self.dropout if self.training else 0.0
         causal = mask is None and T > 1  # a single new token attends to all of the cache
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)  # (B, nh, T, hs)
@@ -142,12 +140,12 @@ class GPT(nn.Module):
     def hidden(self, idx, cache=None, pos=None, mask=None):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
 
-        cache: a list for each block, empty at first, for the keys and values of earlier tokens.
+        cache: a KVCache for each block, with the keys and values of earlier tokens.
         pos: (B, T), default: after the cache. mask: (B, 1, T, T) bool, default: lower triangle.
         """
         T = idx.size(1)
         if pos is None:
-            start = cache[0][0].size(2) if cache and cache[0] else 0
+            start = cache[0].length if cache else 0
             if start + T > self.config.block_size:
                 raise ValueError(f"{start + T} tokens exceed block_size {self.config.block_size}")
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
@@ -182,25 +180,40 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
-        """Samples max_new_tokens ids after each row: (B, T) -> (B, T + max_new_tokens).
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0,
+               padding=None, n_prompts=1):
+        """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
 
         temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
         the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
+        padding: (B), the ids at the start of each row that are no text. n_prompts: each of so many
+        equal parts of the batch has its own random numbers, so it gets the same text as alone.
         """
         if idx.size(1) == 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ValueError("need a token, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
-        generator = torch.Generator(device=idx.device).manual_seed(seed)
-        cache = None
+        generators = [torch.Generator(device=idx.device).manual_seed(seed)
+                      for _ in range(n_prompts)]
+        start, T_max = 0, self.config.block_size
+        length = min(idx.size(1) + max_new_tokens, T_max)
+        cache = [KVCache(length) for _ in range(self.config.n_layer)]
         for _ in range(max_new_tokens):
-            new = idx[:, -1:]  # (B, 1)
-            if cache is None or idx.size(1) > self.config.block_size:
-                # Positions are absolute: when the window slides, the cached keys become invalid.
-                cache = [[] for _ in range(self.config.n_layer)]
-                new = idx[:, -self.config.block_size :]  # (B, T)
-            logits = self.logits(self.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)
-            idx = torch.cat([idx, sample(logits, temperature, top_k, top_p, generator)], dim=1)
-        return idx
+            if idx.size(1) > T_max:  # the window slides; positions are absolute: no cached keys
+                start, cache = 0, None
+                if padding is not None:
+                    padding = (padding - (idx.size(1) - T_max)).clamp(min=0)
+                idx = idx[:, -T_max:]  # (B, T_max)
+            new, place = idx[:, start:], (None, None)  # (B, T)
+            if padding is not None and padding.any():
+                place = pad_mask(padding, start, new.size(1))
+            logits = self.logits(self.hidden(new, cache, *place)[:, -1]).float()  # (B, vocab_size)
+            new = torch.cat([sample(part, temperature, top_k, top_p, generator) for part, generator
+                             in zip(logits.chunk(n_prompts), generators)])  # (B, 1)
+            start, idx = idx.size(1), torch.cat([idx, new], dim=1)
+            yield new
+
+    def generate(self, idx, max_new_tokens, *args, **options):
+        """All of stream() at once: (B, T) -> (B, T + max_new_tokens)."""
+        return torch.cat([idx, *self.stream(idx, max_new_tokens, *args, **options)], dim=1)
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
         """Returns [AdamW], or for "muon" [Muon, AdamW]. muon_lr: None means learning_rate.
@@ -250,20 +263,3 @@ class GPT(nn.Module):
         """Writes a Hugging Face GPT-2 that from_pretrained reads. Raises UserError."""
         from plaingpt.huggingface import save_gpt2
         save_gpt2(self, directory, tokenizer)
-
-
-def sample(logits, temperature, top_k, top_p, generator):
-    """Draws one id for each row: (B, vocab_size) -> (B, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.nan_to_num() / temperature  # NaN would end the process on a GPU
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p < 1:
-        probs, order = F.softmax(logits, dim=-1).sort(descending=True)  # (B, vocab_size)
-        # A token is dropped if the tokens before it already reach p. The first one always stays.
-        drop = probs.cumsum(dim=-1) - probs >= top_p
-        drop[:, 0] = False
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
-    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)

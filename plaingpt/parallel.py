@@ -191,6 +191,8 @@ class ShardedTrainer(nn.Module):
         shape = () if reduction == "mean" else targets.shape
         return self.on_stage(self.n_stages - 1, shape, self.model.loss, x, targets, reduction)
 
+    stream = GPT.stream
+
     def generate(self, *args, **kwargs):
         """GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
         with self.autocast:  # FSDP gathers parameters in autocast's dtype

@@ -38,7 +38,7 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
             env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=str(port))
         running.append(subprocess.Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
                        if fresh else Program(path, flags, cwd, env, **options))
     return running
 

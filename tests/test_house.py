@@ -55,7 +55,7 @@ def test_no_line_is_wider_than_100_columns(path):
 
 def test_number_of_lines():
     assert count_lines(LEARNERS_PATH) < 670
-    assert count_lines(FILES) < 5120  # lower it whenever lines are deleted
+    assert count_lines(FILES) < 5270  # lower it whenever lines are deleted
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -69,17 +69,17 @@ def test_length_of_functions(path):
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_dependencies_point_one_way(path):
-    """Programs -> plaingpt/* -> model.py -> plaingpt/loss.py. Counts imports in functions, too."""
+    """Programs -> plaingpt/* -> model.py -> plaingpt/loss.py, plaingpt/sampling.py. Counts imports in functions, too."""
     found = imports(ast.walk(parsed[path]))
     if path.parent == Path("plaingpt"):
         assert not found & PROGRAMS, found
     if path == Path("model.py"):
         # from_pretrained and to_hf call plaingpt/huggingface.py and import it when they are called.
-        assert imports(parsed[path].body) <= {"plaingpt.loss"}
-        assert found <= {"plaingpt.loss", "plaingpt.huggingface"}
+        assert imports(parsed[path].body) <= {"plaingpt.loss", "plaingpt.sampling"}
+        assert found <= {"plaingpt.loss", "plaingpt.sampling", "plaingpt.huggingface"}
     if path == Path("tokenizer.py"):
         assert found <= {"plaingpt.cli", "plaingpt.corpus", "plaingpt.tokenizer_json", "plaingpt"}
-    if path == Path("plaingpt/loss.py"):
+    if path in (Path("plaingpt/loss.py"), Path("plaingpt/sampling.py")):
         assert not found
 
 
