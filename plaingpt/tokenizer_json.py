@@ -13,7 +13,7 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eo
 # Hugging Face's expression for a vocabulary that splits like GPT-4: numbers in groups of three
 # digits, and a line break belongs to the symbol before it. tokenizer.py writes the same text.
 GPT4_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+")
 # In a byte-level vocabulary a character stands for a byte: a visible one for itself.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
