@@ -177,7 +177,7 @@ class VocabularyConfig:
     output: Annotated[str, "file to write"] = "tokenizer.json"
     pattern: Annotated[Literal["gpt2", "gpt4"], "how text is split before merging"] = "gpt2"
     text_key: Annotated[str, "field or column that holds the text"] = "text"
-    sample_bytes: Annotated[int, "bytes of text to train on", "at least 1"] = 10**8
+    sample_bytes: Annotated[int, "bytes of text to train on", "at least 1"] = 2 * 10**7
 
 
 def read_sample(config):
