@@ -16,6 +16,7 @@ import torch
 
 from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, first_line, parse_flags, run, writing
+from plaingpt.tokenizer_json import read_end_name
 
 CARD = """---
 library_name: transformers
@@ -42,6 +43,10 @@ in a text, such as `<|endoftext|>`, is encoded as its own id.
 {rows}
 """
 
+FACTS = ("parameters", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tokenizer",
+         "data", "train_tokens", "max_steps", "total_batch_size", "optimizer", "max_lr", "dtype",
+         "processes", "device", "started", "git_commit", "torch")
+
 
 @dataclass
 class ExportConfig:
@@ -50,42 +55,32 @@ class ExportConfig:
     dtype: Annotated[Literal["float32", "bfloat16"], "number format of the weights"] = "float32"
 
 
-def describe(source, model, tokenizer, dtype):
-    """Facts for the model card, from the model and from run.json beside it -> {name: value}."""
-    c = model.config
-    facts = dict(
-        checkpoint=source.name, tokenizer=tokenizer.name,
-        parameters=f"{sum(p.numel() for p in model.parameters()):,} in {dtype}",
-        shape=f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, context {c.block_size}")
-    path = source.with_name("run.json")
+def read_facts(path):
+    """Facts of a run.json for the model card -> {name: value}, empty without the file."""
     if not path.exists():
-        return facts
+        return {}
     try:
-        run = json.loads(path.read_text("utf-8"))
-        train = run["train_config"]
-        data = ", ".join(Path(place).name for place in train["data"])  # no directories of yours
-        return facts | {
-            "data": f"{data}: {run['train_tokens']:,} training tokens",
-            "training": f"{train['max_steps']:,} steps of {train['total_batch_size']:,} tokens, "
-                        f"{train['optimizer']}, peak learning rate {train['max_lr']:g}, "
-                        f"{run['dtype']}, {run['processes']} x {run['device']}",
-            "started": run["started"], "git commit": run["git_commit"],
-            "versions": ", ".join(" ".join(pair) for pair in run["versions"].items())}
+        facts = dict(json.loads(path.read_text("utf-8")))
+        known = {**facts["model_config"], **facts["train_config"], **facts["versions"], **facts}
+        places = known["data"] if isinstance(known["data"], list) else [known["data"]]
+        known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
+        return {name: known[name] for name in FACTS if name in known}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: cannot be read ({first_line(error)}); restore or delete it"
+        raise UserError(f"{path}: cannot be read ({first_line(error)}); restore or move it"
                         ) from error
 
 
 def main(argv=None):
     config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
     source, output = newest_model(config.checkpoint), Path(config.output)
-    if output.exists() and not (output / "config.json").exists():
+    if output.exists() and not read_end_name(output):
         if not output.is_dir() or any(output.iterdir()):
             raise UserError(f"--output {output}: has other files; give a new directory")
-    model, tokenizer = load_model(source)
-    facts = describe(source, model, tokenizer, config.dtype)
-    start = repr(tokenizer.decode([tokenizer.end_of_text]))
+    facts = dict(checkpoint=source.name, weights=config.dtype,
+                 **read_facts(source.with_name("run.json")))
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    model, tokenizer = load_model(source)
+    start = repr(tokenizer.decode([tokenizer.end_of_text]))
     with writing(output):
         model.to_hf(output, tokenizer, getattr(torch, config.dtype))
         card = CARD.format(name=output.resolve().name, start=start, rows=rows)

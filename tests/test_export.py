@@ -144,8 +144,8 @@ def test_bfloat16_model_card_and_a_second_export(exported):
     torch.testing.assert_close(hf.float().transformer.wte.weight, model.transformer.wte.weight, rtol=2**-8, atol=0)
     card = (exported / "own-hf" / "README.md").read_text()
     run = json.loads((exported / "own" / "run.json").read_text())
-    for fact in (run["git_commit"], run["started"], f"{run['parameters']:,} in bfloat16", "model_000030.pt", run["tokenizer"],
-                 f"t.txt: {run['train_tokens']:,} training tokens", "30 steps of 512 tokens, adamw", "library_name: transformers"):
+    for fact in (run["git_commit"], run["started"], "| weights | bfloat16 |", "model_000030.pt", run["tokenizer"], "| data | t.txt |",
+                 f"| train_tokens | {run['train_tokens']} |", "| dtype | float32 |", "| max_steps | 30 |", "library_name: transformers"):
         assert str(fact) in card, fact
     (exported / "moved.pt").write_bytes((exported / "own" / "model_000030.pt").read_bytes())
     program("--checkpoint", "moved.pt", "--output", "new/moved", cwd=exported, program="export.py")  # without run.json
@@ -162,6 +162,10 @@ def test_each_mistake_gives_a_one_sentence_error(exported):
         _, err = program(*(["--checkpoint", "bytes"] if "--checkpoint" not in flags else []), *flags, cwd=exported, status=2,
                          program="export.py")
         assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
+    facts = json.loads((ROOT / "log" / "records" / "baby" / "run.json").read_text())
+    (exported / "run.json").write_text(json.dumps({**facts, "train_config": {"data": "/home/me/input.txt"}}))  # an older one
+    program("--checkpoint", "moved.pt", "--output", "older", cwd=exported, program="export.py")
+    assert "| data | input.txt |" in (exported / "older" / "README.md").read_text()
     (exported / "run.json").write_text("[]")
     _, err = program("--checkpoint", "moved.pt", "--output", "x", cwd=exported, status=2, program="export.py")
     assert err.startswith("error: run.json: cannot be read") and not (exported / "x").exists()
