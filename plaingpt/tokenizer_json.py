@@ -82,7 +82,7 @@ def find_pattern(settings):
         return None
     if last["use_regex"]:
         return None if splits else "gpt2"
-    if not (splits or settings["model"].get("merges")):
+    if not splits and settings["model"].get("merges") == []:
         return "bytes"
     patterns = [split.get("pattern") for split in splits]
     return "gpt4" if patterns == [{"Regex": GPT4_PATTERN}] else None
