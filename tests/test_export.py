@@ -43,7 +43,7 @@ def exported(tmp_path_factory):
     (d / "own.json").write_text(json.dumps(own))
     for kind in KINDS:
         choice = [] if kind == "bytes" else ["--tokenizer", "own.json" if kind == "own" else "gpt2"]
-        program(*TINY, "--data", "t.txt", *choice, "--max_steps", 30, "--max_lr", 0.02, "--log_dir", kind, cwd=d)
+        program(*TINY, "--data", "t.txt", *choice, "--max_steps", 8, "--val_every", 8, "--max_lr", 0.02, "--log_dir", kind, cwd=d)
         out, _ = program("--checkpoint", kind, "--output", f"{kind}-hf", cwd=d, program="export.py")
         assert all(f"{kind}-hf/{name}\n" in out for name in FILES) and names(d / f"{kind}-hf") == FILES
     return d
@@ -137,17 +137,17 @@ def test_fields_for_llama_cpp(exported):
 def test_bfloat16_model_card_and_a_second_export(exported):
     """Files of others stay, an earlier export is replaced."""
     (exported / "own-hf" / "notes.txt").write_text("mine")
-    program("--checkpoint", "own/model_000030.pt", "--output", "own-hf", "--dtype", "bfloat16", cwd=exported, program="export.py")
+    program("--checkpoint", "own/model_000008.pt", "--output", "own-hf", "--dtype", "bfloat16", cwd=exported, program="export.py")
     assert names(exported / "own-hf") == sorted([*FILES, "notes.txt"])
     model, _, hf, _ = load(exported, "own")
     assert hf.dtype == torch.bfloat16 and hf.lm_head.weight is hf.transformer.wte.weight
     torch.testing.assert_close(hf.float().transformer.wte.weight, model.transformer.wte.weight, rtol=2**-8, atol=0)
     card = (exported / "own-hf" / "README.md").read_text()
     run = json.loads((exported / "own" / "run.json").read_text())
-    for fact in (run["git_commit"], run["started"], "| weights | bfloat16 |", "model_000030.pt", run["tokenizer"], "| data | t.txt |",
-                 f"| train_tokens | {run['train_tokens']} |", "| dtype | float32 |", "| max_steps | 30 |", "library_name: transformers"):
+    for fact in (run["git_commit"], run["started"], "| weights | bfloat16 |", "model_000008.pt", run["tokenizer"], "| data | t.txt |",
+                 f"| train_tokens | {run['train_tokens']} |", "| dtype | float32 |", "| max_steps | 8 |", "library_name: transformers"):
         assert str(fact) in card, fact
-    (exported / "moved.pt").write_bytes((exported / "own" / "model_000030.pt").read_bytes())
+    (exported / "moved.pt").write_bytes((exported / "own" / "model_000008.pt").read_bytes())
     program("--checkpoint", "moved.pt", "--output", "new/moved", cwd=exported, program="export.py")  # without run.json
     assert "moved.pt" in (exported / "new" / "moved" / "README.md").read_text()
 
