@@ -259,7 +259,7 @@ class GPT(nn.Module):
         from plaingpt.huggingface import load_gpt2
         return load_gpt2(name_or_dir)
 
-    def to_hf(self, directory, tokenizer=None):
+    def to_hf(self, directory, tokenizer=None, dtype=None):
         """Writes a Hugging Face GPT-2 that from_pretrained reads. Raises UserError."""
         from plaingpt.huggingface import save_gpt2
-        save_gpt2(self, directory, tokenizer)
+        save_gpt2(self, directory, tokenizer, dtype)

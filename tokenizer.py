@@ -77,11 +77,12 @@ class Tokenizer:
 
     @functools.cached_property
     def library(self):
-        """The tokenizers.Tokenizer of a tokenizer.json. Special tokens in a text are plain text."""
+        """The same as a tokenizers.Tokenizer. Special tokens in a text are plain text."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # fineweb.py has its own threads
         tokenizers = require("tokenizers")
+        settings = self.settings or tokenizer_json.build(self.token_bytes, self.special)
         try:
-            library = tokenizers.Tokenizer.from_str(json.dumps(self.settings))
+            library = tokenizers.Tokenizer.from_str(json.dumps(settings))
         except Exception as error:  # the package raises nothing more exact
             raise UserError(f"the package tokenizers rejects the {self.name} "
                             f"({first_line(error)}); give another one") from error
@@ -137,8 +138,8 @@ def get_tokenizer(source):
         crc = f"{zlib.crc32(repr((token_bytes, end)).encode()):08x}"
         name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc})"
         tokenizer = Tokenizer(name, source, token_bytes, special, end, settings)
-        gpt2 = get_tokenizer("gpt2") if tokenizer.pattern == "gpt2" else None
-        return gpt2 if gpt2 and gpt2.token_bytes == token_bytes else tokenizer
+        known = tokenizer.pattern in ("gpt2", "bytes") and get_tokenizer(tokenizer.pattern)
+        return known if known and known.token_bytes == token_bytes else tokenizer
     if source != "gpt2":
         raise UserError(f"unknown tokenizer {source[:50]!r}; it must be gpt2, bytes, or a file")
     data = MERGES.read_bytes()
@@ -160,7 +161,7 @@ def load_tokenizer(place, end_of_text=None):
         return get_tokenizer(place)
     try:
         settings = dict(json.loads(tokenizer_json.read_source(str(place))))
-        if end_of_text:
+        if end_of_text := end_of_text or tokenizer_json.read_end_name(place):
             settings["end_of_text"] = end_of_text
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
     except (ValueError, TypeError) as error:

@@ -217,15 +217,18 @@ def find_model(config):
     """The source that --checkpoint or --model names. Raises UserError if there is none."""
     if config.model and config.checkpoint:
         raise UserError("--model and --checkpoint exclude each other; give one")
-    if config.model:
-        return config.model
-    place = Path(config.checkpoint or "log")
+    return config.model or newest_model(config.checkpoint)
+
+
+def newest_model(place=None):
+    """The newest checkpoint in a run directory, in the runs of log/, or a file itself -> path."""
+    place = Path(place or "log")
     if place.is_file():
         return place
     newest = [path for d in (place, *place.glob("*/")) for path in checkpoints(d)[-1:]]
     if not newest:
         raise UserError(f"no checkpoint in {place}; python train_gpt2.py makes one, or give "
-                        "--checkpoint FILE or --model gpt2")
+                        "--checkpoint FILE")
     return max(newest, key=lambda path: path.stat().st_mtime)
 
 

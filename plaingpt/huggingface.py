@@ -1,7 +1,11 @@
-"""Weights of GPT-2 from and to Hugging Face transformers."""
+"""Weights of GPT-2, and tokenizers, from and to Hugging Face transformers."""
+
+import json
+import os
+from pathlib import Path
 
 from model import GPT, GPTConfig
-from plaingpt.cli import UserError, first_line, require
+from plaingpt.cli import UserError, first_line, require, write_json
 
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -48,27 +52,45 @@ def check_config(name_or_dir, hf_config):
             raise UserError(f"{name_or_dir}: {key} is {have!r}, not {value!r}; give a GPT-2")
 
 
-def save_gpt2(model, directory, tokenizer=None):
+def save_gpt2(model, directory, tokenizer=None, dtype=None):
     """Writes a GPT as a Hugging Face GPT-2 into a directory, with the Tokenizer if it is given.
 
-    AutoTokenizer reads a tokenizer.json. "gpt2" and "bytes" write none.
+    dtype: torch.dtype of the weights; the default is the model's.
     """
     transformers = require("transformers")
-    c = model.config
-    end_of_text = 50256 if c.vocab_size > 50256 else None
-    if tokenizer and tokenizer.settings:
-        end_of_text = tokenizer.end_of_text
-        library = tokenizer.library
-        library.encode_special_tokens = False  # as in other vocabularies of transformers
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=library, eos_token=library.id_to_token(end_of_text),
-            model_max_length=c.block_size).save_pretrained(directory)
+    transformers.utils.logging.disable_progress_bar()
+    c, end, prefix = model.config, None, None
+    if tokenizer:
+        end = tokenizer.end_of_text
+        prefix = tokenizer.decode([end])  # pipelines put it before a prompt, as generate.py does
+        save_tokenizer(tokenizer, directory, c.block_size)
+    elif c.vocab_size > 50256:
+        end = 50256
+    plain_bytes = tokenizer and not tokenizer.special  # a line break does not end a text
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_positions=c.block_size,
         vocab_size=c.vocab_size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=end_of_text, eos_token_id=end_of_text))
+        bos_token_id=end, eos_token_id=None if plain_bytes else end, prefix=prefix,
+        n_ctx=c.block_size))  # n_positions under its old name, for llama.cpp
     hf.load_state_dict(transpose_conv1d(model.state_dict()))
-    hf.save_pretrained(directory)
+    hf.generation_config.max_length = c.block_size  # transformers cannot move the window
+    hf.to(dtype).save_pretrained(directory)
+
+
+def save_tokenizer(tokenizer, directory, block_size):
+    """Writes a Tokenizer as the two files that AutoTokenizer reads, the same for every version.
+
+    As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
+    """
+    library = tokenizer.library
+    settings = {**json.loads(library.to_str()), "post_processor": None}
+    end = library.id_to_token(tokenizer.end_of_text)
+    special = dict(bos_token=end, eos_token=end) if tokenizer.special else {}
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size,
+                  clean_up_tokenization_spaces=False, end_of_text=end, **special)
+    os.makedirs(directory, exist_ok=True)
+    write_json(Path(directory, "tokenizer.json"), settings)
+    write_json(Path(directory, "tokenizer_config.json"), config)
 
 
 def transpose_conv1d(state_dict):

@@ -74,7 +74,7 @@ def plain_bytes(text):
 
 
 def find_pattern(settings):
-    """How the vocabulary splits text before it merges: "gpt2", "gpt4", or None for another way."""
+    """How the vocabulary splits text before it merges: "gpt2", "gpt4", "bytes", or None."""
     before = settings["pre_tokenizer"] or {}
     *splits, last = before.get("pretokenizers", [before])
     byte_level = last.get("type") == "ByteLevel" and not last["add_prefix_space"]
@@ -82,6 +82,8 @@ def find_pattern(settings):
         return None
     if last["use_regex"]:
         return None if splits else "gpt2"
+    if not splits and settings["model"].get("merges") == []:
+        return "bytes"
     patterns = [split.get("pattern") for split in splits]
     return "gpt4" if patterns == [{"Regex": GPT4_PATTERN}] else None
 
@@ -118,6 +120,28 @@ def merge_bytes(data, ranks, limit):
     return parts
 
 
+def build(token_bytes, special):
+    """Bytes of each id, special ids {text: id} -> contents of the tokenizer.json.
+
+    For a vocabulary whose ids are ranks: "gpt2", and "bytes", which has no merges.
+    """
+    hf = require("tokenizers")
+    letters = {byte: c for c, byte in BYTE_OF.items()}
+
+    def name(data):
+        return "".join(letters[byte] for byte in data)
+
+    ranks = {token: i for i, token in enumerate(token_bytes[: len(token_bytes) - len(special)])}
+    merges = [tuple(map(name, merge_bytes(token, ranks, i)))
+              for token, i in ranks.items() if len(token) > 1]
+    library = hf.Tokenizer(hf.models.BPE({name(token): i for token, i in ranks.items()}, merges))
+    library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=bool(merges))  # the expression of GPT-2
+    library.decoder = hf.decoders.ByteLevel()
+    library.add_special_tokens(list(special))
+    return json.loads(library.to_str())
+
+
 def read_source(place):
     """Text of the tokenizer.json at a path, in a directory or on the hub. Raises UserError.
 
@@ -143,6 +167,12 @@ def read_source(place):
                         ) from error
     library.add_special_tokens([name for name in END_NAMES if library.token_to_id(name)][:1])
     return library.to_str()
+
+
+def read_end_name(place):
+    """The key "end_of_text" of the tokenizer_config.json in an exported directory, or None."""
+    path = Path(place, "tokenizer_config.json")
+    return dict(json.loads(path.read_text("utf-8"))).get("end_of_text") if path.is_file() else None
 
 
 def download(name):

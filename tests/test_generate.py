@@ -98,7 +98,7 @@ def test_out_of_memory_gives_a_one_sentence_error(trained, monkeypatch):
 
 def test_a_missing_checkpoint_error_names_the_remedy(tmp_path):
     _, err = generate(cwd=tmp_path, status=2)
-    assert err == "error: no checkpoint in log; python train_gpt2.py makes one, or give --checkpoint FILE or --model gpt2\n"
+    assert err == "error: no checkpoint in log; python train_gpt2.py makes one, or give --checkpoint FILE\n"
 
 
 def test_invalid_utf8_in_a_file_of_prompts_is_replaced(trained):

@@ -22,7 +22,7 @@ PAGES = (*ENGLISH, *CHINESE.values())
 INSTALL = ["pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both
            "pip install -r requirements-dev.txt && pytest\n"]
 PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "lambada", "storycloze", "wikitext", "generate",
-            "bench", "plot"}
+            "export", "bench", "plot"}
 
 
 def read(name):
@@ -169,5 +169,5 @@ def test_run_the_code_of_all_pages(tmp_path):
             printed[name] = run(sys.executable, "-c", code)
     assert "step    99/100" in out and out.count("done: steps skipped: 0") == runs, out
     assert {"baby.png", "compare.png"} <= {path.name for path in tmp_path.iterdir()}
-    assert printed == {"README.md": "", "docs/lesson.md": "10.82\n"}
+    assert printed == {"docs/lesson.md": "10.82\n"}
     assert (tmp_path / "my-gpt2" / "config.json").is_file()

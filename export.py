@@ -1,0 +1,96 @@
+"""Writes a checkpoint as a directory that Hugging Face transformers loads.
+
+  python export.py                                newest checkpoint in log/
+  python export.py --checkpoint log/baby --output my-gpt2
+
+The directory contains the weights, the tokenizer and a model card, README.md.
+First: pip install transformers
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+
+from plaingpt.checkpoint import load_model, newest_model
+from plaingpt.cli import UserError, first_line, parse_flags, run, writing
+from plaingpt.tokenizer_json import read_end_name
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A GPT-2, trained with plainGPT.
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="{name}")
+print(generate("Once upon a time")[0]["generated_text"])
+```
+
+The prompt and the new tokens together must fit into the context. The training data has `{start}`
+before every document. The pipeline puts it before a prompt; the tokenizer does not. A special token
+in a text, such as `<|endoftext|>`, is encoded as its own id.
+
+| | |
+|---|---|
+{rows}
+"""
+
+FACTS = ("parameters", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tokenizer",
+         "data", "train_tokens", "max_steps", "total_batch_size", "optimizer", "max_lr", "dtype",
+         "processes", "device", "started", "git_commit", "torch")
+
+
+@dataclass
+class ExportConfig:
+    checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
+    output: Annotated[str, "directory to write; replaces an earlier export"] = "my-gpt2"
+    dtype: Annotated[Literal["float32", "bfloat16"], "number format of the weights"] = "float32"
+
+
+def read_facts(path):
+    """Facts of a run.json for the model card -> {name: value}, empty without the file."""
+    if not path.exists():
+        return {}
+    try:
+        facts = dict(json.loads(path.read_text("utf-8")))
+        known = {**facts["model_config"], **facts["train_config"], **facts["versions"], **facts}
+        places = known["data"] if isinstance(known["data"], list) else [known["data"]]
+        known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
+        return {name: known[name] for name in FACTS if name in known}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read ({first_line(error)}); restore or move it"
+                        ) from error
+
+
+def main(argv=None):
+    config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
+    source, output = newest_model(config.checkpoint), Path(config.output)
+    if output.exists() and not read_end_name(output):
+        if not output.is_dir() or any(output.iterdir()):
+            raise UserError(f"--output {output}: has other files; give a new directory")
+    facts = dict(checkpoint=source.name, weights=config.dtype,
+                 **read_facts(source.with_name("run.json")))
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    model, tokenizer = load_model(source)
+    start = repr(tokenizer.decode([tokenizer.end_of_text]))
+    with writing(output):
+        model.to_hf(output, tokenizer, getattr(torch, config.dtype))
+        card = CARD.format(name=output.resolve().name, start=start, rows=rows)
+        (output / "README.md").write_text(card, "utf-8")
+    for path in sorted(output.iterdir()):
+        print(f"{path.stat().st_size:13,} bytes  {path}")
+    print(f"""\nto use it, in Python:
+from transformers import pipeline
+print(pipeline("text-generation", model="{output}")("Once upon a time")[0]["generated_text"])""")
+
+
+if __name__ == "__main__":
+    run(main)
