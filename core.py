@@ -113,7 +113,8 @@ def read_lines(file):
     try:
         return file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
+        missing = isinstance(error, (FileNotFoundError, KeyError))
+        reason = "no such file" if missing else explain(error)
         raise UserError(f"{file}: cannot be read ({reason}); get the bundle again") from error
 
 
