@@ -161,7 +161,7 @@ def add_shots(examples, n, file):
 
 
 def encode(example, tokenizer):
-    """Yields (ids of a context, [ids of each of its endings]). What prompts share decides."""
+    """Yields (ids of a context, [ids of each of its endings]): splits the ids of whole prompts."""
     def ids(text):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
@@ -197,9 +197,10 @@ def score_tasks(model, examples, rows, *others):
             row._replace(endings=[(ids, pair - first, last) for ids, pair, last in row.endings])
             for row in rows if first <= row.endings[0][1] < end]
         parts.append(score(model, own, own_rows, *others))
-        for task, f in task_figures(own, parts[-1]).items():
-            print0(f"{task:<34}{f['accuracy']:8.4f}{f['centered']:10.4f}{f['examples']:10,}"
-                   f"{time.monotonic() - start:9.1f}")
+        seconds = time.monotonic() - start
+        for task, figures in task_figures(own, parts[-1]).items():
+            print0("{:<34}{accuracy:8.4f}{centered:10.4f}{examples:10,}{:9.1f}".format(
+                task, seconds, **figures))
         first = end
     return SimpleNamespace(**{
         name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
@@ -239,7 +240,7 @@ BENCHMARK = Benchmark(
             "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip into this "
             "directory, then give --bundle eval_bundle.zip (in training: "
             "--evals core=eval_bundle.zip)",
-    figures=dict(core="mean centered accuracy; CORE if these are the 22 tasks of the bundle"))
+    figures=dict(core="mean of the centered accuracies; CORE if of all 22 tasks"))
 
 if __name__ == "__main__":
     run(lambda: main(BENCHMARK))

@@ -328,7 +328,8 @@ def main(benchmark, argv=None):
     figures = benchmark.report(examples, scores)
     if rank == 0:
         facts = dict(
-            benchmark=benchmark.name, **options, data=path or benchmark.hub["dataset"],
+            benchmark=benchmark.name, data=path or benchmark.hub["dataset"],
+            **{name: value for name, value in options.items() if value is not None},
             model=str(source), parameters=sum(p.numel() for p in model.parameters()),
             tokenizer=tokenizer.name, dtype=str(dtype).removeprefix("torch."),
             device=f"{world_size} x {device.type}", seconds=round(time.monotonic() - start, 1),
