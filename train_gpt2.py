@@ -103,7 +103,7 @@ RECIPES = {
 }
 SHARDS = "edu_fineweb10B"
 TEXT = Path(__file__).with_name("input.txt")
-EVALS = ("hellaswag", "lambada", "storycloze", "wikitext")  # the benchmarks: one file each
+EVALS = ("hellaswag", "lambada", "storycloze", "wikitext", "core")  # the benchmarks: one file each
 
 
 def parse_args(argv=None):

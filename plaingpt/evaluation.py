@@ -44,29 +44,21 @@ class Example:
     endings: list[str]  # each starts with its white space
     label: int = 0  # the right pair
     stride: float = math.inf  # of windows (0: no overlap; math.inf: only the last window)
+    shots: tuple = ()  # solved examples, as texts; only a benchmark's own encode() reads them
     counts: dict | None = None  # other numbers that report() needs
 
     def __len__(self):
         return len(self.contexts) * len(self.endings)
 
 
-@dataclass
-class Benchmark:
-    """A benchmark. The file NAME.py has one, called BENCHMARK."""
-    name: str
-    doc: str  # text for --help
-    stream: str  # name of its first figure in a run's log
-    hub: dict | None  # arguments of load_hub
-    examples: Callable  # (records, **options) -> iterator of Examples
-    report: Callable  # (examples, scores) -> {figure: value}
-    figures: dict  # {figure: what it is, and what it compares with}
-    options: tuple = ()  # dataclasses with flags of its own
-    no_data: str = "not on the hub; give --data FILE or --evals NAME=FILE"  # if hub is None
-
-
 class Row(NamedTuple):
-    tokens: torch.Tensor  # (L, 3): id, position, part
-    scored: torch.Tensor  # (M, 4): index of the previous token, id, pair, 1 for a pair's last token
+    """Ids of a context, and its endings: (ids, number of the pair, whether they end the pair)."""
+    context: np.ndarray
+    endings: list
+
+    @property
+    def length(self):
+        return len(self.context) + sum(len(ids) - 1 for ids, _, _ in self.endings)
 
 
 def windows(context, ending, block_size, stride):
@@ -80,44 +72,81 @@ def windows(context, ending, block_size, stride):
         done = end
 
 
-def make_row(context, endings, pair, is_last=True):
-    """Ids of a context and of its endings -> Row. pair: the number of the first ending's pair."""
-    P, scored = len(context), []
-    tokens = [(token, i, 0) for i, token in enumerate(context)]
-    for k, ending in enumerate(endings):
-        for i, token in enumerate(ending):
-            ends = i == len(ending) - 1
-            scored.append((len(tokens) - 1 if i else P - 1, token, pair + k, is_last and ends))
-            if not ends:
-                tokens.append((token, P + i, k + 1))
-    return Row(torch.tensor(tokens), torch.tensor(scored, dtype=torch.long).view(-1, 4))
+def encode_texts(example, tokenizer):
+    """Yields (ids of a context, [ids of each of its endings]), as EleutherAI's harness does."""
+    for context in example.contexts:
+        # White space at the end of the context moves to the ending. The ending has the ids of
+        # context + ending, without the first len(ids) of them.
+        ids = tokenizer.encode(context.rstrip())
+        endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
+        yield ids or [tokenizer.end_of_text], endings
 
 
-def make_rows(examples, tokenizer, config):
-    """Examples -> Rows for a model with this GPTConfig. Raises UserError if an id is too high."""
-    T, rows, pair, n_cut = config.block_size, [], 0, 0
+@dataclass
+class Benchmark:
+    """A benchmark. The file NAME.py has one, called BENCHMARK."""
+    name: str
+    doc: str  # text for --help
+    stream: str  # name of its first figure in a run's log
+    hub: dict | None  # arguments of load_hub
+    examples: Callable | None  # (records, **options) -> iterator of Examples
+    report: Callable  # (examples, scores) -> {figure: value}
+    figures: dict  # {figure: what it is, and what it compares with}
+    options: tuple = ()  # dataclasses with flags of its own
+    no_data: str = "not on the hub; give --data FILE or --evals NAME=FILE"  # if hub is None
+    load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
+    encode: Callable = encode_texts  # (example, tokenizer) -> ids of contexts and endings
+    spare: int = 0  # positions of the model's context that a long text leaves free
+    score: Callable | None = None  # in place of score() below
+
+
+def make_rows(examples, tokenizer, config, encode=encode_texts, spare=0):
+    """Examples -> Rows for a model with this GPTConfig. Raises UserError if an id is too high.
+
+    encode, spare: of the Benchmark.
+    """
+    T, rows, pair, n_cut = config.block_size - spare, [], 0, 0
     for example in examples:
         if T < example.stride < math.inf:
             raise UserError(f"--stride {example.stride}: must be at most {T}, the model's context")
-        for context in example.contexts:
-            # As in EleutherAI's harness: white space at the end of the context moves to the ending.
-            # The ending has the ids of context + ending, without the first len(ids) of them.
-            ids = tokenizer.encode(context.rstrip())
-            endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
-            ids = ids or [tokenizer.end_of_text]
-            if max(itertools.chain(ids, *endings)) >= config.vocab_size:
+        for context, endings in encode(example, tokenizer):
+            if max(itertools.chain(context, *endings)) >= config.vocab_size:
                 raise UserError(f"the tokenizer has more ids than the model's {config.vocab_size}")
-            if len(ids) + max(map(len, endings)) - 1 <= T:
-                rows.append(make_row(ids, endings, pair))
-            else:
-                for k, ending in enumerate(endings):
-                    n_cut += example.stride == math.inf and len(ids) + len(ending) - 1 > T
-                    for before, piece, is_last in windows(ids, ending, T, example.stride):
-                        rows.append(make_row(before, [piece], pair + k, is_last))
-            pair += len(endings)
+            first = len(rows)
+            for ending in endings:
+                n_cut += example.stride == math.inf and len(context) + len(ending) - 1 > T
+                for before, piece, is_last in windows(context, ending, T, example.stride):
+                    before, piece = np.array(before, np.uint16), np.array(piece, np.uint16)
+                    shares = len(rows) > first and example.stride == math.inf
+                    if not (shares and np.array_equal(rows[-1].context, before)):
+                        rows.append(Row(before, []))
+                    rows[-1].endings.append((piece, pair, is_last))
+                pair += 1
     if n_cut:
         print0(f"note: {n_cut:,} of {pair:,} endings, with their context, were cut to {T} tokens")
     return rows
+
+
+def lay_out(row):
+    """Row -> its tokens (L, 3) and its scored tokens (M, 4).
+
+    tokens: id, position, part, as at the top of this file. scored: index of the previous token, id,
+    pair, 1 for a pair's last token.
+    """
+    P = L = len(row.context)
+    tokens, scored = [columns(row.context, np.arange(P), 0)], []
+    for part, (ids, pair, is_last) in enumerate(row.endings, start=1):
+        n = len(ids)
+        ends = is_last * (np.arange(n) == n - 1)
+        scored.append(columns(np.r_[P - 1, L : L + n - 1], ids, pair, ends))
+        tokens.append(columns(ids[:-1], np.arange(P, P + n - 1), part))
+        L += n - 1
+    return torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(scored))
+
+
+def columns(*values):
+    """Arrays (n) and numbers -> array (n, number of values)."""
+    return np.stack(np.broadcast_arrays(*values), axis=1).astype(np.int64)
 
 
 def round_up(length, device):
@@ -125,13 +154,14 @@ def round_up(length, device):
 
 
 def forward(model, rows, device):
-    """Runs the model on rows -> (log-likelihood, greedy) of their scored tokens, (M) each."""
-    tokens = pad_sequence([row.tokens for row in rows])  # (L, B, 3); no token sees the padding
+    """Runs the model on rows -> log-likelihood, greedy, pair, is_last of scored tokens (M)."""
+    tokens, scored = zip(*map(lay_out, rows))
+    tokens = pad_sequence(tokens)  # (L, B, 3); no token sees the padding
     L = round_up(len(tokens), device)
     tokens = F.pad(tokens, (0, 0, 0, 0, 0, L - len(tokens)))
     idx, pos, part = tokens.permute(2, 1, 0).contiguous().to(device)  # (B, L) each
-    scored = [row.scored[:, :2] + torch.tensor([b * L, 0]) for b, row in enumerate(rows)]
-    at, target = torch.cat(scored).T.contiguous().to(device)  # (M) each
+    scored = torch.cat([s + torch.tensor([b * L, 0, 0, 0]) for b, s in enumerate(scored)])  # (M, 4)
+    at, target = scored[:, :2].T.contiguous().to(device)  # (M) each
     mask = None  # causal, unless endings share a row
     if tokens[:, :, 2].max() > 1:
         mask = (part[:, None] == 0) | (part[:, None] == part[:, :, None])  # (B, L, L)
@@ -143,26 +173,25 @@ def forward(model, rows, device):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
             log_likelihood.append(-F.cross_entropy(logits, target_part, reduction="none"))
             greedy.append(logits.argmax(-1) == target_part)
-    return torch.cat(log_likelihood).cpu().numpy(), torch.cat(greedy).cpu().numpy()
+    return *(torch.cat(x).cpu().numpy() for x in (log_likelihood, greedy)), *scored[:, 2:].T.numpy()
 
 
 @torch.no_grad()
 def score(model, examples, rows, device, autocast, tokens_per_forward, dp_rank=0, dp_size=1):
     """Scores the N pairs of the examples -> arrays (N), the same on every process."""
-    rows = sorted(rows, key=lambda row: -len(row.tokens))  # first the one that needs most memory
+    rows = sorted(rows, key=lambda row: -row.length)  # first the one that needs most memory
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
     with autocast, sdpa_kernel(KERNELS):  # entered once: the weights are converted once
         while first < len(rows):
-            L = round_up(len(rows[first].tokens), device)
+            L = round_up(rows[first].length, device)
             B = max(1, tokens_per_forward // L)  # with padding
             batch = rows[first : first + B * dp_size]
             first += len(batch)
             own = batch[dp_rank::dp_size]
             # A process without rows also runs a row, because all must join the collectives.
-            log_likelihood, greedy = forward(model, own or batch[:1], device)
+            log_likelihood, greedy, pair, is_last = forward(model, own or batch[:1], device)
             if own:
-                pair, is_last = torch.cat([row.scored[:, 2:] for row in own]).numpy().T  # (M) each
                 values = [log_likelihood, np.ones_like(greedy), greedy, greedy & (is_last > 0)]
                 np.add.at(sums, (slice(None), pair), np.stack(values))
             loss = -sums[0].sum() / max(1, sums[1].sum())
@@ -218,6 +247,8 @@ def load_examples(benchmark, path=None, limit=0, **options):
     """Examples of a file or of the hub. Raises UserError."""
     if not path and not benchmark.hub:
         raise UserError(benchmark.no_data)
+    if benchmark.load:
+        return benchmark.load(path, limit, **options)
     files = [path] if path else load_hub(**benchmark.hub, patient=False)[0]
     records = ({**record, "where": f"{file}, {where}"}
                for file in files for where, record in read_records(file))
@@ -237,7 +268,9 @@ def load_evals(config, known, tokenizer, gpt_config):
         try:
             benchmark = importlib.import_module(name).BENCHMARK
             examples = devices.on_rank0(load_examples, benchmark, path)
-            evals.append((benchmark, examples, make_rows(examples, tokenizer, gpt_config)))
+            rows = make_rows(
+                examples, tokenizer, gpt_config, benchmark.encode, benchmark.spare)
+            evals.append((benchmark, examples, rows))
         except UserError as error:
             if path:
                 raise
@@ -251,7 +284,8 @@ def run_evals(evals, trainer, config, step, device, dp_rank, dp_size):
     tokens = min(config.batch_size * model.config.block_size, TOKENS[device.type])
     model.eval()
     for benchmark, examples, rows in evals:
-        scores = score(model, examples, rows, device, trainer.autocast, tokens, dp_rank, dp_size)
+        scores = (benchmark.score or score)(
+            model, examples, rows, device, trainer.autocast, tokens, dp_rank, dp_size)
         figures[benchmark.stream] = next(iter(benchmark.report(examples, scores).values()))
     model.train()
     print0(" | ".join([f"step {step}", *(f"{k} {value:.4f}" for k, value in figures.items())]))
@@ -276,30 +310,34 @@ def main(benchmark, argv=None):
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
+    path = options.pop("bundle", None) or config.data
     check_json(config.json)
     source = find_model(config)
     rank, world_size, device = devices.setup(config.device)
     dtype = devices.choose_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    examples = devices.on_rank0(
-        load_examples, benchmark, config.data, config.limit, **options)
+    examples = devices.on_rank0(load_examples, benchmark, path, config.limit, **options)
     model, tokenizer = load_model(source)
     model.to(device).eval()
-    rows = make_rows(examples, tokenizer, model.config)
+    rows = make_rows(examples, tokenizer, model.config, benchmark.encode, benchmark.spare)
     tokens = config.tokens_per_forward or TOKENS[device.type]
     start = time.monotonic()
     with devices.memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
-        scores = score(model, examples, rows, device, autocast, tokens, rank, world_size)
+        scores = (benchmark.score or score)(
+            model, examples, rows, device, autocast, tokens, rank, world_size)
     figures = benchmark.report(examples, scores)
     if rank == 0:
         facts = dict(
-            benchmark=benchmark.name, **options, data=config.data or benchmark.hub["dataset"],
+            benchmark=benchmark.name, data=path or benchmark.hub["dataset"],
+            **{name: value for name, value in options.items() if value is not None},
             model=str(source), parameters=sum(p.numel() for p in model.parameters()),
             tokenizer=tokenizer.name, dtype=str(dtype).removeprefix("torch."),
             device=f"{world_size} x {device.type}", seconds=round(time.monotonic() - start, 1),
             n_examples=len(examples))
         print0("\n".join(f"{name:<18} {value}" for name, value in facts.items()))
         for name, value in figures.items():
+            if name not in benchmark.figures:  # only for the file
+                continue
             text = f"{value:,.4f}"
             if "acc" in name:  # with the standard error of a mean
                 text += f" ± {math.sqrt(value * (1 - value) / len(examples)):.4f}"

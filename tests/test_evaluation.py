@@ -327,10 +327,11 @@ def test_scores_do_not_depend_on_batching_or_padding():
 
 def test_several_endings_share_one_copy_of_the_context():
     row, = make_rows([Example(["abc"], ["de", "fgh", "i"])], get_tokenizer("bytes"), GPTConfig(block_size=8, vocab_size=256))
-    ids, pos, part = row.tokens.T.tolist()
+    tokens, scored = evaluation.lay_out(row)
+    ids, pos, part = tokens.T.tolist()
     assert bytes(ids) == b"abcdfg"  # the last token of an ending is only a target
     assert pos == [0, 1, 2, 3, 3, 4] and part == [0, 0, 0, 1, 2, 2]
-    at, target, pair, is_last = row.scored.T.tolist()
+    at, target, pair, is_last = scored.T.tolist()
     assert at == [2, 3, 2, 4, 5, 2] and bytes(target) == b"defghi"
     assert pair == [0, 0, 1, 1, 1, 2] and is_last == [0, 1, 0, 0, 1, 1]
 
