@@ -22,7 +22,7 @@ PAGES = (*ENGLISH, *CHINESE.values())
 INSTALL = ["pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both
            "pip install -r requirements-dev.txt && pytest\n"]
 PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "lambada", "storycloze", "wikitext", "generate",
-            "export", "bench", "plot"}
+            "export", "bench", "plot", "core"}
 
 
 def read(name):
