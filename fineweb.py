@@ -46,7 +46,15 @@ from plaingpt.cli import (
     run,
     writing,
 )
-from plaingpt.corpus import checksum, find_files, load_hub, read_blocks, retry, texts_of
+from plaingpt.corpus import (
+    checksum,
+    find_files,
+    hub_answers,
+    load_hub,
+    read_blocks,
+    retry,
+    texts_of,
+)
 from plaingpt.shards import ShardWriter, open_shard
 from tokenizer import MERGES, MERGES_SHA256, load_tokenizer
 
@@ -63,13 +71,13 @@ class ShardConfig:
     name: Annotated[str | None, "its configuration [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     tokenizer: Annotated[str, "tokenizer.json, its directory, or a name of the hub"] = "gpt2"
-    end_of_text: Annotated[str | None, "its token between documents, if not found"] = None
+    end_of_text: Annotated[str | None, "name of its token between documents"] = None
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
     shard_size: Annotated[int | None, "tokens [10^8; --input: by its size]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
-    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "of gpt2: encodes"] = "auto"
+    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "auto tries gigatoken"] = "auto"
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
@@ -123,6 +131,9 @@ def download_shards(config):
     A file that is there already is kept. A download that was cut off continues.
     """
     hub, name = require("huggingface_hub"), config.prebuilt
+    if not hub_answers():
+        raise UserError(f"--prebuilt {name}: the hub does not answer; check the network, or set "
+                        "HF_ENDPOINT to a mirror")
     files = retry(name, hub.list_repo_files, name, repo_type="dataset")
     found = [re.search(r"^[^/]+_(train|val)_\d+\.(npy|bin)$", file) for file in sorted(files)]
     val, train = ([m[0] for m in found if m and m[1] == split] for split in ("val", "train"))
@@ -157,6 +168,8 @@ def tokenize_all(blocks, config, *encoder):
 
 def choose_backend(config, blocks, tokenizer):
     """gigatoken if it is installed and encodes the first texts as the tokenizer does."""
+    if blocks and all(block.kind == "ids" for block in blocks):
+        return "copied"
     if not tokenizer.encoding:
         return "tokenizers"
     installed = tokenizer.name != "bytes" and find_spec("gigatoken")

@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 
 from plaingpt.checkpoint import find_model, load_model
-from plaingpt.cli import UserError, check_json, parse_flags, print0, run, write_json
+from plaingpt.cli import UserError, check_output, parse_flags, print0, run, write_json
 from plaingpt.device import Dtype, choose_dtype, memory_advice, setup
 
 MAX_ROWS = 32  # texts that are generated at a time
@@ -163,7 +163,7 @@ def main(argv=None):
     config = GenerateConfig(**given)
     if config.interactive and given.keys() & {"prompt", "prompts"}:
         raise UserError("--interactive reads prompts; leave out --prompt and --prompts")
-    check_json(config.json)
+    check_output("--json", config.json)
     prompts, name, device = read_prompts(config), find_model(config), setup(config.device)[2]
     dtype = choose_dtype(config.dtype, device)
     model, tokenizer = load_model(name)

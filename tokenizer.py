@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from plaingpt import tokenizer_json
-from plaingpt.cli import UserError, first_line, parse_flags, require, run, writing
+from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run, writing
 from plaingpt.corpus import check_spaces, find_files, read_blocks, texts_of
 
 END_OF_TEXT = "<|endoftext|>"
@@ -171,6 +171,9 @@ def load_tokenizer(place, end_of_text=None):
         raise UserError(f"--tokenizer {place}: {error}") from error
 
 
+PIECE = 10_000  # characters; large documents are sampled in pieces
+
+
 @dataclass
 class VocabularyConfig:
     input: Annotated[list[str] | None, "files or quoted globs, as of fineweb.py"] = None
@@ -188,21 +191,21 @@ def read_sample(config):
     paths = find_files(config.input)
     n_bytes = sum(path.stat().st_size for path in paths)
     share = min(1, config.sample_bytes / max(1, n_bytes))
-    texts, size, n_seen, n_skipped = [], 0, 0, 0
+    texts, size, n_seen = [], 0, 0
     with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="reading") as bar:
         for block in read_blocks(paths, config.text_key):
             found, skipped = texts_of(block, config.text_key)
-            n_skipped += len(skipped)
-            for text in filter(None, found):
+            for line, reason in skipped:
+                tqdm.write(f"skipped {paths[block.file]}, line {line}: {reason}", file=sys.stderr)
+            starts = [(text, i) for text in found for i in range(0, len(text), PIECE)]
+            for piece in (text[i : i + PIECE] for text, i in starts):
                 n_seen += 1
-                if int(n_seen * share) > int((n_seen - 1) * share):
-                    texts.append(text)
-                    size += len(text.encode())
+                if not texts or int(n_seen * share) > int((n_seen - 1) * share):
+                    texts.append(piece)
+                    size += len(piece.encode())
             bar.update(block.done - bar.n)
             if size >= config.sample_bytes:
                 break
-    if n_skipped:
-        print(f"{n_skipped:,} damaged records skipped", file=sys.stderr)
     if not texts:
         raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
     return texts
@@ -214,7 +217,7 @@ def hold_out(texts):
         return [text for i, text in enumerate(texts) if i % 20 != 19], texts[19::20]
     text = "".join(texts)
     cut = len(text) * 19 // 20
-    return [text[i : min(i + 100_000, cut)] for i in range(0, cut, 100_000)], [text[cut:]]
+    return [text[:cut]], [text[cut:]]
 
 
 def train_vocabulary(texts, config):
@@ -255,6 +258,7 @@ def main(argv=None):
     if not config.input:
         raise UserError("--input: is missing; give text files")
     require("tokenizers")
+    check_output("--output", config.output)
     texts, held_out = hold_out(read_sample(config))
     text = train_vocabulary(texts, config)
     tokenizer = get_tokenizer(text)

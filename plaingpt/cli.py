@@ -241,10 +241,10 @@ def lock(directory, flag):
     return descriptor
 
 
-def check_json(path):
-    """Raises UserError if --json FILE cannot be written. Called before the work starts."""
+def check_output(flag, path):
+    """Raises UserError if a file cannot be written. Called before the work starts."""
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
-        raise UserError(f"--json {path}: cannot write there; give a file in a writable directory")
+        raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 
 
 def write_json(path, value):

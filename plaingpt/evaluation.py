@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import plaingpt.device as devices
 from plaingpt.checkpoint import find_model, load_model
-from plaingpt.cli import UserError, check_json, parse_flags, print0, show_progress, write_json
+from plaingpt.cli import UserError, check_output, parse_flags, print0, show_progress, write_json
 from plaingpt.corpus import load_hub, read_records
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
@@ -311,7 +311,7 @@ def main(benchmark, argv=None):
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
     path = options.pop("bundle", None) or config.data
-    check_json(config.json)
+    check_output("--json", config.json)
     source = find_model(config)
     rank, world_size, device = devices.setup(config.device)
     dtype = devices.choose_dtype(config.dtype, device)
@@ -338,7 +338,7 @@ def main(benchmark, argv=None):
         for name, value in figures.items():
             if name not in benchmark.figures:  # only for the file
                 continue
-            text = f"{value:,.4f}"
+            text = f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"
             if "acc" in name:  # with the standard error of a mean
                 text += f" ± {math.sqrt(value * (1 - value) / len(examples)):.4f}"
             print(f"{name:<18} {text:<18} {benchmark.figures[name]}")

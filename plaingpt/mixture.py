@@ -23,14 +23,15 @@ def read_shares(items):
     weights = {}
     for item in items:
         path, weight = item, Fraction(1)
-        match = re.fullmatch(r"(.+)=([\d.eE/+-]+)", item)
-        if match and not Path(item).exists():
+        if "=" in item[1:] and not Path(item).exists():
+            path, _, text = item.rpartition("=")
             try:
-                path, weight = match[1], Fraction(match[2])
+                weight = Fraction(text)
             except (ValueError, ZeroDivisionError):
                 weight = 0
             if weight <= 0:
-                raise UserError(f"--data {item}: the weight must be a number above 0")
+                raise UserError(f"--data {item}: the weight must be a number above 0, as in "
+                                f"{path}=0.5")
         if path in weights:
             raise UserError(f"--data {path}: is given twice; give each data set once")
         weights[path] = weight
@@ -57,7 +58,8 @@ def find_common_tokenizer(config):
     for path, tokenizer in found.items():
         if tokenizer.name != found[first].name:
             raise UserError(f"--data {path}: has tokens of {tokenizer.name}, but {first} has those "
-                            f"of {found[first].name}; make the shards again with one tokenizer")
+                            f"of {found[first].name}; use one tokenizer for all; "
+                            "--tokenizer sets that of a text")
     return found[first]
 
 

@@ -265,7 +265,9 @@ def find_tokenizer(data, place=None):
     if own and given and own.name != given.name:
         raise UserError(f"--tokenizer {place}: is {given.name}, but {data} has tokens of "
                         f"{own.name}; leave out --tokenizer")
-    return own or given or get_tokenizer("bytes" if path.is_file() else "gpt2")
+    if not own and not given and any(file.suffix == ".idx" for file in find_shards(path, "train")):
+        print0(f"note: {data} has no tokenizer; gpt2 is assumed, --tokenizer sets another one")
+    return own or given or get_tokenizer("bytes" if is_text(path) else "gpt2")
 
 
 def read_meta(directory):

@@ -48,7 +48,7 @@ def parse(source):
     name = next((name for name in ([end] if end else END_NAMES) if name in ids), None)
     if not name:
         raise UserError(f"has no token {end or ' or '.join(END_NAMES)}; name the token between "
-                        "documents with --end_of_text")
+                        "documents with --end_of_text of fineweb.py")
     token_bytes = [b""] * n_vocab
     for text, i in ids.items():
         exact = text in added or not byte_level

@@ -155,7 +155,7 @@ def test_shares():
     assert [str(v) for v in read_shares(["a", "b=2", "c=1/3"]).values()] == ["3/10", "3/5", "1/10"]
     shares = read_shares(["a=0.123456789", "b=1e-9", "c=3"])
     assert sum(shares.values()) == 1 and all(0 < s and (s * 100_000).denominator == 1 for s in shares.values())
-    for item in ("a=0", "a=-1", "a=1/0", "a=."):
+    for item in ("a=0", "a=-1", "a=1/0", "a=.", "a=0,7", "a=nan", "a=x"):
         with pytest.raises(UserError, match="--data a=.*: the weight must be a number above 0"):
             read_shares([item])
     with pytest.raises(UserError, match="--data a: is given twice"):
@@ -255,3 +255,18 @@ def test_prebuilt_shards_come_from_the_hub(tmp_path):
     _, err = fetch("--prebuilt", "some/shards", "--strict", status=2)
     assert err == "error: --prebuilt: leave out --strict; the shards are made already\n"
     train("--data", "s", "--max_steps", 1, cwd=tmp_path)
+
+
+def test_megatrons_files_without_a_tokenizer_are_gpt2s(documents, tmp_path):
+    write_megatron(tmp_path / "x", documents, "<u2", 8)
+    for name in ("x", "x.bin", "x.idx"):
+        out, _ = train("--data", name, "--max_steps", 1, cwd=tmp_path)
+        assert f"note: {name} has no tokenizer; gpt2 is assumed, --tokenizer sets another one\n" in out
+    out, _ = program("--input", "x.idx", "--output_dir", "out", cwd=tmp_path, program="fineweb.py")
+    assert out.startswith("copied: ")
+
+
+def test_a_hub_that_does_not_answer(tmp_path):
+    _, err = program("--prebuilt", "some/shards", cwd=tmp_path, program="fineweb.py", online=True, status=2,
+                     env=dict(HF_ENDPOINT="http://127.0.0.1:9"))
+    assert err == "error: --prebuilt some/shards: the hub does not answer; check the network, or set HF_ENDPOINT to a mirror\n"

@@ -344,3 +344,26 @@ def test_training_from_shards_needs_no_package(zh, tmp_path):
 def test_missing_input_and_package():
     with pytest.raises(UserError, match="--input: is missing"):
         tokenizer.main([])
+
+
+def test_a_sample_of_few_large_documents(zh, tmp_path):
+    """Pieces of about the size that was asked for, from all of the text."""
+    (tmp_path / "t.txt").write_text("".join(str(i // 1000) * 1000 for i in range(0, 2_000_000, 1000)))
+    config = tokenizer.VocabularyConfig(input=[str(tmp_path / "t.txt")], sample_bytes=200_000)
+    size = (tmp_path / "t.txt").stat().st_size
+    texts = tokenizer.read_sample(config)
+    assert 190_000 < sum(map(len, texts)) < 220_000 and "1999" in "".join(texts) and "555" in "".join(texts) and size > 2_000_000
+    train_on, held_out = tokenizer.hold_out(texts)
+    assert sum(map(len, train_on)) + sum(map(len, held_out)) == sum(map(len, texts)) and held_out[0] not in train_on
+    config.sample_bytes = 1
+    assert len(tokenizer.read_sample(config)) == 1
+    train_on, held_out = tokenizer.hold_out(["x" * 100])
+    assert [len(train_on[0]), len(held_out[0])] == [95, 5]
+
+
+def test_damaged_text_is_shown(zh, tmp_path):
+    (tmp_path / "t.txt").write_bytes("中".encode()[:2])
+    _, err = program("--input", "t.txt", cwd=tmp_path, program="tokenizer.py", status=2)
+    assert "skipped t.txt, line 1: not UTF-8\n" in err and err.endswith("error: t.txt: no text in it; choose another file or --text_key\n")
+    _, err = program("--input", "t.txt", "--output", "no/x.json", cwd=tmp_path, program="tokenizer.py", status=2)
+    assert err == "error: --output no/x.json: cannot write there; give a file in a writable directory\n"
