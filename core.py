@@ -10,7 +10,8 @@ eval_data/. Your own tasks have the same form, or are one .jsonl file. Its lines
 have one of three forms (multiple_choice, schema, language_modeling):
 
   {"query": "A cat in a", "choices": ["hat", "box"], "gold": 0}
-  {"context_options": ["Ada sang. She", "Ada sang. It"], "continuation": "smiled", "gold": 0}
+  {"context_options": ["Ada sang. She", "Ada sang. It"],
+   "continuation": "smiled", "gold": 0}
   {"context": "One, two,", "continuation": "three"}
 
 The metric is the mean accuracy of the tasks, centered: 0 is chance, 1 is
