@@ -1,6 +1,6 @@
 """A local stand-in for the Hugging Face hub.
 
-Serves the part of its HTTP interface that `datasets` and `huggingface_hub` use to download Parquet files and shards.
+Serves the part of its HTTP interface that `datasets` and `huggingface_hub` use to download Parquet files, shards and tokenizers.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         state = self.server.state
         state["requests"].append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
-        if file := re.match(r"/datasets/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
+        if file := re.match(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
             return self.send_file(*file.groups())
-        repo, rest = re.match(r"/api/datasets/([^/]+/[^/?]+)(.*)|", self.path).groups()
+        repo, rest = re.match(r"/api/(?:datasets|models)/([^/]+/[^/?]+)(.*)|", self.path).groups()
         if repo not in state["repos"]:
             return self.reply(404, b"{}", X_Error_Code="RepoNotFound")
         if tree := re.match(r"/tree/[^/?]+/?([^?]*)", rest):

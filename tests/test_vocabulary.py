@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, TINY, program, read_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_in_hub import stand_in_hub
 
 import tokenizer
 from plaingpt import corpus
@@ -367,3 +368,23 @@ def test_damaged_text_is_shown(zh, tmp_path):
     assert "skipped t.txt, line 1: not UTF-8\n" in err and err.endswith("error: t.txt: no text in it; choose another file or --text_key\n")
     _, err = program("--input", "t.txt", "--output", "no/x.json", cwd=tmp_path, program="tokenizer.py", status=2)
     assert err == "error: --output no/x.json: cannot write there; give a file in a writable directory\n"
+
+
+def test_a_tokenizer_of_the_hub(zh, tmp_path):
+    """By its name: a tokenizer.json, or the older pair of files; other files are not downloaded."""
+    d, _ = zh
+    model = json.loads((d / "zh.json").read_text())["model"]
+    old = {"vocab.json": json.dumps({**model["vocab"], "</s>": 7999}).encode(),
+           "merges.txt": ("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])).encode()}
+    repos = {"some/new": {"tokenizer.json": (d / "zh.json").read_bytes(), "model.safetensors": b"large"}, "some/old": old}
+    with stand_in_hub(repos) as (url, requests):
+        env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
+        for name, end in (("new", "<|endoftext|>"), ("old", "</s>")):
+            program("--input", d / "a.txt", "--tokenizer", f"some/{name}", "--output_dir", name, cwd=tmp_path, program="fineweb.py",
+                    online=True, env=env, fresh=True)
+            found = load_tokenizer(tmp_path / name)
+            assert found.special == {end: 7999} and found.encode("中文 a") == reference(d).encode("中文 a").ids
+        _, err = program("--input", d / "a.txt", "--tokenizer", "some/missing", "--output_dir", "x", cwd=tmp_path,
+                         program="fineweb.py", online=True, env=env, fresh=True, status=2)
+        assert err.startswith("error: --tokenizer some/missing: ") and err.count("\n") == 1 and "HF_ENDPOINT" in err
+        assert not any("safetensors" in path for method, path, _ in requests if method == "GET" and "resolve" in path)
