@@ -144,6 +144,8 @@ def make_example(item, kind, delimiter):
         example = Example(list(map(str, first)), [f"{delimiter}{second}"], *gold)
     else:
         example = Example([second], [f"{delimiter}{choice}" for choice in first], *gold)
+    if len(example) < 2:
+        raise bad_record(item, "has fewer than two choices")
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
     return example
