@@ -27,8 +27,8 @@ def lines_of(figure):
 
 def test_the_plot_shows_the_log():
     lines, log = lines_of(plot.draw({"baby": plot.read_run(BABY)}, "steps")), read_log(BABY)
-    assert list(lines) == ["loss (nats per token)", "learning rate", "gradient norm before clipping", "tokens per second"]
-    for title, label, stream in (("loss (nats per token)", "baby, validation", "val"), ("learning rate", "baby", "lr")):
+    assert list(lines) == ["loss (nats per token)", "bits per byte", "learning rate", "gradient norm before clipping", "tokens per second"]
+    for title, label, stream in (("loss (nats per token)", "baby, validation", "val"), ("bits per byte", "baby", "bpb"), ("learning rate", "baby", "lr")):
         x, y = lines[title][label]
         assert {(int(a), stream): f"{b:.8g}" for a, b in zip(x, y)} == {k: v for k, v in log.items() if k[1] == stream}
     x, y = lines["loss (nats per token)"]["baby, training"]
