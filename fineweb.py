@@ -172,8 +172,7 @@ def choose_backend(config, blocks, tokenizer):
         return "copied"
     if not tokenizer.encoding:
         return "tokenizers"
-    installed = tokenizer.name != "bytes" and find_spec("gigatoken")
-    if config.backend == "tiktoken" or (config.backend == "auto" and not installed):
+    if config.backend == "tiktoken" or (config.backend == "auto" and not find_spec("gigatoken")):
         return "tiktoken"
     texts = [text for block in blocks for text in texts_of(block, config.text_key)[0]][:1000]
     with ThreadPoolExecutor() as pool:  # tiktoken is loaded while gigatoken encodes

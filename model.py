@@ -196,14 +196,16 @@ class GPT(nn.Module):
         start, T_max = 0, self.config.block_size
         length = min(idx.size(1) + max_new_tokens, T_max)
         cache = [KVCache(length) for _ in range(self.config.n_layer)]
+        padded = padding is not None and bool(padding.any())  # once: it waits for the device
         for _ in range(max_new_tokens):
             if idx.size(1) > T_max:  # the window slides; positions are absolute: no cached keys
                 start, cache = 0, None
-                if padding is not None:
+                if padded:
                     padding = (padding - (idx.size(1) - T_max)).clamp(min=0)
+                    padded = bool(padding.any())
                 idx = idx[:, -T_max:]  # (B, T_max)
             new, place = idx[:, start:], (None, None)  # (B, T)
-            if padding is not None and padding.any():
+            if padded:
                 place = pad_mask(padding, start, new.size(1))
             logits = self.logits(self.hidden(new, cache, *place)[:, -1]).float()  # (B, vocab_size)
             new = torch.cat([sample(part, temperature, top_k, top_p, generator) for part, generator

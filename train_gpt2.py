@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import plaingpt.device as devices
 from model import PRESETS, GPTConfig
-from plaingpt.batches import check_batch_size, micro_batch, micro_batches, to_batch
+from plaingpt.batches import check_batch_size, load_batch, micro_batch, micro_batches
 from plaingpt.checkpoint import Saver, fill, find_checkpoint, init_model, restore
 from plaingpt.cli import UserError, catch_stop_signals, parse_flags, print0, restoring_signals, run
 from plaingpt.evaluation import load_evals, run_evals
@@ -170,8 +170,7 @@ class DataLoaderLite:
 
     def batch(self, position, B, device="cpu"):
         """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
-        sequences = [self.sequence(position + b, check=b == 0) for b in range(B)]
-        return to_batch(sequences, device)
+        return load_batch(self, position, B, device)
 
 
 def get_lr(step, config):

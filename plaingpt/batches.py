@@ -6,8 +6,9 @@ import torch
 from plaingpt.cli import UserError
 
 
-def to_batch(sequences, device):
-    """B arrays of T+1 tokens -> x, y on the device: (B, T) int64 each; y is x one token later."""
+def load_batch(loader, position, B, device):
+    """B sequences of a loader -> x, y on the device: (B, T) int64 each; y is x one token later."""
+    sequences = [loader.sequence(position + b, check=b == 0) for b in range(B)]
     tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, T+1)
     if torch.device(device).type == "cuda":
         tokens = tokens.pin_memory()  # pinned memory is copied while the GPU computes

@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from plaingpt.batches import to_batch
+from plaingpt.batches import load_batch
 from plaingpt.cli import UserError, print0
 from plaingpt.shards import find_tokenizer, open_tokens
 
@@ -108,8 +108,7 @@ class Mixture:
 
     def batch(self, position, B, device="cpu"):
         """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
-        sequences = [self.sequence(position + b, check=b == 0) for b in range(B)]
-        return to_batch(sequences, device)
+        return load_batch(self, position, B, device)
 
     def epochs(self, position):
         """How often each set was read in `position` sequences -> {name: number}."""

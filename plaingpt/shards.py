@@ -260,8 +260,8 @@ def find_tokenizer(data, place=None):
     given = load_tokenizer(place) if place else None
     if (path / "tokenizer.json").exists():
         own = load_tokenizer(path)
-    elif "tokenizer" in read_meta(path):
-        own = get_tokenizer(read_meta(path)["tokenizer"])
+    elif name := read_meta(path).get("tokenizer"):
+        own = get_tokenizer(name)
     if own and given and own.name != given.name:
         raise UserError(f"--tokenizer {place}: is {given.name}, but {data} has tokens of "
                         f"{own.name}; leave out --tokenizer")
