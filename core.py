@@ -52,15 +52,24 @@ class Options:
     delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
 
 
-def load(path, limit, tasks=None, max_per_task=0, num_fewshot=None, delimiter=None):
-    """Bundle or .jsonl -> Examples, task by task. limit: as max_per_task. Raises UserError."""
+def load(path, limit, bundle=None, tasks=None, max_per_task=0, num_fewshot=None, delimiter=None):
+    """Bundle or .jsonl -> Examples, task by task. Raises UserError.
+
+    path and limit have the same meaning as bundle and max_per_task.
+    """
+    if not (bundle or path):
+        raise UserError(BENCHMARK.no_data)
+    if limit and max_per_task:
+        raise UserError("--limit and --max_per_task mean the same; give one")
     found = []
-    for task in read_tasks(Path(path), tasks):
+    for task in read_tasks(Path(bundle or path), tasks):
         items, kind = read_items(task["file"]), task["icl_task_type"]
         if kind is None:
             kind = next((k for k, (name, *_) in FIELDS.items() if name in items[0]), None)
+        if kind is None:
+            raise bad_record(items[0], "has no field choices, context_options or context")
         if kind not in FIELDS:
-            raise UserError(f"{task['where']}: its kind must be one of {', '.join(FIELDS)}")
+            raise UserError(f"{task['where']}: icl_task_type must be one of {', '.join(FIELDS)}")
         random.Random(1337).shuffle(items)
         items = items[: max_per_task or limit or None]
         between = task.get("continuation_delimiter", " ") if delimiter is None else delimiter
@@ -78,9 +87,15 @@ def load(path, limit, tasks=None, max_per_task=0, num_fewshot=None, delimiter=No
 def read_tasks(path, names):
     """Bundle or .jsonl -> dicts as in core.yaml, with their file, chance and where."""
     if path.suffix == ".jsonl":
+        if names:
+            raise UserError(f"--tasks: {path} is one task; leave out --tasks")
         return [dict(label=path.stem, file=path, where=path, icl_task_type=None, num_fewshot=0)]
-    root = zipfile.Path(path) if zipfile.is_zipfile(path) else path
-    folders = [root, *(root.iterdir() if root.is_dir() else [])]  # the public zip has a folder
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and not path.is_dir():
+        raise UserError(f"{path}: is not a directory, a complete zip file or a .jsonl file; "
+                        "give one of these")
+    root = zipfile.Path(path) if is_zip else path
+    folders = [root, *root.iterdir()]  # the public zip has a folder
     root = next((folder for folder in folders if (folder / "core.yaml").is_file()), None)
     if root is None:
         raise UserError(f"{path}: has no core.yaml; {BENCHMARK.no_data}")
@@ -116,7 +131,7 @@ def read_lines(file):
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         missing = isinstance(error, (FileNotFoundError, KeyError))
         reason = "no such file" if missing else explain(error)
-        raise UserError(f"{file}: cannot be read ({reason}); get the bundle again") from error
+        raise UserError(f"{file}: cannot be read ({reason}); restore it") from error
 
 
 def read_items(file):
@@ -129,7 +144,7 @@ def read_items(file):
         except ValueError as error:
             raise UserError(f"{file}, line {n}: {explain(error)}; correct the file") from error
     if not items:
-        raise UserError(f"{file}: has no item; see --help of its program")
+        raise UserError(f"{file}: has no item; core.py --help shows the format")
     return items
 
 
@@ -154,8 +169,8 @@ def make_example(item, kind, delimiter):
 def add_shots(examples, n, file):
     """Gives each example n other ones, solved. Raises UserError if there are too few."""
     if n >= len(examples):
-        raise UserError(f"{file}: {len(examples)} items are too few for {n} in each prompt; "
-                        "lower --num_fewshot or raise --max_per_task")
+        raise UserError(f"{file}: {n} solved examples in a prompt need {n + 1} items, but the task "
+                        f"has {len(examples)}; lower --num_fewshot or raise --max_per_task")
     texts = [[context + ending for context in example.contexts for ending in example.endings]
              [example.label] + "\n\n" for example in examples]
     for i, example in enumerate(examples):
@@ -226,7 +241,7 @@ def task_figures(examples, scores):
     for (task, chance), correct in right.items():
         accuracy = sum(correct) / len(correct)
         figures[task] = dict(accuracy=accuracy, centered=(accuracy - chance) / (1 - chance),
-                             examples=len(correct), correct=correct)
+                             chance=chance, examples=len(correct), correct=correct)
     return figures
 
 
@@ -243,7 +258,7 @@ BENCHMARK = Benchmark(
             "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip into this "
             "directory, then give --bundle eval_bundle.zip (in training: "
             "--evals core=eval_bundle.zip)",
-    figures=dict(core="mean of the centered accuracies; CORE if of all 22 tasks"))
+    figures=dict(core="mean of the centered accuracies; the mean of all 22 tasks is CORE"))
 
 if __name__ == "__main__":
     run(lambda: main(BENCHMARK))

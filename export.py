@@ -34,9 +34,9 @@ generate = pipeline("text-generation", model="{name}")
 print(generate("Once upon a time")[0]["generated_text"])
 ```
 
-The prompt and the new tokens together must fit into the context. The training data has `{start}`
-before every document. The pipeline puts it before a prompt; the tokenizer does not. A special token
-in a text, such as `<|endoftext|>`, is encoded as its own id.
+The prompt and the new tokens together must fit into the context of {context} tokens. Every document
+of the training data starts with `{start}`. The pipeline puts it before a prompt. The tokenizer does
+not. A special token in a text, such as `<|endoftext|>`, is encoded as its own id.
 
 | | |
 |---|---|
@@ -44,8 +44,8 @@ in a text, such as `<|endoftext|>`, is encoded as its own id.
 """
 
 FACTS = ("parameters", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tokenizer",
-         "data", "train_tokens", "max_steps", "total_batch_size", "optimizer", "max_lr", "dtype",
-         "processes", "device", "started", "git_commit", "torch")
+         "data", "train_tokens", "max_steps", "total_batch_size", "optimizer", "max_lr",
+         "dtype of training", "processes", "device", "started", "git_commit", "torch")
 
 
 @dataclass
@@ -64,6 +64,7 @@ def read_facts(path):
         known = {**facts["model_config"], **facts["train_config"], **facts["versions"], **facts}
         places = known["data"] if isinstance(known["data"], list) else [known["data"]]
         known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
+        known["dtype of training"] = known["dtype"]
         return {name: known[name] for name in FACTS if name in known}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: cannot be read ({first_line(error)}); restore or move it"
@@ -75,15 +76,17 @@ def main(argv=None):
     source, output = newest_model(config.checkpoint), Path(config.output)
     if output.exists() and not read_end_name(output):
         if not output.is_dir() or any(output.iterdir()):
-            raise UserError(f"--output {output}: has other files; give a new directory")
-    facts = dict(checkpoint=source.name, weights=config.dtype,
-                 **read_facts(source.with_name("run.json")))
+            raise UserError(f"--output {output}: is a file, or has other files; give a new "
+                            "directory")
+    facts = {"checkpoint": source.name, "dtype of the weights": config.dtype,
+             **read_facts(source.with_name("run.json"))}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     model, tokenizer = load_model(source)
     start = repr(tokenizer.decode([tokenizer.end_of_text]))
     with writing(output):
         model.to_hf(output, tokenizer, getattr(torch, config.dtype))
-        card = CARD.format(name=output.resolve().name, start=start, rows=rows)
+        card = CARD.format(name=output.resolve().name, start=start, rows=rows,
+                           context=model.config.block_size)
         (output / "README.md").write_text(card, "utf-8")
     for path in sorted(output.iterdir()):
         print(f"{path.stat().st_size:13,} bytes  {path}")

@@ -37,24 +37,8 @@ from typing import Annotated, Literal
 import numpy as np
 from tqdm import tqdm
 
-from plaingpt.cli import (
-    UserError,
-    catch_stop_signals,
-    parse_flags,
-    require,
-    restoring_signals,
-    run,
-    writing,
-)
-from plaingpt.corpus import (
-    checksum,
-    find_files,
-    hub_answers,
-    load_hub,
-    read_blocks,
-    retry,
-    texts_of,
-)
+from plaingpt import cli, corpus
+from plaingpt.cli import UserError
 from plaingpt.shards import ShardWriter, open_shard
 from tokenizer import MERGES, MERGES_SHA256, load_tokenizer
 
@@ -84,7 +68,7 @@ class ShardConfig:
 @functools.cache
 def get_gigatoken(tokenizer, thread):
     """One encoder per thread. Threads with a common encoder would wait for each other."""
-    gigatoken = require("gigatoken").Tokenizer
+    gigatoken = cli.require("gigatoken").Tokenizer
     if tokenizer.settings:  # without added tokens, <|endoftext|> in a text is plain text
         return gigatoken.from_json(json.dumps({**tokenizer.settings, "added_tokens": []}))
     return gigatoken.from_tiktoken(MERGES, "gpt2", {})
@@ -106,7 +90,7 @@ def tokenize(block, text_key, tokenizer, backend):
     """A block -> its tokens, (n,) uint16, and its skipped records."""
     if block.kind == "ids":
         return copy_documents(block.records, tokenizer), []
-    texts, skipped = texts_of(block, text_key)
+    texts, skipped = corpus.texts_of(block, text_key)
     tokens = encode(texts, tokenizer, backend)
     if block.kind == "text":
         tokens = tokens[1:]  # no end-of-text: continues the previous block's document
@@ -130,20 +114,20 @@ def download_shards(config):
 
     A file that is there already is kept. A download that was cut off continues.
     """
-    hub, name = require("huggingface_hub"), config.prebuilt
-    if not hub_answers():
+    hub, name = cli.require("huggingface_hub"), config.prebuilt
+    if not corpus.hub_answers():
         raise UserError(f"--prebuilt {name}: the hub does not answer; check the network, or set "
                         "HF_ENDPOINT to a mirror")
-    files = retry(name, hub.list_repo_files, name, repo_type="dataset")
+    files = corpus.retry(name, hub.list_repo_files, name, repo_type="dataset")
     found = [re.search(r"^[^/]+_(train|val)_\d+\.(npy|bin)$", file) for file in sorted(files)]
     val, train = ([m[0] for m in found if m and m[1] == split] for split in ("val", "train"))
     shards = (val + train)[: config.max_shards]
     if not shards:
         raise UserError(f"--prebuilt {name}: has no files NAME_train_000001.bin; give another one")
     for file in [f for f in files if f == "tokenizer.json"] + shards:
-        with writing(config.output_dir):
-            path = Path(retry(name, hub.hf_hub_download, name, file, repo_type="dataset",
-                              local_dir=config.output_dir))
+        with cli.writing(config.output_dir):
+            path = Path(corpus.retry(name, hub.hf_hub_download, name, file, repo_type="dataset",
+                                     local_dir=config.output_dir))
         if file in shards:
             try:
                 open_shard(path)
@@ -174,7 +158,7 @@ def choose_backend(config, blocks, tokenizer):
         return "tokenizers"
     if config.backend == "tiktoken" or (config.backend == "auto" and not find_spec("gigatoken")):
         return "tiktoken"
-    texts = [text for block in blocks for text in texts_of(block, config.text_key)[0]][:1000]
+    texts = [text for block in blocks for text in corpus.texts_of(block, config.text_key)[0]][:1000]
     with ThreadPoolExecutor() as pool:  # tiktoken is loaded while gigatoken encodes
         tokens, reference = pool.map(
             encode, [texts] * 2, [tokenizer] * 2, ["gigatoken", "tiktoken"])
@@ -187,10 +171,10 @@ def choose_backend(config, blocks, tokenizer):
 def fill(writer, config, paths, n_bytes, tokenizer):
     """Writes the shards that are not in the directory yet. n_bytes: size of all files."""
     facts = writer.facts
-    stop_signals = catch_stop_signals("finishing this block")
+    stop_signals = cli.catch_stop_signals("finishing this block")
     if facts["shards"]:
         print(f"{config.output_dir} has {facts['shards']} whole shards: continuing after them")
-    blocks = read_blocks(paths, config.text_key, *facts["next"][:2], tokenizer.pattern)
+    blocks = corpus.read_blocks(paths, config.text_key, *facts["next"][:2], tokenizer.pattern)
     first = list(itertools.islice(blocks, 8))
     if first and first[0].line != facts["next"][2]:
         raise UserError(f"{paths[first[0].file]}: this pyarrow version cuts the file differently; "
@@ -223,9 +207,9 @@ def fill(writer, config, paths, n_bytes, tokenizer):
     print(f"{backend}: {duration}, {speed:.1f} million tokens per second")
 
 
-@restoring_signals()
+@cli.restoring_signals()
 def main(argv=None):
-    given = parse_flags(__doc__, ShardConfig, argv=argv)
+    given = cli.parse_flags(__doc__, ShardConfig, argv=argv)
     config = ShardConfig(**given)
     if config.prebuilt:
         others = given.keys() - {"prebuilt", "output_dir", "max_shards"}
@@ -242,12 +226,12 @@ def main(argv=None):
         if "dataset" in given or "name" in given:
             raise UserError("--input: leave out --dataset and --name; they choose data of the hub")
         own = {Path(config.output_dir, f).resolve() for f in ("meta.json", "progress.json")}
-        paths = [path for path in find_files(config.input) if path.resolve() not in own]
-        source = dict(input=[[p.name, p.stat().st_size, checksum(p)] for p in paths])
+        paths = [path for path in corpus.find_files(config.input) if path.resolve() not in own]
+        source = dict(input=[[p.name, p.stat().st_size, corpus.checksum(p)] for p in paths])
     else:
         if config.dataset == FINEWEB:
             name, config.name = "edufineweb", config.name or "sample-10BT"
-        paths, rows, revision = load_hub(config.dataset, config.name)
+        paths, rows, revision = corpus.load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
     n_bytes = sum(path.stat().st_size for path in paths)
     # Own text: 20 to 40 shards, so that a small one also gives validation and training shards.
@@ -280,4 +264,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    cli.run(main)

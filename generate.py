@@ -9,6 +9,7 @@ A text appears while it is made. It ends at <|endoftext|>, at --stop, or after
 --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +30,7 @@ class GenerateConfig:
     prompt: Annotated[str | None, "text to continue [start from nothing]"] = None
     prompts: Annotated[str | None, "or a file with one prompt a line"] = None
     interactive: Annotated[bool, "read prompts from the terminal"] = False
-    num_samples: Annotated[int, "texts for each prompt", "at least 1"] = 2
+    num_samples: Annotated[int, "texts per prompt; 1 if greedy or interactive", "at least 1"] = 2
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
     stop: Annotated[str | None, "end a text before this text"] = None
     ignore_end: Annotated[bool, "do not end a text at <|endoftext|>"] = False
@@ -145,7 +146,10 @@ def answer_prompts(model, tokenizer, config):
     print("Ctrl-C ends a text, Ctrl-D the program")
     while True:
         try:
-            ids = encode("the prompt", input("> "), model, tokenizer)
+            prompt = input("> ")
+            if not sys.stdin.isatty():
+                print(prompt)
+            ids = encode("the prompt", prompt, model, tokenizer)
         except EOFError:
             print()
             return results
@@ -171,8 +175,9 @@ def main(argv=None):
     encoded = [encode(where, prompt, model, tokenizer) for where, prompt in prompts]
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
            f"{str(dtype).removeprefix('torch.')} on {device}\n")
-    if config.interactive:
+    if config.interactive or config.temperature == 0:
         config.num_samples = given.get("num_samples", 1)
+    if config.interactive:
         results = answer_prompts(model, tokenizer, config)
     else:
         results, n = [], max(1, MAX_ROWS // config.num_samples)  # prompts at a time

@@ -197,8 +197,8 @@ def read_sample(config):
             found, skipped = texts_of(block, config.text_key)
             for line, reason in skipped:
                 tqdm.write(f"skipped {paths[block.file]}, line {line}: {reason}", file=sys.stderr)
-            starts = [(text, i) for text in found for i in range(0, len(text), PIECE)]
-            for piece in (text[i : i + PIECE] for text, i in starts):
+            pieces = [text[i : i + PIECE] for text in found for i in range(0, len(text), PIECE)]
+            for piece in pieces:
                 n_seen += 1
                 if not texts or int(n_seen * share) > int((n_seen - 1) * share):
                     texts.append(piece)

@@ -221,9 +221,12 @@ def find_model(config):
 
 
 def newest_model(place=None):
-    """The newest checkpoint in a run directory, in the runs of log/, or a file itself -> path."""
+    """The newest checkpoint in a run directory, or in the runs of log/ -> path.
+
+    A file, or a model that export.py wrote, is returned as it is.
+    """
     place = Path(place or "log")
-    if place.is_file():
+    if place.is_file() or (place / "config.json").is_file():
         return place
     newest = [path for d in (place, *place.glob("*/")) for path in checkpoints(d)[-1:]]
     if not newest:

@@ -240,21 +240,22 @@ def choice(record, context, endings, label, first_label=0):
 
 def bad_record(record, reason):
     """A UserError that says where the record is."""
-    return UserError(f"{record['where']}: {reason}; see --help of its program")
+    return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
 
 
 def load_examples(benchmark, path=None, limit=0, **options):
     """Examples of a file or of the hub. Raises UserError."""
-    if not path and not benchmark.hub:
-        raise UserError(benchmark.no_data)
     if benchmark.load:
         return benchmark.load(path, limit, **options)
+    if not path and not benchmark.hub:
+        raise UserError(benchmark.no_data)
     files = [path] if path else load_hub(**benchmark.hub, patient=False)[0]
     records = ({**record, "where": f"{file}, {where}"}
                for file in files for where, record in read_records(file))
     found = list(itertools.islice(benchmark.examples(records, **options), limit or None))
     if not found:
-        raise UserError(f"{path or benchmark.name}: has no example; see --help of its program")
+        raise UserError(f"{path or benchmark.name}: has no example; the program's --help shows the "
+                        "format")
     return found
 
 
@@ -310,13 +311,12 @@ def main(benchmark, argv=None):
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
-    path = options.pop("bundle", None) or config.data
     check_output("--json", config.json)
     source = find_model(config)
     rank, world_size, device = devices.setup(config.device)
     dtype = devices.choose_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    examples = devices.on_rank0(load_examples, benchmark, path, config.limit, **options)
+    examples = devices.on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = load_model(source)
     model.to(device).eval()
     rows = make_rows(examples, tokenizer, model.config, benchmark.encode, benchmark.spare)
@@ -328,7 +328,7 @@ def main(benchmark, argv=None):
     figures = benchmark.report(examples, scores)
     if rank == 0:
         facts = dict(
-            benchmark=benchmark.name, data=path or benchmark.hub["dataset"],
+            benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
             **{name: value for name, value in options.items() if value is not None},
             model=str(source), parameters=sum(p.numel() for p in model.parameters()),
             tokenizer=tokenizer.name, dtype=str(dtype).removeprefix("torch."),

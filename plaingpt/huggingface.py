@@ -75,6 +75,8 @@ def save_gpt2(model, directory, tokenizer=None, dtype=None):
     hf.load_state_dict(transpose_conv1d(model.state_dict()))
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
     hf.to(dtype).save_pretrained(directory)
+    for path in Path(directory).glob("*.safetensors"):  # only the owner could read it
+        path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
 def save_tokenizer(tokenizer, directory, block_size):

@@ -120,6 +120,12 @@ def test_our_programs_read_an_export(exported, kind):
     assert same.name == tokenizer.name and same.end_of_text == tokenizer.end_of_text
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
+    flags = ["--prompt", "Ada ", "--temperature", 0, "--dtype", "float32", "--max_new_tokens", 5]
+    texts = [program(flag, name, *flags, cwd=exported, program="generate.py")[0].partition("---")[2]
+             for flag, name in (("--checkpoint", kind), ("--checkpoint", f"{kind}-hf"), ("--model", f"{kind}-hf"))]
+    assert texts[0] == texts[1] == texts[2] and "--- sample" not in texts[0]  # one greedy text
+    modes = {path.stat().st_mode for path in (exported / f"{kind}-hf").iterdir()}
+    assert len(modes) == 1  # other people of the machine may read all files or none
 
 
 def test_fields_for_llama_cpp(exported):
@@ -144,8 +150,8 @@ def test_bfloat16_model_card_and_a_second_export(exported):
     torch.testing.assert_close(hf.float().transformer.wte.weight, model.transformer.wte.weight, rtol=2**-8, atol=0)
     card = (exported / "own-hf" / "README.md").read_text()
     run = json.loads((exported / "own" / "run.json").read_text())
-    for fact in (run["git_commit"], run["started"], "| weights | bfloat16 |", "model_000008.pt", run["tokenizer"], "| data | t.txt |",
-                 f"| train_tokens | {run['train_tokens']} |", "| dtype | float32 |", "| max_steps | 8 |", "library_name: transformers"):
+    for fact in (run["git_commit"], run["started"], "| dtype of the weights | bfloat16 |", "model_000008.pt", run["tokenizer"], "| data | t.txt |",
+                 f"| train_tokens | {run['train_tokens']} |", "| dtype of training | float32 |", "| max_steps | 8 |", "library_name: transformers"):
         assert str(fact) in card, fact
     (exported / "moved.pt").write_bytes((exported / "own" / "model_000008.pt").read_bytes())
     program("--checkpoint", "moved.pt", "--output", "new/moved", cwd=exported, program="export.py")  # without run.json
@@ -154,8 +160,8 @@ def test_bfloat16_model_card_and_a_second_export(exported):
 
 def test_each_mistake_gives_a_one_sentence_error(exported):
     for flags, sentence in (
-            (["--output", "."], "--output .: has other files; give a new directory"),
-            (["--output", "t.txt"], "--output t.txt: has other files; give a new directory"),
+            (["--output", "."], "--output .: is a file, or has other files; give a new directory"),
+            (["--output", "t.txt"], "--output t.txt: is a file, or has other files; give a new directory"),
             (["--checkpoint", "no"], "no checkpoint in no;"),
             (["--output", "t.txt/a"], "t.txt/a: cannot write (Not a directory)"),
             (["--dtype", "float8"], "--dtype float8: must be one of float32, bfloat16")):
