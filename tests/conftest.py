@@ -1,6 +1,7 @@
 """Shared by the tests: small data, a tiny training run, and programs in new processes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,12 +14,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # two workers share the machine
+# A shell ignores these signals for a command in the background, and so would the programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
 # A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
 # AdamW, because Muon computes in bfloat16.
 TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 --max_steps 10 "
         "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --log_every 1 --dtype float32 --device cpu "
         "--optimizer adamw --max_lr 4e-3").split()
+
+
+STARTED = []  # the processes of a test
 
 
 def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh=False, env=None,
@@ -40,6 +47,7 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
         running.append(subprocess.Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
                        if fresh else Program(path, flags, cwd, env, **options))
+        STARTED.append(running[-1])
     return running
 
 
@@ -92,6 +100,16 @@ def write_bin(path, tokens, magic=20240520, version=1, count=None):
 def pytest_collection_modifyitems(items):
     # Slow tests run first, so that no worker starts one at the end.
     items.sort(key=lambda item: "slow" not in item.keywords)
+
+
+@pytest.fixture(autouse=True)
+def no_process_survives():
+    """A failed test leaves no program behind, which would slow down the other tests."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,12 @@ class Program:
     def returncode(self):
         return self.process.exitcode
 
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        self.process.kill()
+
     def send_signal(self, number):
         os.kill(self.pid, number)
 
