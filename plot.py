@@ -73,7 +73,7 @@ def draw(runs, x):
     found = {"loss" if s in LOSSES else s for streams, _ in runs.values() for s in streams}
     names = [name for name in PANELS if name in found]
     if not names:
-        raise UserError(f"{', '.join(runs)}: no stream that plot.py knows: {', '.join(PANELS)}")
+        raise UserError(f"{', '.join(runs)}: nothing to plot; give a run, such as log/baby")
     rows = (len(names) + 1) // 2
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
