@@ -49,7 +49,7 @@ HEAD = "B|step|ms|range|tok/s|TFLOP/s|peak|GB|first s|x slower".split("|")
 
 @dataclass
 class BenchConfig:
-    preset: Annotated[Literal[tuple(PRESETS)], "model and recipe: " + ", ".join(PRESETS)] = "gpt2"
+    preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
     batch_size: Annotated[list[int] | None, "sequences [64 on cuda, else 4]", "above 0"] = None
     block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
     steps: Annotated[int | None, "timed steps in a round [20 on cuda, else 2]", "above 0"] = None
@@ -62,7 +62,7 @@ class BenchConfig:
     parallel: Annotated[Literal["ddp", "fsdp"], "replicate the model or shard it"] = "ddp"
     tp: Annotated[int, "tensor parallel processes", "above 0"] = 1
     pp: Annotated[int, "pipeline stages", "above 0"] = 1
-    peer: Annotated[list[Literal["plain", "transformers"]] | None, "other models"] = None
+    peer: Annotated[list[Literal["plain", "transformers"]] | None, "also time these models"] = None
     profile: Annotated[bool, f"print the slowest operations; write {TRACE}"] = False
 
 
@@ -73,7 +73,7 @@ class Peer(torch.nn.Module):
 
     def __init__(self, name, config):
         super().__init__()
-        self.loss_fn = torch.nn.Identity()  # the Trainer would compile it for validation
+        self.loss_fn = torch.nn.Identity()  # unused, but Trainer compiles model.loss_fn
         if name == "plain":  # 50,304 ids instead of 50,257
             torch.set_float32_matmul_precision("high")
             vocab_size = config.vocab_size + -config.vocab_size % 128
@@ -197,7 +197,7 @@ def main(argv=None):
     dtype = devices.choose_dtype(bench.dtype, device)
     same = ("optimizer", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp")
     values = {**RECIPES[bench.preset], "compile": cuda}
-    values.pop("dropout", None)  # every implementation computes the same
+    values.pop("dropout", None)  # no dropout, so that all models compute the same
     if bench.peer:
         values["optimizer"] = "adamw"
     values.update({k: given[k] for k in same if k in given})

@@ -207,7 +207,7 @@ def n_shared(sequences):
 def score_tasks(model, examples, rows, *others):
     """score() of one task after another. Prints a line for each."""
     parts, first = [], 0
-    print0(f"{'task':<34}accuracy  centered  examples  seconds")
+    print0(f"{'task':<34}accuracy  centered     items  seconds")
     for _, group in itertools.groupby(examples, key=lambda example: example.counts["task"]):
         own, start = list(group), time.monotonic()
         end = first + sum(map(len, own))
@@ -217,7 +217,7 @@ def score_tasks(model, examples, rows, *others):
         parts.append(score(model, own, own_rows, *others))
         seconds = time.monotonic() - start
         for task, figures in task_figures(own, parts[-1]).items():
-            print0("{:<34}{accuracy:8.4f}{centered:10.4f}{examples:10,}{:9.1f}".format(
+            print0("{:<34}{accuracy:8.4f}{centered:10.4f}{items:10,}{:9.1f}".format(
                 task, seconds, **figures))
         first = end
     return SimpleNamespace(**{
@@ -241,7 +241,7 @@ def task_figures(examples, scores):
     for (task, chance), correct in right.items():
         accuracy = sum(correct) / len(correct)
         figures[task] = dict(accuracy=accuracy, centered=(accuracy - chance) / (1 - chance),
-                             chance=chance, examples=len(correct), correct=correct)
+                             chance=chance, items=len(correct), correct=correct)
     return figures
 
 

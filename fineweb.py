@@ -52,12 +52,12 @@ class ShardConfig:
     input: Annotated[list[str] | None, "files or quoted globs of your own text"] = None
     prebuilt: Annotated[str | None, "or download shards from this data set of the hub"] = None
     dataset: Annotated[str, "of the Hugging Face hub, or of the mirror in HF_ENDPOINT"] = FINEWEB
-    name: Annotated[str | None, "its configuration [sample-10BT of FineWeb-Edu]"] = None
+    name: Annotated[str | None, "configuration of --dataset [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     tokenizer: Annotated[str, "tokenizer.json, its directory, or a name of the hub"] = "gpt2"
-    end_of_text: Annotated[str | None, "name of its token between documents"] = None
+    end_of_text: Annotated[str | None, "name of the token between documents"] = None
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
-    shard_size: Annotated[int | None, "tokens [10^8; --input: by its size]", "at least 1"] = None
+    shard_size: Annotated[int | None, "tokens [10^8; --input: by size]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
@@ -98,7 +98,7 @@ def tokenize(block, text_key, tokenizer, backend):
 
 
 def copy_documents(documents, tokenizer):
-    """Arrays of ids, which may begin or end with end_of_text -> (n,) uint16 with it before each."""
+    """Joins arrays of ids -> (n,) uint16, each with one end_of_text before it and none after it."""
     end, parts = tokenizer.end_of_text, []
     for ids in documents:
         if ids.max(initial=0) >= tokenizer.n_vocab:
@@ -123,7 +123,7 @@ def download_shards(config):
     val, train = ([m[0] for m in found if m and m[1] == split] for split in ("val", "train"))
     shards = (val + train)[: config.max_shards]
     if not shards:
-        raise UserError(f"--prebuilt {name}: has no files NAME_train_000001.bin; give another one")
+        raise UserError(f"--prebuilt {name}: no shards X_train_000001.bin; give another data set")
     for file in [f for f in files if f == "tokenizer.json"] + shards:
         with cli.writing(config.output_dir):
             path = Path(corpus.retry(name, hub.hf_hub_download, name, file, repo_type="dataset",
@@ -181,8 +181,8 @@ def fill(writer, config, paths, n_bytes, tokenizer):
                         "start again with another --output_dir")
     backend = choose_backend(config, first, tokenizer)
     n_before, n_shown, start = writer.n_tokens, 0, time.monotonic()
-    seconds = 0.5 if sys.stderr.isatty() else 10  # between updates of the progress bar
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=seconds) as bar:
+    interval = 0.5 if sys.stderr.isatty() else 10  # seconds between updates of the progress bar
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=interval) as bar:
         for block, tokens, skipped in tokenize_all(
                 itertools.chain(first, blocks), config, tokenizer, backend):
             for line, reason in skipped[: SHOWN - n_shown]:
@@ -234,7 +234,7 @@ def main(argv=None):
         paths, rows, revision = corpus.load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
     n_bytes = sum(path.stat().st_size for path in paths)
-    # Own text: 20 to 40 shards, so that a small one also gives validation and training shards.
+    # Own text: 20 to 40 shards, so that a small text also gives validation and training shards.
     default = min(SHARD_SIZE, max(1000, n_bytes // 80)) if config.input else SHARD_SIZE
     sha256 = hashlib.sha256(tokenizer.source.encode()).hexdigest()
     if tokenizer.name == "gpt2":

@@ -56,8 +56,10 @@ def report(examples, scores):
 BENCHMARK = Benchmark(
     name="hellaswag", doc=__doc__, stream="hella", examples=examples, report=report,
     hub=dict(dataset="Rowan/hellaswag", split="validation"), options=(Options,),
-    figures=dict(acc_norm_token="build-nanogpt's acc_norm (style completion)", acc="not divided",
-                 acc_norm_char="acc_norm, style harness", acc_norm_byte="acc_bytes, style harness"))
+    figures=dict(acc="not divided by length",
+                 acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",
+                 acc_norm_char="per character; the harness's acc_norm (--style harness)",
+                 acc_norm_byte="per byte; the harness's acc_bytes (--style harness)"))
 
 if __name__ == "__main__":
     run(lambda: main(BENCHMARK))

@@ -31,7 +31,7 @@ class GPTConfig:
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 
-# GPT-2 paper, table 2; GPT-3 paper, table 2.1, corrected: n_head x head size = n_embd (1.3B, 13B).
+# GPT-2 paper, table 2; GPT-3 paper, table 2.1, corrected so that n_head x hs = n_embd (1.3B, 13B).
 PRESETS = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
@@ -62,7 +62,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         hs = C // self.n_head
-        x = x.to(matmul_dtype(x))  # if DDP's compiler cuts the graph here, it keeps a 16-bit x
+        x = x.to(matmul_dtype(x))  # if DDP splits the compiled graph here, it saves a 16-bit x
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
         if cache is not None:
@@ -186,8 +186,8 @@ class GPT(nn.Module):
 
         temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
         the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
-        padding: (B), the ids at the start of each row that are no text. n_prompts: each of so many
-        equal parts of the batch has its own random numbers, so it gets the same text as alone.
+        padding: (B), the number of padding ids at the start of each row. n_prompts: the number of
+        equal parts of the batch. Each has its own generator, so the other parts do not change it.
         """
         if idx.size(1) == 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ValueError("need a token, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
@@ -198,7 +198,7 @@ class GPT(nn.Module):
         cache = [KVCache(length) for _ in range(self.config.n_layer)]
         padded = padding is not None and bool(padding.any())  # once: it waits for the device
         for _ in range(max_new_tokens):
-            if idx.size(1) > T_max:  # the window slides; positions are absolute: no cached keys
+            if idx.size(1) > T_max:  # the window slides: with new positions, the cache is invalid
                 start, cache = 0, None
                 if padded:
                     padding = (padding - (idx.size(1) - T_max)).clamp(min=0)

@@ -20,9 +20,9 @@ from plaingpt.runlog import read_log
 PANELS = {
     "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
     "bpb": ("bits per byte", {}),
-    "hella": ("HellaSwag, acc_norm_token", {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337}),
-    "lambada": ("LAMBADA, accuracy", {"GPT-2 124M": 0.3256, "GPT-3 124M": 0.427}),
-    "story": ("Story Cloze, accuracy", {"GPT-3 124M": 0.633}),
+    "hella": ("HellaSwag, acc_norm_token", {"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337}),
+    "lambada": ("LAMBADA, accuracy", {"GPT-2 124M": 0.3256, "GPT-3 125M": 0.427}),
+    "story": ("Story Cloze, accuracy", {"GPT-3 125M": 0.633}),
     "wikitext": ("WikiText-103, perplexity per word", {"GPT-2 124M": 37.37}),
     "lr": ("learning rate", {}),
     "norm": ("gradient norm before clipping", {}),
@@ -73,7 +73,7 @@ def draw(runs, x):
     found = {"loss" if s in LOSSES else s for streams, _ in runs.values() for s in streams}
     names = [name for name in PANELS if name in found]
     if not names:
-        raise UserError(f"{', '.join(runs)}: no stream that plot.py knows: {', '.join(PANELS)}")
+        raise UserError(f"{', '.join(runs)}: nothing to plot; give a run, such as log/baby")
     rows = (len(names) + 1) // 2
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}

@@ -6,7 +6,7 @@
 
 The data are not public. Request them from their owners with the form at
 https://cs.rochester.edu/nlp/rocstories. The CSV files of 2016 and of 2018 have
-these columns (sentence_quiz1, answer_right_ending and the like work, too):
+these columns (other spellings, such as sentence_quiz1, work, too):
 
   InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence4,
   RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding

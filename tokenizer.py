@@ -4,7 +4,7 @@
   python fineweb.py --input 'corpus/*.txt' --tokenizer zh.json --output_dir zh
 
 --input takes the same files as fineweb.py. The vocabulary is a byte-level BPE,
-a tokenizer.json of Hugging Face, so it encodes any text of any language.
+so it can encode any text. The output is a tokenizer.json of Hugging Face.
 First: pip install tokenizers
 """
 
@@ -45,7 +45,7 @@ PATTERNS = dict(
 class Tokenizer:
     """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one.
 
-    name: "gpt2", "bytes", or a description of a tokenizer.json; with other ids, another name.
+    name: "gpt2", "bytes", or a description of a tokenizer.json. Equal names mean equal ids.
     source: what get_tokenizer needs to create it again; checkpoints store it.
     token_bytes: the bytes of each id. n_vocab: the number of ids.
     special: {text: id} of the ids that stand for no text.
@@ -61,7 +61,7 @@ class Tokenizer:
         self.special, self.end_of_text = special, end_of_text
         self.settings = settings
         self.pattern = tokenizer_json.find_pattern(settings) if settings else name
-        self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so in no text
+        self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so no text contains it
 
     @functools.cached_property
     def encoding(self):
@@ -77,15 +77,15 @@ class Tokenizer:
 
     @functools.cached_property
     def library(self):
-        """The same as a tokenizers.Tokenizer. Special tokens in a text are plain text."""
+        """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # fineweb.py has its own threads
         tokenizers = require("tokenizers")
         settings = self.settings or tokenizer_json.build(self.token_bytes, self.special)
         try:
             library = tokenizers.Tokenizer.from_str(json.dumps(settings))
-        except Exception as error:  # the package raises nothing more exact
+        except Exception as error:  # the package has no exception class of its own
             raise UserError(f"the package tokenizers rejects the {self.name} "
-                            f"({first_line(error)}); give another one") from error
+                            f"({first_line(error)}); give another tokenizer") from error
         library.encode_special_tokens = True
         return library
 
@@ -100,11 +100,7 @@ class Tokenizer:
         return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts):
-        """Texts -> their ids, with end_of_text before each text: (n,) uint16.
-
-        One call for all texts: the packages release the GIL during a call, so other threads can
-        run.
-        """
+        """Texts -> their ids, with end_of_text before each text: (n,) uint16. Releases the GIL."""
         if self.encoding:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
@@ -130,7 +126,7 @@ class Tokenizer:
 
 @functools.cache
 def get_tokenizer(source):
-    """The Tokenizer "gpt2" or "bytes", or of the text of a tokenizer.json. Raises UserError."""
+    """source: "gpt2", "bytes", or the text of a tokenizer.json -> Tokenizer. Raises UserError."""
     if source == "bytes":
         return Tokenizer(source, source, [bytes([i]) for i in range(256)], {}, ord("\n"))
     if source.startswith("{"):
@@ -176,8 +172,9 @@ PIECE = 10_000  # characters; large documents are sampled in pieces
 
 @dataclass
 class VocabularyConfig:
-    input: Annotated[list[str] | None, "files or quoted globs, as of fineweb.py"] = None
-    vocab_size: Annotated[int, "ids", f"above 256 and at most {tokenizer_json.MAX_IDS}"] = 32000
+    input: Annotated[list[str] | None, "files or quoted globs, as in fineweb.py"] = None
+    vocab_size: Annotated[int, "number of ids",
+                          f"above 256 and at most {tokenizer_json.MAX_IDS}"] = 32000
     output: Annotated[str, "file to write"] = "tokenizer.json"
     pattern: Annotated[Literal["gpt2", "gpt4"], "how text is split before merging"] = "gpt2"
     text_key: Annotated[str, "field or column that holds the text"] = "text"
@@ -212,7 +209,7 @@ def read_sample(config):
 
 
 def hold_out(texts):
-    """Texts -> (texts to train on, texts to measure on): every twentieth, or the end if few."""
+    """Splits texts 19:1 -> (to train on, to measure on). Fewer than 20 texts are joined and cut."""
     if len(texts) >= 20:
         return [text for i, text in enumerate(texts) if i % 20 != 19], texts[19::20]
     text = "".join(texts)
@@ -239,7 +236,7 @@ def train_vocabulary(texts, config):
 
 
 def describe(name, tokenizer, texts):
-    """Prints bytes per token beside GPT-2's encoding, and ten words with their pieces."""
+    """Prints bytes per token of this tokenizer and GPT-2's, and ten words with their pieces."""
     n_bytes = sum(len(text.encode()) for text in texts)
     print(f"\nbytes per token, on {n_bytes:,} bytes of text that was not trained on:")
     for title, other in ((name, tokenizer), ("gpt2", get_tokenizer("gpt2"))):
@@ -265,7 +262,7 @@ def main(argv=None):
     with writing(config.output):
         Path(config.output).write_text(text, "utf-8")
     few = tokenizer.n_vocab < config.vocab_size
-    reason = f"; the text is too short for {config.vocab_size:,}" if few else ""
+    reason = f"; the text is too short for {config.vocab_size:,} ids" if few else ""
     print(f"{config.output}: {tokenizer.n_vocab:,} ids{reason}")
     describe(config.output, tokenizer, held_out)
     print(f"\nto use it: python fineweb.py --input ... --tokenizer {config.output}")

@@ -34,10 +34,10 @@ from plaingpt.shards import count_tokens, is_text, mix, permute
 
 @dataclass
 class TrainConfig:
-    preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data, device"] = "auto"
+    preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data and device"] = "auto"
     data: Annotated[list[str] | None, "shards or text; a mixture: DIR=WEIGHT DIR=WEIGHT"] = None
-    tokenizer: Annotated[str | None, "of a text: a tokenizer.json, or gpt2 [bytes]"] = None
-    val_fraction: Annotated[float | None, "of data without val shards [0.01; text: 0.1]",
+    tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
+    val_fraction: Annotated[float | None, "validation part, if no val shards [0.01; text: 0.1]",
                             "above 0 and at most 0.5"] = None
     batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
@@ -56,12 +56,13 @@ class TrainConfig:
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
-    val_every: Annotated[int | None, "steps [max_steps / 10, at most 250]", "at least 0"] = None
+    val_every: Annotated[int | None, "steps between validations; 0: first and last step only "
+                         "[max_steps / 10, at most 250]", "at least 0"] = None
     val_tokens: Annotated[int, "tokens of a validation", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 250
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 250
-    save_every: Annotated[int, "steps between saves; 0: only at evals, end", "at least 0"] = 500
+    save_every: Annotated[int, "steps between saves; 0: at evals and end", "at least 0"] = 500
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
     keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt"] = False
     log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0"] = 1
@@ -73,7 +74,7 @@ class TrainConfig:
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
     compile: Annotated[bool | None, "use torch.compile [on for cuda]"] = None
-    deterministic: Annotated[bool, "only algorithms that repeat bit for bit"] = False
+    deterministic: Annotated[bool, "use only deterministic algorithms"] = False
     activation_checkpointing: Annotated[bool, "recompute activations to save memory"] = False
     parallel: Annotated[Literal["ddp", "fsdp"], "replicate the model or shard it"] = "ddp"
     tp: Annotated[int, "tensor parallel processes; divides n_head", "above 0"] = 1
@@ -132,7 +133,7 @@ def parse_args(argv=None):
         values["min_lr"] = values["max_lr"] / 10
     if values["val_every"] is None:
         values["val_every"] = min(250, max(1, values["max_steps"] // 10))
-    if "warmup_steps" not in given:  # short runs also decay
+    if "warmup_steps" not in given:  # leaves steps for the decay in a short run
         values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"] // 5)
     if preset == "finetune":
         reason = ": " + ", ".join(f"{k} {values[k]}" for k in recipe if k not in given)
@@ -148,7 +149,7 @@ class DataLoaderLite:
     Sequence i is the T+1 tokens from iT to iT+T. Its last token is the first one of sequence i+1,
     so each token is a target once. An epoch is a random permutation of all sequences. A position
     counts sequences from the start of the run, so nothing depends on the number of processes.
-    tokens: has name, len() and read(start, count, check). UserError if they are fewer than T+1.
+    tokens: has name, len() and read(start, count, check). Raises UserError if len() < T+1.
     """
 
     def __init__(self, tokens, T, seed=1337, shuffle=True):
@@ -177,7 +178,7 @@ def get_lr(step, config):
     """Linear warm-up to max_lr, then a decay to min_lr. constant: no decay.
 
     cosine: half a period (GPT-3 paper, appendix B). wsd: constant, then linear in the last
-    decay_steps (Hu et al. 2024, arXiv:2404.06395): a longer run can start before the decay.
+    decay_steps (Hu et al. 2024, arXiv:2404.06395). A longer run can resume from before the decay.
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
@@ -294,8 +295,8 @@ def train_step(trainer, batches, micro_steps, grad_clip, stop_signals=()):
 def estimate_loss(trainer, loader, text_bytes, config, dp_rank, dp_size, device):
     """Loss of the first val_tokens tokens -> (nats per token, bits per byte of text).
 
-    text_bytes: of each id, 0 for special ids: (vocab_size,). These count for the nats alone. Any
-    number of processes gives the same.
+    text_bytes: (vocab_size,), the bytes of each id. Special ids have 0: they count for the first
+    result only. The results do not depend on the number of processes.
     """
     B, model = config.batch_size, trainer.eval_model
     model.eval()
@@ -354,7 +355,7 @@ def main(argv=None):
         evaluate = evals and (last or due(step, config.eval_every))
         due_now = last or stop or evaluate or due(step, config.save_every)
         save = step > first_step and (save or due_now)
-        # While gradients are bad, only the last step is saved: saving deletes the oldest file.
+        # With non-finite gradients only the last step is saved: a save deletes the oldest file.
         if save and (last or stop or not log.bad_in_a_row):
             saver.save(step, position)
             save = False

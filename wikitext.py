@@ -7,9 +7,9 @@
 
 The 62 test articles come from the hub, from a text file, or from records
 {"page": "..."}. Their text is split into words (" old " ; 2 @,@ 000 m long).
-As in the GPT-2 paper (section 3.1), the words are joined again, but the total
-log-likelihood is divided by the number of words of the split text. So word
-perplexities compare models with different tokens; token perplexities do not.
+The model reads the words joined again, as in the GPT-2 paper (section 3.1). The
+log-likelihood is divided by the number of words in the split text. So the word
+perplexities of models with different tokenizers can be compared.
 
 An article longer than the model's context is read in windows without overlap.
 With --stride N they advance by N tokens: more context, and a longer run.

@@ -35,7 +35,7 @@ def get_batch_tokens(step, config):
 
 
 def micro_batch(step, config, T, dp_size):
-    """Returns (sequences in a step, B). B: of a micro-batch; with PP, of a process's whole step."""
+    """Returns (sequences in a step, B). B: a micro-batch; with PP, all sequences of a process."""
     n_sequences = get_batch_tokens(step, config) // T
     # A ramp has one micro-batch size, because torch.compile compiles each size.
     share = get_batch_tokens(0 if step < config.rampup_steps else step, config) // (T * dp_size)
@@ -53,12 +53,14 @@ def check_batch_size(config, T, dp_size, n_sequences):
         if size % unit or not config.pp * unit <= size <= n_sequences * T:
             first = step < config.rampup_steps and size <= config.rampup_batch_size
             name = "rampup_batch_size" if first else "total_batch_size"
+            also = ", and at most --total_batch_size" if first else ""
             raise UserError(
                 f"--{name} {getattr(config, name)}: must be a multiple of {unit} (block_size {T} x "
                 f"{dp_size} processes), from {config.pp * unit} to the {n_sequences * T} tokens of "
-                "the data")
+                f"the data{also}")
         share = size // unit  # sequences of a process in this step
-        if share % min(config.batch_size, share // config.pp):
+        B = min(config.batch_size, share // config.pp)
+        if share % (B if config.pp > 1 else micro_batch(step, config, T, dp_size)[1]):
             raise UserError(
                 f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
-                f"give a divisor of {share} that makes at least {config.pp} micro-batches")
+                f"give a divisor of {share}, at most {share // config.pp}")

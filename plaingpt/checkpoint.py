@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -23,20 +24,19 @@ ENTRIES = dict(model=dict, optimizer=dict, scaler=dict, step=int, position=int, 
 # Settings that checkpoints do not store. They may change at a resume without a note.
 NOT_STORED = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
               "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
-
-
+OPENAI = r"(openai-community/)?gpt2(-medium|-large|-xl)?"  # names on the hub
 ORDER = "Feistel"  # of the sequences, see permute; older versions had another order
 
 
 class Damaged(UserError):
-    """The file can be opened, but is no whole checkpoint."""
+    """The file can be opened, but is not a complete checkpoint."""
 
 
 class Saver:
     """Saves the checkpoints of a run, one at a time: a thread of rank 0 writes the files.
 
-    A call waits for the last write, and returns when the new file is complete in memory. If the
-    thread cannot write it, the next call or wait() raises the UserError. All processes must call.
+    save() waits for the previous write. It returns when the new file is complete in memory. If the
+    thread cannot write it, the next save() or wait() raises the UserError. All processes must call.
     checkpoint: the one to resume, or None. fingerprints: {split: fingerprint}.
     """
 
@@ -88,7 +88,7 @@ class Saver:
 
 def write_checkpoint(data, path, keep):
     """Writes a checkpoint atomically, then deletes all but the newest `keep`. Raises UserError."""
-    remedy = "the older checkpoints are whole: free some space, then continue with --resume"
+    remedy = "the older checkpoints are complete: free some space, then continue with --resume"
     with writing(path, remedy), replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
         file.flush()
@@ -169,7 +169,7 @@ def compare_shapes(tensors, shapes):
         if shape != list(shapes[name]):
             raise ValueError(f"{name}: is {shape}, not {list(shapes[name])}")
         if not (tensor.is_floating_point() and tensor.is_contiguous()):
-            raise ValueError(f"{name}: has no plain floating-point numbers")
+            raise ValueError(f"{name}: is not a contiguous floating-point tensor")
 
 
 def checkpoints(directory):
@@ -197,13 +197,15 @@ def load_weights(name):
     if path.suffix == ".pt" or not path.exists() and path.parent.is_dir() and path.parent.name:
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     model, tokenizer = GPT.from_pretrained(name), get_tokenizer("gpt2")
-    if (path / "tokenizer.json").exists():
+    if any((path / file).exists() for file in ("tokenizer.json", "vocab.json")):
         tokenizer = load_tokenizer(path)
+    elif not path.exists() and not re.fullmatch(OPENAI, name):
+        tokenizer = load_tokenizer(name)
     if not is_finite(model.state_dict()):
         raise UserError(f"{name}: its weights are not finite; give another model")
     if model.config.vocab_size < tokenizer.n_vocab:
         raise UserError(f"{name}: has {model.config.vocab_size} ids, fewer than the "
-                        f"{tokenizer.n_vocab} of {tokenizer.name}; give a larger model")
+                        f"{tokenizer.n_vocab} of {tokenizer.name}; add the model's tokenizer.json")
     return model.config, model.state_dict(), tokenizer
 
 
@@ -221,9 +223,9 @@ def find_model(config):
 
 
 def newest_model(place=None):
-    """The newest checkpoint in a run directory, or in the runs of log/ -> path.
+    """Path of the newest checkpoint. place: a file, a run, a directory of runs [log], or an export.
 
-    A file, or a model that export.py wrote, is returned as it is.
+    A file or an export is returned as it is.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():
@@ -293,8 +295,8 @@ def on_meta(config, weights, seed=0):
 def whole_weights(model, shapes, weights, seed):
     """Yields (name, CPU tensor) for each parameter of a GPT, one at a time.
 
-    shapes: {name: shape}. weights: a state dict, or None for fresh weights. These depend on the
-    seed alone, however the model is split over processes.
+    shapes: {name: shape}. weights: a state dict, or None for fresh weights. Fresh weights depend on
+    the seed only, not on how the model is split over processes.
     """
     if not weights:
         torch.manual_seed(seed)
@@ -328,9 +330,9 @@ def find_checkpoint(config):
 
 
 def newest_checkpoint(directory):
-    """Loads the newest whole checkpoint -> (path, checkpoint). Renames damaged newer ones.
+    """Loads the newest complete checkpoint -> (path, checkpoint). Renames damaged newer ones.
 
-    Returns (None, None) if the directory has no checkpoint. Raises UserError if none is whole.
+    Returns (None, None) if the directory has no checkpoint. Raises UserError if all are damaged.
     """
     damaged, found = [], (None, None)
     for path in reversed(checkpoints(directory)):
@@ -341,8 +343,8 @@ def newest_checkpoint(directory):
             print0(f"skipped {str(error).split('; ')[0]}")
             damaged.append(path)
     if damaged and not found[0]:
-        raise UserError(f"no checkpoint in {directory} is whole; restore one, or choose another "
-                        "--log_dir to start a new run")
+        raise UserError(f"all checkpoints in {directory} are damaged; restore one, or choose "
+                        "another --log_dir to start a new run")
     for path in damaged:  # or --keep would count it
         print0(f"{path} is now {path.rename(f'{path}.damaged').name}")
     if not found[0]:
@@ -351,7 +353,7 @@ def newest_checkpoint(directory):
 
 
 def check_optimizer_state(state, groups, parameters):
-    """Raises ValueError unless every parameter has the same entries, and moments of its own shape.
+    """Raises ValueError unless all parameters have the same entries, with moments of their shape.
 
     PyTorch's fused optimizers do not check this, and write beyond the end of a short tensor.
     """
@@ -404,7 +406,7 @@ def restore(checkpoint, trainer, config, fingerprints):
         trainer.scaler.load_state_dict(checkpoint["scaler"])
     print0(f"resumed from step {step} in {run}")
     if config.shuffle and before.get("order") != ORDER:
-        print0("note: an older version started this run; the order of the data is another one now")
+        print0("note: an older version started this run; the order of the data is now different")
     for name, now in asdict(config).items():
         old, now = (" ".join(v) if isinstance(v, list) else v for v in (before.get(name, now), now))
         if old != now:

@@ -46,7 +46,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
         formatter_class=help_formatter, argument_default=argparse.SUPPRESS)
 
-    def error(message):  # argparse's own prints the usage of all flags
+    def error(message):  # argparse's own method prints all flags
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
 
     parser.error = error
@@ -72,7 +72,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 
 
 def help_formatter(prog):
-    """argparse fails where the terminal has very few columns."""
+    """Formats at least 40 columns, because argparse fails in a narrower terminal."""
     columns = max(40, shutil.get_terminal_size().columns)
     return argparse.RawDescriptionHelpFormatter(prog, width=columns - 2)
 
@@ -254,8 +254,8 @@ def write_json(path, value):
         if Path(path).exists() and not Path(path).is_file():  # such as /dev/stdout
             Path(path).write_text(text, "utf-8", "backslashreplace")
             return
-        with replacing(Path(path).resolve()) as temporary:  # a link stays a link
-            temporary.write_text(text, "utf-8", "backslashreplace")  # names may be no UTF-8
+        with replacing(Path(path).resolve()) as temporary:  # a symbolic link stays one
+            temporary.write_text(text, "utf-8", "backslashreplace")  # paths may be invalid UTF-8
 
 
 def first_line(error):

@@ -27,9 +27,9 @@ from plaingpt.megatron import find_index, read_index
 BLOCK = 2**20  # bytes of text in a block, roughly
 TABLES = (".parquet", ".arrow")
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
-# A document of more than four blocks is cut where no token of the vocabulary's pattern crosses. So
-# the pieces give the tokens of the whole document. gpt2: before white space, after printable ASCII
-# or a byte that does not end a Unicode space. gpt4: after a line break, before no Unicode space.
+# A document of more than four blocks is cut at a place that is never inside a token. So the pieces
+# have the tokens of the whole document. gpt2: before a space or line break that follows printable
+# ASCII, or a byte that ends no Unicode space. gpt4: after a line break that no space follows.
 CUTS = dict(
     gpt2=re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S),
     gpt4=re.compile(rb".*\n(?=.{3})(?!\s|[\x1c-\x1f]|\xc2[\x85\xa0]|\xe1\x9a\x80|"
@@ -116,7 +116,8 @@ def retry(name, download, *args, **kwargs):
             reason = f"{name}: {first_line(error.__cause__ or error)}"
             final = isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE
             if final or attempt == RETRIES:
-                raise UserError(f"{reason}; check the name, or set HF_ENDPOINT") from error
+                raise UserError(f"{reason}; check the name, or set HF_ENDPOINT to a "
+                                "mirror") from error
             print(f"{reason}; trying again in {2**attempt} s", file=sys.stderr)
             time.sleep(2**attempt)
 
@@ -134,7 +135,7 @@ def hub_answers():
 def read_records(path):
     """Yields (where, record): a place such as "line 7", and a dict. Raises UserError.
 
-    JSON lines, CSV with a line of names, Parquet, Arrow. Any other line is {"text": line}.
+    JSON lines, CSV with a line of names, Parquet, Arrow. In other files a line is {"text": line}.
     """
     path, n = Path(path), 0
     unit = "row" if kind_of(path)[0] in TABLES else "line"
@@ -295,7 +296,7 @@ def id_blocks(path):
 def texts_of(block, text_key):
     """The texts of a block, and [(line of the file, reason)] of its damaged records.
 
-    The first text of a block of kind "text", maybe "", continues the document before.
+    The first text of a block of kind "text" continues the last document before it; it may be "".
     """
     texts, skipped = [], []
     for i, data in enumerate(block.records if block.kind != "ids" else ()):

@@ -20,7 +20,7 @@ class LinearCrossEntropyLoss(nn.Module):
     def forward(self, x, weight, targets, reduction="mean"):
         """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T).
 
-        Positions with target -100 are ignored. Another id outside the vocabulary is an error.
+        Positions with target -100 are ignored. Any other target must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
         group, shape = None, targets.shape
@@ -44,7 +44,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
-    The gradient is divided by n only in backward: in forward, small float16 values would become 0.
+    Only backward divides by n, the number of counted targets: in forward, float16 would underflow.
 
     group: the processes with the other rows of the weight, or None. Target 0 is this
     process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
@@ -77,10 +77,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
             loss = norm.log() - target_logit  # (rows, 1)
             losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
-            if with_gradient:  # gradient by the logits: softmax - one_hot(target)
+            if with_gradient:  # gradient w.r.t. the logits: softmax - one_hot(target)
                 norm = norm.masked_fill(ignored, math.inf)  # gradient 0
                 p.div_(norm)
-                if torch.compiler.is_compiling():  # fused with the next line, p needs no memory
+                if torch.compiler.is_compiling():  # the compiler can fuse this, unlike scatter_add_
                     p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:
                     p.scatter_add_(1, y, -local.float())

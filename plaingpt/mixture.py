@@ -44,13 +44,6 @@ def read_shares(items):
     return shares
 
 
-def print_shares(shares, items):
-    """Prints the shares of a mixture, if they are not the weights that the user gave."""
-    if len(shares) > 1 and [f"{path}={float(share):g}" for path, share in shares.items()] != items:
-        text = ", ".join(f"{path} {float(share):.6g}" for path, share in shares.items())
-        print0(f"note: shares of the sequences, which add up to 1: {text}")
-
-
 def find_common_tokenizer(config):
     """The Tokenizer of all data sets. Raises UserError if they differ."""
     found = {path: find_tokenizer(path, config.tokenizer) for path in read_shares(config.data)}
@@ -59,17 +52,20 @@ def find_common_tokenizer(config):
         if tokenizer.name != found[first].name:
             raise UserError(f"--data {path}: has tokens of {tokenizer.name}, but {first} has those "
                             f"of {found[first].name}; use one tokenizer for all; "
-                            "--tokenizer sets that of a text")
+                            "--tokenizer sets the tokenizer of a text")
     return found[first]
 
 
 def open_splits(config, vocab_size, tokenizer):
-    """Opens --data -> (training Tokens, validation Tokens, fingerprints): lists, one item per set.
+    """Opens --data -> (list of training Tokens, list of validation Tokens, fingerprints).
 
-    fingerprints: {split: text}. Raises UserError.
+    The lists have one item per set. fingerprints: {split: text}. Raises UserError.
     """
     shares = read_shares(config.data)
-    print_shares(shares, config.data)
+    given = [f"{path}={float(share):g}" for path, share in shares.items()] == config.data
+    if len(shares) > 1 and not given:
+        text = ", ".join(f"{path} {float(share):.6g}" for path, share in shares.items())
+        print0(f"note: shares of the sequences, which add up to 1: {text}")
     splits, fingerprints = [], {}
     for split, name in (("train", "training split"), ("val", "validation split")):
         sets = [open_tokens(path, split, vocab_size, tokenizer, config.val_fraction)
@@ -83,11 +79,11 @@ def open_splits(config, vocab_size, tokenizer):
 
 
 class Mixture:
-    """The sequences of several loaders, in one order. Has the members of a loader.
+    """The sequences of several loaders, in one order. Used like a DataLoaderLite.
 
-    After n sequences, each set has had within one of its share of n: the sets take turns in the
-    order of their deadlines (Baruah et al. 1996, "Proportionate Progress"). A position is one
-    number, as for one set. shares: {path: Fraction}, in the order of the loaders.
+    Of the first n sequences, each set has n x share, with an error of less than one. The sets take
+    turns in the order of their deadlines (Baruah et al. 1996, "Proportionate Progress"). A position
+    counts the sequences of all sets. shares: {path: Fraction}, in the order of the loaders.
     """
 
     def __init__(self, loaders, shares):
@@ -117,13 +113,10 @@ class Mixture:
 
 
 def make_order(parts):
-    """The order of the sets in a period: [(set, how many of its sequences are before)].
-
-    parts: how many sequences of each set are in the period.
-    """
+    """Order of a period with parts[k] sequences of set k: [(k, how many of set k are before)]."""
     period, counts, order = sum(parts), [0] * len(parts), []
     for n in range(1, period + 1):
-        # A set may not get ahead of its share by one. Of these sets, the earliest deadline wins.
+        # Only sets with less than their share so far may be next. The earliest deadline wins.
         due = [(-((counts[k] + 1) * period // -part), k)
                for k, part in enumerate(parts) if counts[k] * period < n * part]
         _, k = min(due)

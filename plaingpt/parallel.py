@@ -111,7 +111,7 @@ class ShardedTrainer(nn.Module):
             module.set_force_sum_reduction_for_comms(self.device.type == "cpu")
 
     def forward(self, x, targets=None):
-        """Training: ids or residual stream -> residual stream, or on the last stage scaled loss."""
+        """Training. Takes ids or residual stream. Returns residual stream or the scaled loss."""
         with self.autocast:
             if not self.last:
                 return self.model.hidden(x)
@@ -280,7 +280,7 @@ class Muon(torch.optim.Muon):
 
 
 class Absent(nn.Module):
-    """Replaces a module of another stage. Returns the stream unchanged, or 0 for positions."""
+    """Replaces a module of another stage. Returns the residual stream x, or 0 for positions."""
 
     def forward(self, x, *args):
         return x if x.is_floating_point() else 0

@@ -145,9 +145,9 @@ class RunLog:
         self.publish(step, new, {})
 
     def write_losses(self, step, losses, loader, position):
-        """Logs a validation: [(nats per token, bits per byte)] of each set. Returns the mean loss.
+        """Logs a validation. Returns the mean loss, weighted by the shares of `loader`, a Mixture.
 
-        The means are weighted with the shares of the Mixture `loader`, also printed for each set.
+        losses: (nats per token, bits per byte) of each set. With several sets, each is also logged.
         """
         shares = [float(share) for share in loader.shares]
         val, bpb = (sum(map(operator.mul, shares, values)) for values in zip(*losses))
@@ -171,8 +171,8 @@ class RunLog:
                 self.writer.add_text(name, text, step)
             self.writer.flush()
         if self.wandb:
-            html = {name: self.wandb.Html(text) for name, text in texts.items()}
-            self.wandb.log({**numbers, **html}, step=step)
+            shown = {name: self.wandb.Html(text) for name, text in texts.items()}
+            self.wandb.log({**numbers, **shown}, step=step)
 
     def write_samples(self, step, model, tokenizer, device):
         """Prints two texts that the model writes without a prompt. All processes must call."""

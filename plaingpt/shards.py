@@ -63,8 +63,8 @@ class Shard:
         except FileNotFoundError:
             pass  # status stays None
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror}); use --resume when it "
-                            "can") from error
+            raise UserError(f"{self.path}: cannot be read ({error.strerror}); make it "
+                            "readable, then use --resume") from error
         same = not check or status and status.st_nlink and status.st_mtime_ns == self.changed
         if not same or len(data) != size * count:
             raise UserError(f"{self.path}: changed during the run; restore it, then use --resume")
@@ -131,7 +131,7 @@ class Tokens:
         return Tokens(shards, self.vocab_size, self.name)
 
     def find(self, start, token):
-        """The place of the first such token from `start` on, in 2^20 tokens; else `start`."""
+        """Index of the first `token` in the 2^20 tokens from `start` on, or `start` without one."""
         for first in range(start, min(len(self), start + 2**20), 2**16):
             found = np.flatnonzero(self.read(first, min(2**16, len(self) - first)) == token)
             if len(found):
@@ -176,7 +176,8 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
     if not is_text(path):
         cut = whole.find(cut, tokenizer.end_of_text)
         if split == "val":
-            print0(f"note: {data} has no val shards; its last {len(whole) - cut:,} tokens are used")
+            print0(f"note: {data} has no val shards; its last {len(whole) - cut:,} tokens "
+                   "are the validation data")
     return whole.cut(0, cut) if split == "train" else whole.cut(cut, len(whole))
 
 
@@ -228,7 +229,7 @@ def open_shard(path):
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
             raise ValueError("its header does not begin with 20240520 and 1")
         if n_bytes != header.nbytes + 2 * int(header[2]):
-            raise ValueError(f"{n_bytes} bytes, but its header promises {header[2]} tokens")
+            raise ValueError(f"{n_bytes} bytes, but its header says {header[2]} tokens")
         return Shard(path, int(header[2]), header.nbytes, changed)
     except Exception as error:  # a damaged header makes np.load raise any kind of error
         reason = first_line(error)
@@ -252,7 +253,7 @@ def read_text(path, tokenizer):
 
 
 def find_tokenizer(data, place=None):
-    """The Tokenizer of a data set: its own, or else --tokenizer, by default gpt2; bytes of a text.
+    """Tokenizer of a data set: its own, else --tokenizer, else gpt2 for shards, bytes for a text.
 
     place: value of --tokenizer. Raises UserError if it differs from the data's own.
     """

@@ -10,12 +10,12 @@ from plaingpt.cli import UserError, first_line, require
 MAX_IDS = 2**16  # shards store an id in two bytes
 # Names of the token between documents, in the order in which they are looked for.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
-# Hugging Face's expression for a vocabulary that splits like GPT-4: numbers in groups of three
-# digits, and a line break belongs to the symbol before it. tokenizer.py writes the same text.
+# The regular expression of vocabularies that split text like GPT-4: groups of up to three digits;
+# line breaks belong to the symbol before them. Hugging Face and tokenizer.py write the same text.
 GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+")
-# In a byte-level vocabulary a character stands for a byte: a visible one for itself.
+# A byte-level vocabulary writes each byte as a character: a visible one as itself.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
@@ -44,7 +44,7 @@ def parse(source):
                         "that python tokenizer.py or transformers wrote") from error
     if n_vocab > MAX_IDS:
         raise UserError(f"has {n_vocab:,} ids, but shards store at most {MAX_IDS:,}; give a "
-                        "smaller one")
+                        "smaller vocabulary")
     name = next((name for name in ([end] if end else END_NAMES) if name in ids), None)
     if not name:
         raise UserError(f"has no token {end or ' or '.join(END_NAMES)}; name the token between "
@@ -92,8 +92,8 @@ def ids_are_ranks(settings, token_bytes, special):
     """Whether tiktoken gives the ids of this vocabulary.
 
     `tokenizers` merges only listed pairs, in their order. tiktoken merges any pair whose bytes are
-    a token, the lowest id first. The ids are the same if each token comes from just one pair: if
-    merging its own bytes, by lower ids, ends with the listed pair. A trained BPE fulfills this.
+    a token, the lowest id first. The ids are the same if, for each token, merging its bytes into
+    tokens of lower ids ends with its listed pair. This is so for a trained BPE.
     """
     model, tokens = settings["model"], token_bytes[: len(token_bytes) - len(special)]
     ranks = {token: i for i, token in enumerate(tokens)}
@@ -108,7 +108,7 @@ def ids_are_ranks(settings, token_bytes, special):
 
 
 def merge_bytes(data, ranks, limit):
-    """Merges the bytes of a token, the lowest rank first, by ranks below limit -> its parts."""
+    """Merges the bytes of a token, lowest rank first, only ranks below limit -> the parts left."""
     parts = [data[i : i + 1] for i in range(len(data))]
     while len(parts) > 1:
         pairs = [ranks.get(left + right, limit) for left, right in itertools.pairwise(parts)]
@@ -162,10 +162,11 @@ def read_source(place):
         library = require("tokenizers").ByteLevelBPETokenizer(*files)
     except UserError:
         raise
-    except Exception as error:  # `tokenizers` raises nothing more exact
+    except Exception as error:  # `tokenizers` has no exception class of its own
         raise UserError(f"{found} cannot be read ({first_line(error)}); give a tokenizer.json"
                         ) from error
-    library.add_special_tokens([name for name in END_NAMES if library.token_to_id(name)][:1])
+    known = [name for name in END_NAMES if library.token_to_id(name) is not None]
+    library.add_special_tokens(known[:1])
     return library.to_str()
 
 
@@ -182,4 +183,5 @@ def download(name):
         return Path(hub.snapshot_download(
             name, allow_patterns=["tokenizer.json", "vocab.json", "merges.txt"]))
     except Exception as error:  # network errors come from several libraries
-        raise UserError(f"{first_line(error)}; check the name, or set HF_ENDPOINT") from error
+        raise UserError(f"{first_line(error)}; check the name, or set HF_ENDPOINT to a "
+                        "mirror") from error

@@ -144,7 +144,7 @@ CASES = {
         ("--data large.npy", "x_train_000000.npy: token id 256 is outside the vocabulary of 256", "leave out --vocab_size, or give the right --tokenizer"),
         ("--data few.npy", "9 tokens are too few", "give more data"),
         ("--data magic.bin", "x_train_000000.bin: not a readable shard (its header does not begin with 20240520 and 1", "make it again"),
-        ("--data count.bin", "21022 bytes, but its header promises 1000000 tokens", "make it again"),
+        ("--data count.bin", "21022 bytes, but its header says 1000000 tokens", "make it again"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write", "choose another place"),
         ("--log_dir text.txt/deeper", "--log_dir text.txt/deeper: cannot write", "choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint", "give another file"),

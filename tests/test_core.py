@@ -156,7 +156,7 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
     expected = [loss for _, loss in nanochats_rules(hf, items[:5], "m", 2, "\nAnswer: ")]
     for flag in ("--max_per_task", "--limit"):
         result, _ = run_core(tmp_path, "--model", tiny[0], "--bundle", tiny[1], "--tasks", "winograd,arc_easy", flag, 5, "--num_fewshot", 2)
-        assert [task["examples"] for task in result["figures"]["tasks"].values()] == [5, 5]
+        assert [task["items"] for task in result["figures"]["tasks"].values()] == [5, 5]
         means = [[-x / n if n else math.nan for x, n in zip(e["log_likelihood"], e["tokens"])] for e in result["examples"][5:]]
         assert sum(means, []) == pytest.approx(sum(expected, []), abs=1e-4, nan_ok=True)
 

@@ -251,7 +251,7 @@ def test_prebuilt_shards_come_from_the_hub(tmp_path):
         _, err = fetch("--prebuilt", "some/broken", "--output_dir", "b", status=2)
         assert "fw_train_000002.bin: not a readable shard" in err and names(tmp_path / "b", "*.bin") == ["fw_train_000001.bin", "fw_val_000000.bin"]
         _, err = fetch("--prebuilt", "some/text", status=2)
-        assert "error: --prebuilt some/text: has no files NAME_train_000001.bin; give another one\n" in err
+        assert "error: --prebuilt some/text: no shards X_train_000001.bin; give another data set\n" in err
     _, err = fetch("--prebuilt", "some/shards", "--strict", status=2)
     assert err == "error: --prebuilt: leave out --strict; the shards are made already\n"
     train("--data", "s", "--max_steps", 1, cwd=tmp_path)

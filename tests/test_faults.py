@@ -140,7 +140,7 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
     flags = ["--log_dir", "run", "--save_every", 2, "--keep", 0]
     with small_disk(tmp_path / "run", 2**20) as limits:  # a checkpoint takes 420 kB
         _, err = train(*flags, cwd=tmp_path, status=2, limits=limits)
-    assert re.fullmatch(r"error: run/model_00000\d.pt: cannot write \(.*\); the older checkpoints are whole: free some space, then "
+    assert re.fullmatch(r"error: run/model_00000\d.pt: cannot write \(.*\); the older checkpoints are complete: free some space, then "
                         r"continue with --resume\n", err), err
     for path in (tmp_path / "run").glob("model*"):
         load_checkpoint(path)  # all are complete, and there is no temporary file

@@ -190,7 +190,7 @@ def test_a_run_of_an_older_version_gives_a_note(tmp_path):
     del saved["train_config"]["order"]
     torch.save(saved, path)
     out, _ = train("--log_dir", "run", "--max_steps", 3, "--resume", cwd=tmp_path)
-    assert "the order of the data is another one now" in out
+    assert "the order of the data is now different" in out
     out, _ = train("--log_dir", "run", "--max_steps", 4, "--resume", cwd=tmp_path)
     assert "order of the data" not in out
 

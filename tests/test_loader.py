@@ -146,7 +146,7 @@ REFUSED = {
     "empty npy": (lambda d: (d / "x_train_000000.npy").write_bytes(b""), "not a readable shard"),
     "wrong magic": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, magic=1), "not begin with 20240520 and 1"),
     "wrong version": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, version=2), "not begin with 20240520 and 1"),
-    "truncated bin": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, count=300), "1424 bytes, but its header promises 300 tokens"),
+    "truncated bin": (lambda d: write_bin(d / "x_train_000000.bin", GOOD, count=300), "1424 bytes, but its header says 300 tokens"),
     "short header": (lambda d: (d / "x_train_000000.bin").write_bytes(b"abcd" * 10), "not begin with 20240520 and 1"),
 }
 

@@ -64,7 +64,7 @@ def test_checkpoints_that_do_not_read_never_restart_the_run(copy, tmp_path):
     for path in copy.glob("model_*"):
         damage(path)
     _, err = train(*flags, cwd=tmp_path, status=2)
-    assert err == ("error: no checkpoint in run is whole; restore one, or choose another --log_dir "
+    assert err == ("error: all checkpoints in run are damaged; restore one, or choose another --log_dir "
                    "to start a new run\n")
     assert {path.name for path in copy.iterdir()} == set(before) and not list(tmp_path.glob("run.*"))
     (copy / "model_000005.pt").write_bytes(before["model_000005.pt"])
@@ -103,7 +103,7 @@ def moments(saved, name, change):
     (lambda s: moments(s, "exp_avg", lambda t: t.flatten()[:1]), "exp_avg: is [1], not [256, 32]"),
     (lambda s: moments(s, "exp_avg_sq", lambda t: torch.zeros(())), "exp_avg_sq: is [], not [256, 32]"),
     (lambda s: moments(s, "step", lambda t: torch.zeros(3)), "step: is [3], not []"),
-    (lambda s: moments(s, "exp_avg", lambda t: t.int()), "exp_avg: has no plain floating-point numbers"),
+    (lambda s: moments(s, "exp_avg", lambda t: t.int()), "exp_avg: is not a contiguous floating-point tensor"),
     (lambda s: s["optimizer"]["adamw"]["state"].pop(3), "parameters are missing or unexpected"),
     (lambda s: s["optimizer"]["adamw"]["state"][3].pop("exp_avg"), "has other entries than the first parameter"),
     (lambda s: s["optimizer"]["adamw"].update(state=7), "'int' object has no attribute"),
@@ -192,7 +192,7 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
 
 
 @pytest.mark.parametrize("log, facts, message", [
-    ("1 foo 2\n", "{}", "no stream that plot.py knows: loss, bpb, hella"),
+    ("1 foo 2\n", "{}", "nothing to plot; give a run, such as log/baby"),
     ("1 train x\n", "{}", "no log.txt with numbers"), ("1 train 2\n", "[]", "run.json: is not the file of a run")])
 def test_plot_of_a_strange_run(tmp_path, log, facts, message):
     (tmp_path / "log.txt").write_text(log)

@@ -48,7 +48,7 @@ def test_reference_scores_are_drawn_as_lines(tmp_path):
     (tmp_path / "log.txt").write_text("0 val 10.9\n0 hella 0.25\n250 hella 0.27\n250 val 6\n250 lambada 0.1\n250 story 0.55\n")
     figure = plot.draw({"run": plot.read_run(tmp_path)}, "steps")
     notes = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert notes == ["GPT-2 124M: 0.2955", "GPT-3 124M: 0.337", "GPT-2 124M: 0.3256", "GPT-3 124M: 0.427", "GPT-3 124M: 0.633"]
+    assert notes == ["GPT-2 124M: 0.2955", "GPT-3 125M: 0.337", "GPT-2 124M: 0.3256", "GPT-3 125M: 0.427", "GPT-3 125M: 0.633"]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])

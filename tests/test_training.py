@@ -274,6 +274,14 @@ def test_batch_size_may_exceed_the_sequences_of_a_process(tmp_path):
     assert_close_logs(tmp_path / "a", tmp_path / "b", rel=1e-5)
 
 
+def test_every_step_of_a_ramp_has_whole_micro_batches():
+    """In the ramp, a micro-batch has at most the sequences of the first step: 4, later 6."""
+    config = TrainConfig(rampup_steps=4, rampup_batch_size=256, total_batch_size=768, batch_size=6)
+    check_batch_size(config, 64, 1, 1000)
+    sizes = [micro_batch(step, config, 64, 1) for step in range(6)]
+    assert sizes == [(4, 4), (4, 4), (8, 4), (8, 4), (12, 6), (12, 6)]
+
+
 def test_rampup(tmp_path):
     config = TrainConfig(rampup_steps=4, rampup_batch_size=1024, total_batch_size=4096)
     assert [get_batch_tokens(s, config) for s in range(6)] == [1024, 1024, 2048, 3072, 4096, 4096]
@@ -524,8 +532,7 @@ def test_a_pipeline_has_a_micro_batch_for_each_stage():
     check_batch_size(config, 64, 1, 100)  # 16 sequences: two micro-batches of 8
     assert micro_batch(0, config, 64, 1) == (16, 16)
     for change, sentence in (
-            (dict(pp=3), "--batch_size 16: each process has 16 sequences in a step; give a divisor of 16 that makes at least 3 "
-                         "micro-batches"),
+            (dict(pp=3), "--batch_size 16: each process has 16 sequences in a step; give a divisor of 16, at most 5"),
             (dict(total_batch_size=64), r"--total_batch_size 64: must be a multiple of 64 \(block_size 64 x 1 processes\), from 128 to the 6400")):
         with pytest.raises(UserError, match=sentence):
             changed = dataclasses.replace(config, **change)
@@ -603,6 +610,7 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     (["--batch_size", "3"], "--batch_size 3: each process has 16 sequences in a step; give a divisor of 16"),
     (["--total_batch_size", str(2**30)], "from 64 to the 348544 tokens of the data"),
     (["--rampup_steps", "3", "--rampup_batch_size", "100"], "--rampup_batch_size 100: must be a multiple of 64"),
+    (["--rampup_steps", "3", "--rampup_batch_size", "2048"], "tokens of the data, and at most --total_batch_size"),
 ])
 def test_each_mistake_gives_a_one_sentence_error(flags, sentence, tmp_path, monkeypatch):
     import train_gpt2

@@ -245,6 +245,18 @@ def test_from_a_text_to_scores_and_transformers(zh, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(model(idx)[0], peer(idx).logits, rtol=1e-4, atol=1e-4)
     assert load_model(tmp_path / "hf")[1].name == found.name
+    # the same model of the hub, and with the older pair of files
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    with stand_in_hub({"some/zh": files}) as (url, _):
+        env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
+        program("--model", "some/zh", "--prompt", "一丁", "--max_new_tokens", 1, "--json", "hub.json", cwd=tmp_path,
+                program="generate.py", online=True, env=env, fresh=True)
+    assert json.loads((tmp_path / "hub.json").read_text("utf-8"))[0]["prompt"] == "一丁"
+    settings = json.loads((tmp_path / "hf" / "tokenizer.json").read_text("utf-8"))["model"]
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps({**settings["vocab"], "<|endoftext|>": found.end_of_text}))
+    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in settings["merges"]))
+    assert load_model(tmp_path / "hf")[1].name == found.name
     # a text file with --tokenizer: the tokens of the shards but for the end-of-text ids
     program(*flags, "--data", d / "a.txt", "--tokenizer", d / "zh.json", "--log_dir", "b", cwd=tmp_path)
     assert load_model(tmp_path / "b")[1].name == found.name and log.keys() == read_log(tmp_path / "b").keys()
