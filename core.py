@@ -211,10 +211,9 @@ def score_tasks(model, examples, rows, *others):
     for _, group in itertools.groupby(examples, key=lambda example: example.counts["task"]):
         own, start = list(group), time.monotonic()
         end = first + sum(map(len, own))
-        own_rows = [
-            row._replace(endings=[(ids, pair - first, last) for ids, pair, last in row.endings])
-            for row in rows if first <= row.endings[0][1] < end]
-        parts.append(score(model, own, own_rows, *others))
+        scores = score(model, examples, [
+            row for row in rows if first <= row.endings[0][1] < end], *others)
+        parts.append(SimpleNamespace(**{k: array[first:end] for k, array in vars(scores).items()}))
         seconds = time.monotonic() - start
         for task, figures in task_figures(own, parts[-1]).items():
             print0("{:<34}{accuracy:8.4f}{centered:10.4f}{items:10,}{:9.1f}".format(

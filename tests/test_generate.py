@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import program, spawn, train
 
-from generate import GenerateConfig, answer_prompts, write_texts
+from generate import GenerateConfig, answer_prompts, store_by_columns, write_texts
 from generate import main as generate_main
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_model
@@ -206,6 +206,15 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, capsys):
     results = answer_prompts(model.eval(), tokenizer, GenerateConfig(num_samples=1))
     assert [result["prompt"] for result in results] == ["a", "b"]
     assert all(len(result["texts"]) == 1 and len(result["texts"][0]) > 1 for result in results)
+
+
+def test_weights_stored_by_columns_give_the_same_logits():
+    model, idx = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64, vocab_size=300)), torch.arange(12)[None]
+    before = model(idx)[0]
+    store_by_columns(model)
+    torch.testing.assert_close(model(idx)[0], before)
+    assert model.lm_head.weight is model.transformer.wte.weight and model.lm_head.weight.stride() == (1, 300)
+    assert model.transformer.h[0].attn.c_attn.weight.stride() == (1, 96)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
