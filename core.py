@@ -37,7 +37,7 @@ from plaingpt.cli import UserError, print0, run
 from plaingpt.corpus import explain, parse_json
 from plaingpt.evaluation import Benchmark, Example, bad_record, main, score, take
 
-FIELDS = dict(  # of an item; the first one is in no other kind
+FIELDS = dict(  # {kind: its fields}; the first field tells the kind
     multiple_choice=dict(choices=list, query=str, gold=int),
     schema=dict(context_options=list, continuation=str | int | float, gold=int),
     language_modeling=dict(context=str, continuation=str | int | float))
@@ -48,7 +48,7 @@ class Options:
     bundle: Annotated[str | None, "directory, .zip or .jsonl"] = None
     tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
     max_per_task: Annotated[int, "number of items of a task; 0: all", "at least 0"] = 0
-    num_fewshot: Annotated[int | None, "[of the bundle; .jsonl: 0]", "at least 0"] = None
+    num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
     delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
 
 
@@ -200,7 +200,7 @@ def encode(example, tokenizer):
 
 def n_shared(sequences):
     """Number of ids that all sequences start with."""
-    low, high = min(sequences), max(sequences)  # differ first where any two of them do
+    low, high = min(sequences), max(sequences)  # all share what these two share
     return next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))
 
 
@@ -226,7 +226,7 @@ def score_tasks(model, examples, rows, *others):
 def task_figures(examples, scores):
     """-> {task: its figures}."""
     ends = np.cumsum([len(example) for example in examples])[:-1]
-    with np.errstate(invalid="ignore"):  # 0 / 0: all prompts start with this one, or end so
+    with np.errstate(invalid="ignore"):  # 0 / 0: an ending without tokens
         losses = np.split(-scores.log_likelihood / scores.tokens, ends)
     right = {}
     for example, loss, greedy in zip(examples, losses, np.split(scores.greedy, ends)):

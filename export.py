@@ -7,7 +7,6 @@ The directory contains the weights, the tokenizer and a model card, README.md.
 First: pip install transformers
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +14,7 @@ from typing import Annotated, Literal
 import torch
 
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, first_line, parse_flags, run, writing
+from plaingpt.cli import UserError, parse_flags, read_json, run, writing
 from plaingpt.tokenizer_json import read_end_name
 
 CARD = """---
@@ -57,18 +56,14 @@ class ExportConfig:
 
 def read_facts(path):
     """Facts of a run.json for the model card -> {name: value}, empty without the file."""
-    if not path.exists():
+    facts = read_json(path)
+    if not facts.keys() >= {"model_config", "train_config", "versions"}:
         return {}
-    try:
-        facts = dict(json.loads(path.read_text("utf-8")))
-        known = {**facts["model_config"], **facts["train_config"], **facts["versions"], **facts}
-        places = known["data"] if isinstance(known["data"], list) else [known["data"]]
-        known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
-        known["dtype of training"] = known["dtype"]
-        return {name: known[name] for name in FACTS if name in known}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: cannot be read ({first_line(error)}); restore or move it"
-                        ) from error
+    known = {**facts["model_config"], **facts["train_config"], **facts["versions"], **facts}
+    places = known["data"] if isinstance(known["data"], list) else [known["data"]]
+    known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
+    known["dtype of training"] = known["dtype"]
+    return {name: known[name] for name in FACTS if name in known}
 
 
 def main(argv=None):

@@ -82,7 +82,7 @@ class Text:
         self.ended = False
 
     def add(self, token):
-        """Adds a token, unless the text has ended or ends with it."""
+        """Adds a token, unless the text has ended, or this token ends it."""
         self.ended = self.ended or token == self.end
         if not self.ended:
             self.ids.append(token)
@@ -98,7 +98,7 @@ class Text:
         return text if at < 0 else text[:at]
 
     def next_part(self):
-        """What was not shown yet, without half a character, or what may become --stop."""
+        """The text not shown yet. Holds back half a character, and a possible start of --stop."""
         text, stop = self.whole().rstrip("\ufffd"), self.stop or ""
         held = next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
         start, self.n_shown = self.n_shown, max(self.n_shown, len(text) - held)

@@ -62,7 +62,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         hs = C // self.n_head
-        x = x.to(matmul_dtype(x))  # if DDP splits the compiled graph here, it saves a 16-bit x
+        x = x.to(matmul_dtype(x))  # saves memory if DDP splits the compiled graph here
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
         if cache is not None:
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
 
         cache: a KVCache for each block, with the keys and values of earlier tokens.
-        pos: (B, T), default: after the cache. mask: (B, 1, T, T) bool, default: lower triangle.
+        pos: (B, T), default: after the cache. mask: (B, 1, T, T so far) bool, default: causal.
         """
         T = idx.size(1)
         if pos is None:

@@ -6,14 +6,13 @@
 The training loss is a running mean. Dotted lines show published scores.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 
-from plaingpt.cli import UserError, parse_flags, require, run, writing
+from plaingpt.cli import UserError, parse_flags, read_json, require, run, writing
 from plaingpt.runlog import read_log
 
 # Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
@@ -38,14 +37,12 @@ class PlotConfig:
 
 def read_run(directory):
     """Reads a run directory -> ({stream: array of (steps, values)}, run.json or {})."""
-    log, facts, streams = Path(directory, "log.txt"), Path(directory, "run.json"), {}
+    log, streams = Path(directory, "log.txt"), {}
     for step, stream, value in read_log(log) if log.is_file() else []:
         streams.setdefault(stream, []).append((step, float(value)))
     if not streams:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    facts = json.loads(facts.read_text()) if facts.is_file() else {}  # build-nanogpt writes none
-    if not isinstance(facts, dict):
-        raise UserError(f"{directory}/run.json: is not the file of a run; restore or delete it")
+    facts = read_json(Path(directory, "run.json"))  # build-nanogpt writes none
     return {stream: np.array(pairs).T for stream, pairs in streams.items()}, facts
 
 

@@ -45,7 +45,8 @@ PATTERNS = dict(
 class Tokenizer:
     """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one.
 
-    name: "gpt2", "bytes", or a description of a tokenizer.json. Equal names mean equal ids.
+    name: "gpt2", "bytes", or a description of a tokenizer.json. Equal names mean that
+    the ids have the same bytes.
     source: what get_tokenizer needs to create it again; checkpoints store it.
     token_bytes: the bytes of each id. n_vocab: the number of ids.
     special: {text: id} of the ids that stand for no text.
@@ -137,7 +138,7 @@ def get_tokenizer(source):
         known = tokenizer.pattern in ("gpt2", "bytes") and get_tokenizer(tokenizer.pattern)
         return known if known and known.token_bytes == token_bytes else tokenizer
     if source != "gpt2":
-        raise UserError(f"unknown tokenizer {source[:50]!r}; it must be gpt2, bytes, or a file")
+        raise UserError(f"unknown tokenizer {source[:50]!r}; add its tokenizer.json to the shards")
     data = MERGES.read_bytes()
     if hashlib.sha256(data).hexdigest() != MERGES_SHA256:
         raise UserError(f"{MERGES}: is damaged; restore it with git checkout {MERGES}")
@@ -193,7 +194,8 @@ def read_sample(config):
         for block in read_blocks(paths, config.text_key):
             found, skipped = texts_of(block, config.text_key)
             for line, reason in skipped:
-                tqdm.write(f"skipped {paths[block.file]}, line {line}: {reason}", file=sys.stderr)
+                unit = "row" if block.kind == "table" else "line"
+                tqdm.write(f"skipped {paths[block.file]}, {unit} {line}: {reason}", file=sys.stderr)
             pieces = [text[i : i + PIECE] for text in found for i in range(0, len(text), PIECE)]
             for piece in pieces:
                 n_seen += 1

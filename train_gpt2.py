@@ -355,7 +355,7 @@ def main(argv=None):
         evaluate = evals and (last or due(step, config.eval_every))
         due_now = last or stop or evaluate or due(step, config.save_every)
         save = step > first_step and (save or due_now)
-        # With non-finite gradients only the last step is saved: a save deletes the oldest file.
+        # While gradients are not finite, a save is delayed: it may delete an older, good file.
         if save and (last or stop or not log.bad_in_a_row):
             saver.save(step, position)
             save = False

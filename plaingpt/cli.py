@@ -258,6 +258,17 @@ def write_json(path, value):
             temporary.write_text(text, "utf-8", "backslashreplace")  # paths may be invalid UTF-8
 
 
+def read_json(path):
+    """The object in a JSON file -> dict; {} without the file. Raises UserError."""
+    try:
+        value = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        if not isinstance(value, dict):
+            raise ValueError("no object with fields")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({first_line(error)}); restore it") from error
+    return value
+
+
 def first_line(error):
     """First line of an exception's text, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

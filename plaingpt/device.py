@@ -209,7 +209,7 @@ def choose_compile(flag, device):
 
 
 def choose_dtype(name, device):
-    """--dtype -> torch.dtype. auto: bfloat16 where it is fast, else float16 on a GPU or float32."""
+    """--dtype -> torch.dtype. auto: bfloat16 where it is fast, else float16 on CUDA or float32."""
     if name == "auto":
         cpu = torch.cpu.get_capabilities()
         fast = device.type == "cpu" and (cpu.get("avx512_bf16") or cpu.get("amx_bf16"))

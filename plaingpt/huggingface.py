@@ -80,7 +80,7 @@ def save_gpt2(model, directory, tokenizer=None, dtype=None):
 
 
 def save_tokenizer(tokenizer, directory, block_size):
-    """Writes a Tokenizer as the two files that AutoTokenizer reads, the same for every version.
+    """Writes the two files of a Tokenizer that AutoTokenizer of every transformers version reads.
 
     As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
     """

@@ -44,7 +44,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
 
     The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
-    Only backward divides by n, the number of counted targets: in forward, float16 would underflow.
+    backward divides the gradients by n, the counted targets: in forward, float16 would underflow.
 
     group: the processes with the other rows of the weight, or None. Target 0 is this
     process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).

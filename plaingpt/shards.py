@@ -8,7 +8,6 @@ meta.json says how the shards were made. It is called progress.json until they a
 import bisect
 import functools
 import io
-import json
 import math
 import os
 import re
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.cli import UserError, first_line, lock, print0, replacing, write_json, writing
+from plaingpt import cli
+from plaingpt.cli import UserError, print0, read_json
 from plaingpt.megatron import find_index, read_index
 from tokenizer import get_tokenizer, load_tokenizer
 
@@ -232,7 +232,7 @@ def open_shard(path):
             raise ValueError(f"{n_bytes} bytes, but its header says {header[2]} tokens")
         return Shard(path, int(header[2]), header.nbytes, changed)
     except Exception as error:  # a damaged header makes np.load raise any kind of error
-        reason = first_line(error)
+        reason = cli.first_line(error)
         raise UserError(f"{path}: not a readable shard ({reason}); make it again") from error
 
 
@@ -259,9 +259,10 @@ def find_tokenizer(data, place=None):
     """
     path, own = Path(data), None
     given = load_tokenizer(place) if place else None
+    name = read_meta(path).get("tokenizer")
     if (path / "tokenizer.json").exists():
         own = load_tokenizer(path)
-    elif name := read_meta(path).get("tokenizer"):
+    elif name and not (given and given.name == name):
         own = get_tokenizer(name)
     if own and given and own.name != given.name:
         raise UserError(f"--tokenizer {place}: is {given.name}, but {data} has tokens of "
@@ -273,14 +274,7 @@ def find_tokenizer(data, place=None):
 
 def read_meta(directory):
     """Contents of meta.json or progress.json; {} without them. Raises UserError."""
-    for path in (directory / "meta.json", directory / "progress.json"):
-        if path.exists():
-            try:
-                return dict(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError) as error:
-                reason = first_line(error)
-                raise UserError(f"{path}: is damaged ({reason}); restore it") from error
-    return {}
+    return read_json(directory / "meta.json") or read_json(directory / "progress.json")
 
 
 def permute(i, n, seed, epoch):
@@ -348,9 +342,9 @@ class ShardWriter:
 
     def open_directory(self):
         """Creates and locks the directory, and removes what a killed process left."""
-        with writing(f"--output_dir {self.directory}"):
+        with cli.writing(f"--output_dir {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            weakref.finalize(self, os.close, lock(self.directory, "--output_dir"))
+            weakref.finalize(self, os.close, cli.lock(self.directory, "--output_dir"))
             for temporary in self.directory.glob("*.tmp"):
                 temporary.unlink()
         self.locked = True
@@ -392,7 +386,7 @@ class ShardWriter:
         path = self.path(facts["shards"])
         n_tokens = self.n_tokens - facts["tokens"]
         header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
-        with writing(path, "free some space; the same command continues"):
+        with cli.writing(path, "free some space; the same command continues"):
             if not self.locked:
                 self.open_directory()
                 if find_shards(self.directory, "(train|val)"):
@@ -400,9 +394,9 @@ class ShardWriter:
                                     "there; start again to continue after its shards")
             if self.tokenizer.settings:
                 (self.directory / "tokenizer.json").write_text(self.tokenizer.source, "utf-8")
-            write_json(progress, facts)
+            cli.write_json(progress, facts)
             (self.directory / "meta.json").unlink(missing_ok=True)
-            with replacing(path) as temporary, open(temporary, "wb") as file:
+            with cli.replacing(path) as temporary, open(temporary, "wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 file.writelines(self.parts)
                 file.flush()
@@ -412,7 +406,7 @@ class ShardWriter:
         facts.update(shards=facts["shards"] + 1, tokens=self.n_tokens, next=next)
         facts["crc32"].append(crc32(self.parts))
         self.parts = []
-        write_json(progress, facts)
+        cli.write_json(progress, facts)
 
     def finish(self):
         """Writes the last shard, which may be short, and renames progress.json to meta.json."""
@@ -421,5 +415,5 @@ class ShardWriter:
         self.verify(self.n_verified)
         if not self.done:
             self.facts["next"] = None
-        write_json(self.directory / "meta.json", self.facts)
+        cli.write_json(self.directory / "meta.json", self.facts)
         (self.directory / "progress.json").unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from plaingpt.cli import UserError, first_line, require
+from plaingpt.cli import UserError, first_line, read_json, require
 
 MAX_IDS = 2**16  # shards store an id in two bytes
 # Names of the token between documents, in the order in which they are looked for.
@@ -172,8 +172,7 @@ def read_source(place):
 
 def read_end_name(place):
     """The key "end_of_text" of the tokenizer_config.json in an exported directory, or None."""
-    path = Path(place, "tokenizer_config.json")
-    return dict(json.loads(path.read_text("utf-8"))).get("end_of_text") if path.is_file() else None
+    return read_json(Path(place, "tokenizer_config.json")).get("end_of_text")
 
 
 def download(name):

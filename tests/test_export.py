@@ -172,6 +172,9 @@ def test_each_mistake_gives_a_one_sentence_error(exported):
     (exported / "run.json").write_text(json.dumps({**facts, "train_config": {"data": "/home/me/input.txt"}}))  # an older one
     program("--checkpoint", "moved.pt", "--output", "older", cwd=exported, program="export.py")
     assert "| data | input.txt |" in (exported / "older" / "README.md").read_text()
+    (exported / "older" / "tokenizer_config.json").write_text("{")
+    _, err = program("--checkpoint", "moved.pt", "--output", "older", cwd=exported, status=2, program="export.py")
+    assert "older/tokenizer_config.json: is damaged (" in err and err.count("\n") == 1
     (exported / "run.json").write_text("[]")
     _, err = program("--checkpoint", "moved.pt", "--output", "x", cwd=exported, status=2, program="export.py")
-    assert err.startswith("error: run.json: cannot be read") and not (exported / "x").exists()
+    assert err.startswith("error: run.json: is damaged") and not (exported / "x").exists()

@@ -193,7 +193,8 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
 
 @pytest.mark.parametrize("log, facts, message", [
     ("1 foo 2\n", "{}", "nothing to plot; give a run, such as log/baby"),
-    ("1 train x\n", "{}", "no log.txt with numbers"), ("1 train 2\n", "[]", "run.json: is not the file of a run")])
+    ("1 train x\n", "{}", "no log.txt with numbers"), ("1 train 2\n", "[]", "run.json: is damaged (no object with fields); restore it"),
+    ("1 train 2\n", "{", "run.json: is damaged (Expecting")])
 def test_plot_of_a_strange_run(tmp_path, log, facts, message):
     (tmp_path / "log.txt").write_text(log)
     (tmp_path / "run.json").write_text(facts)

@@ -69,5 +69,5 @@ def test_damaged_merges_are_refused(tmp_path, monkeypatch):
 
 
 def test_unknown_name():
-    with pytest.raises(UserError, match="it must be gpt2, bytes, or a file"):
+    with pytest.raises(UserError, match="add its tokenizer.json to the shards"):
         get_tokenizer("gpt4")

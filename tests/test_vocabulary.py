@@ -18,6 +18,7 @@ import tokenizer
 from plaingpt import corpus
 from plaingpt.checkpoint import load_model
 from plaingpt.cli import UserError
+from plaingpt.shards import find_tokenizer
 from plaingpt.tokenizer_json import BYTE_OF
 from tokenizer import get_tokenizer, load_tokenizer
 
@@ -276,6 +277,10 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
             (["--data", "zh=0.5", "en=0.5"], ["--data en: has tokens of gpt2, but zh has those of " + name])):
         _, err = program(*TINY, *flags, cwd=tmp_path, status=2)
         assert err.startswith("error: ") and err.count("\n") == 1 and all(message in err for message in messages), err
+    (tmp_path / "zh" / "tokenizer.json").unlink()  # lost: --tokenizer replaces it
+    with pytest.raises(UserError, match="unknown tokenizer .*; add its tokenizer.json to the shards"):
+        find_tokenizer(tmp_path / "zh")
+    assert find_tokenizer(tmp_path / "zh", d / "zh.json").name.startswith(name)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bytes", "zh"])
