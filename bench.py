@@ -8,7 +8,7 @@
 (transformers), eager and compiled. All models alternate, each in a new process.
 
 Columns of the table:
-  ms        median time of a step; range: of the fastest and the slowest
+  ms        median time of a step; column range: fastest to slowest
   tok/s     tokens per second of all processes together
   TFLOP/s   operations of the model per second, with full attention
   peak      share of the GPU's peak TFLOP/s in its data sheet (MFU)

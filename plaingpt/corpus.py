@@ -29,7 +29,7 @@ TABLES = (".parquet", ".arrow")
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
 # A document of more than four blocks is cut at a place that is never inside a token. So the pieces
 # have the tokens of the whole document. gpt2: before a space or line break that follows printable
-# ASCII, or a byte that ends no Unicode space. gpt4: after a line break that no space follows.
+# ASCII or a byte that ends no Unicode space. gpt4: after a line break that no space follows.
 CUTS = dict(
     gpt2=re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S),
     gpt4=re.compile(rb".*\n(?=.{3})(?!\s|[\x1c-\x1f]|\xc2[\x85\xa0]|\xe1\x9a\x80|"

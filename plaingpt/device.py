@@ -125,7 +125,7 @@ def memory_advice(message):
 
 
 def batch_size_advice(batch_size, share):
-    """memory_advice with a smaller --batch_size. It divides share, the sequences of a process."""
+    """memory_advice with a smaller --batch_size that divides share: sequences of a process."""
     smaller = max((b for b in range(1, batch_size) if share % b == 0), default=0)
     hint = f"--batch_size {smaller} or " if smaller else ""
     return memory_advice(f"--batch_size {batch_size} does not fit into memory; try {hint}"

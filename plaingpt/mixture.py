@@ -116,7 +116,7 @@ def make_order(parts):
     """Order of a period with parts[k] sequences of set k: [(k, how many of set k are before)]."""
     period, counts, order = sum(parts), [0] * len(parts), []
     for n in range(1, period + 1):
-        # Only sets with less than their share so far may be next. The earliest deadline wins.
+        # Only sets below their share may be next. Deadline: the latest place of the next sequence.
         due = [(-((counts[k] + 1) * period // -part), k)
                for k, part in enumerate(parts) if counts[k] * period < n * part]
         _, k = min(due)

@@ -49,7 +49,7 @@ class Shard:
     def read(self, start, count, check=True):
         """Returns `count` tokens from `start`: (count,) uint16, uint32, or uint8 of a text.
 
-        check: raise UserError if the file has changed since open_shard(). The first read checks it.
+        check: raise UserError if the file changed since open_shard(). The first read always checks.
         """
         if self.ids is not None:
             return self.ids[start : start + count]

@@ -92,8 +92,8 @@ def ids_are_ranks(settings, token_bytes, special):
     """Whether tiktoken gives the ids of this vocabulary.
 
     `tokenizers` merges only listed pairs, in their order. tiktoken merges any pair whose bytes are
-    a token, the lowest id first. The ids are the same if, for each token, merging its bytes into
-    tokens of lower ids ends with its listed pair. This is so for a trained BPE.
+    a token, the lowest id first. Both give the same ids if this holds for each token: its bytes,
+    merged with lower ids only, become its listed pair. It holds for a trained BPE.
     """
     model, tokens = settings["model"], token_bytes[: len(token_bytes) - len(special)]
     ranks = {token: i for i, token in enumerate(tokens)}
