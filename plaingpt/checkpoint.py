@@ -15,7 +15,7 @@ import torch
 from model import GPT, GPTConfig
 from plaingpt.cli import UserError, first_line, print0, replacing, writing
 from plaingpt.device import on_rank0, ranks
-from plaingpt.mixture import find_common_tokenizer
+from plaingpt.mixture import find_common_tokenizer, read_shares
 from plaingpt.shards import is_text
 from tokenizer import get_tokenizer, load_tokenizer
 
@@ -268,7 +268,7 @@ def init_model(gpt_config, config, given, checkpoint):
             model_config.block_size = gpt_config.block_size  # fine-tuning with a shorter context
             wpe = weights["transformer.wpe.weight"]  # (T, C)
             weights = {**weights, "transformer.wpe.weight": wpe[: gpt_config.block_size]}
-    text = all(map(is_text, config.data)) and not config.tokenizer
+    text = all(map(is_text, read_shares(config.data))) and not config.tokenizer
     if not text and data_tokenizer.name != tokenizer.name:
         raise UserError(f"--data {' '.join(config.data)}: has tokens of {data_tokenizer.name}, but "
                         f"{source} was trained on {tokenizer.name}; give the data as a text file, "

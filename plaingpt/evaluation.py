@@ -264,7 +264,7 @@ def load_evals(config, known, tokenizer, gpt_config):
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.partition("=")
-        if name not in known and not importlib.util.find_spec(name):
+        if name not in known and ("." in name or not importlib.util.find_spec(name)):
             raise UserError(f"--evals {name}: must be one of {', '.join(known)}, or a module")
         try:
             benchmark = importlib.import_module(name).BENCHMARK

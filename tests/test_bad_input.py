@@ -114,6 +114,7 @@ CASES = {
         ("--n_layer 1000000000", "--n_layer 1000000000: must be", "at most 1000"),
         ("--dtype int8", "--dtype int8: must be one of", "bfloat16"),
         ("--evals arc", "--evals arc: must be one of", "hellaswag"),
+        ("--evals lambada.py", "--evals lambada.py: must be one of hellaswag, lambada", "or a module"),
         ("--parallel zero", "--parallel zero: must be one of", "fsdp"),
         ("--device toaster", "--device toaster: cannot be used", "try --device cpu"),
         ("--device cuda:99", "--device cuda:99: cannot be used", "try --device cpu"),

@@ -319,6 +319,9 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     assert float(read_log(tmp_path / "run")[0, "val"]) == pytest.approx(model(x, y)[1].item(), rel=1e-4)
     out, _ = program(*flags, "--resume", "--max_steps", 3, cwd=tmp_path)
     assert "resumed from step 2" in out
+    (tmp_path / "my.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
+    program(*flags, "--data", "my.txt=0.5", f"{ROOT / 'input.txt'}=0.5", "--log_dir", "mixed", cwd=tmp_path)
+    assert checkpoint(tmp_path / "mixed", 2)["tokenizer"] == "gpt2"
 
 
 def plain_curve(config, steps, loader):
