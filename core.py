@@ -6,8 +6,8 @@
   python core.py --bundle mine.jsonl --num_fewshot 5 --delimiter " Answer: "
 
 The bundle is a directory or a zip with core.yaml, eval_meta_data.csv and
-eval_data/. Your own tasks have the same form, or are one .jsonl file. Its lines
-have one of three forms (multiple_choice, schema, language_modeling):
+eval_data/. Your own tasks have the same form (docs/benchmarks.md shows it), or
+are one .jsonl file. Its lines have one of three forms (multiple_choice, schema, language_modeling):
 
   {"query": "A cat in a", "choices": ["hat", "box"], "gold": 0}
   {"context_options": ["Ada sang. She", "Ada sang. It"],
@@ -47,12 +47,13 @@ FIELDS = dict(  # {kind: its fields}; the first field tells the kind
 class Options:
     bundle: Annotated[str | None, "directory, .zip or .jsonl"] = None
     tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
-    max_per_task: Annotated[int, "number of items of a task; 0: all", "at least 0"] = 0
+    max_per_task: Annotated[int | None, "number of items of a task [all]", "at least 1"] = None
     num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
     delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
 
 
-def load(path, limit, bundle=None, tasks=None, max_per_task=0, num_fewshot=None, delimiter=None):
+def load(path, limit, bundle=None, tasks=None, max_per_task=None, num_fewshot=None,
+         delimiter=None):
     """Bundle or .jsonl -> Examples, task by task. Raises UserError.
 
     path and limit have the same meaning as bundle and max_per_task.
@@ -72,14 +73,14 @@ def load(path, limit, bundle=None, tasks=None, max_per_task=0, num_fewshot=None,
             raise UserError(f"{task['where']}: icl_task_type must be one of {', '.join(FIELDS)}")
         random.Random(1337).shuffle(items)
         items = items[: max_per_task or limit or None]
-        between = task.get("continuation_delimiter", " ") if delimiter is None else delimiter
+        between = task["continuation_delimiter"] if delimiter is None else delimiter
         examples = [make_example(item, kind, between) for item in items]
-        n = int(np.ravel(task["num_fewshot"])[0]) if num_fewshot is None else num_fewshot
+        n = task["num_fewshot"] if num_fewshot is None else num_fewshot
         add_shots(examples, n, task["file"])
         chance = np.mean([1 / len(e) if len(e) > 1 else 0 for e in examples])
-        for i, example in enumerate(examples):
-            example.counts = dict(
-                task=task["label"], kind=kind, item=i, chance=float(task.get("chance", chance)))
+        for i, (example, item) in enumerate(zip(examples, items)):
+            example.counts = dict(task=task["label"], kind=kind, item=i, where=item["where"],
+                                  chance=float(task.get("chance", chance)))
         found += examples
     return found
 
@@ -89,7 +90,11 @@ def read_tasks(path, names):
     if path.suffix == ".jsonl":
         if names:
             raise UserError(f"--tasks: {path} is one task; leave out --tasks")
-        return [dict(label=path.stem, file=path, where=path, icl_task_type=None, num_fewshot=0)]
+        return [dict(label=path.stem, file=path, where=path, icl_task_type=None, num_fewshot=0,
+                     continuation_delimiter=" ")]
+    if not path.exists():
+        raise UserError(f"{path}: no such file; correct the path, or see docs/benchmarks.md where "
+                        "the CORE tasks are")
     is_zip = zipfile.is_zipfile(path)
     if not is_zip and not path.is_dir():
         raise UserError(f"{path}: is not a directory, a complete zip file or a .jsonl file; "
@@ -107,21 +112,38 @@ def read_tasks(path, names):
         mark = getattr(error, "problem_mark", None)
         where = f"{file}, line {mark.line + 1}" if mark else file
         raise UserError(f"{where}: not YAML with a list icl_tasks; correct the file") from error
-    kinds = dict(label=str, dataset_uri=str, icl_task_type=str, num_fewshot=list | int)
-    known = {take(task, **kinds)[0]: task for task in tasks}
-    rows = {row.get("Eval Task"): row for row in csv.DictReader(read_lines(meta))}
-    chosen = names.split(",") if names else known
+    known = {}
+    for task in tasks:
+        add_task(known, task)
+    lines = csv.DictReader(read_lines(meta), skipinitialspace=True)
+    rows = {line.get("Eval Task"): line for line in lines}
+    chosen = [name.strip() for name in names.split(",")] if names else list(known)
     for name in chosen:
-        if name not in known:
-            raise UserError(f"--tasks {name}: must be one of {', '.join(known)}")
+        if name not in known or chosen.count(name) > 1:
+            raise UserError(f"--tasks {name}: give each task once, of {', '.join(known)}")
         try:
             chance = 0.01 * float(rows[name]["Random baseline"])
         except (KeyError, TypeError, ValueError):
             chance = math.nan
         if not 0 <= chance < 1:
-            raise UserError(f"{meta}: task {name} has no Random baseline from 0 to 99; add a row")
+            raise UserError(f"{meta}: task {name} has no Random baseline from 0 to 99 (percent); "
+                            "docs/benchmarks.md shows the format")
         known[name].update(file=root / "eval_data" / known[name]["dataset_uri"], chance=chance)
     return [known[name] for name in chosen]
+
+
+def add_task(known, task):
+    """Checks and completes a task of core.yaml, and adds it to {label: task}. Raises UserError."""
+    kinds = dict(label=str, dataset_uri=str, icl_task_type=str, num_fewshot=list | int)
+    label, *_, shots = take(task, **kinds)
+    n = shots[0] if isinstance(shots, list) and shots else shots
+    if type(n) is not int or n < 0:
+        raise bad_record(task, f"num_fewshot {shots}: must be a number from 0 on, or a list of it")
+    if not isinstance(task.setdefault("continuation_delimiter", " "), str):
+        raise bad_record(task, "continuation_delimiter: must be a text in quotes")
+    if label in known:
+        raise bad_record(task, f"another task has the label {label}, too")
+    known[label] = dict(task, num_fewshot=n)
 
 
 def read_lines(file):
@@ -151,6 +173,8 @@ def read_items(file):
 def make_example(item, kind, delimiter):
     """Item -> Example. Contexts and endings together are prompts. Raises UserError."""
     first, second, *gold = take(item, **FIELDS[kind])
+    if gold and not (type(gold[0]) is int and all(isinstance(x, str | int | float) for x in first)):
+        raise bad_record(item, "gold must be a number, and every choice or context a text")
     if kind == "language_modeling":
         if not str(second).strip():
             raise bad_record(item, "the continuation is empty")

@@ -33,9 +33,9 @@ generate = pipeline("text-generation", model="{name}")
 print(generate("Once upon a time")[0]["generated_text"])
 ```
 
-The prompt and the new tokens together must fit into the context of {context} tokens. Every document
+The start token, the prompt and the new tokens must fit into {context} tokens. Every document
 of the training data starts with `{start}`. The pipeline puts it before a prompt. The tokenizer does
-not. A special token in a text, such as `<|endoftext|>`, is encoded as its own id.
+not. {special}
 
 | | |
 |---|---|
@@ -63,7 +63,7 @@ def read_facts(path):
     places = known["data"] if isinstance(known["data"], list) else [known["data"]]
     known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
     known["dtype of training"] = known["dtype"]
-    return {name: known[name] for name in FACTS if name in known}
+    return {name: known[name] for name in FACTS if known.get(name) is not None}
 
 
 def main(argv=None):
@@ -80,9 +80,13 @@ def main(argv=None):
     start = repr(tokenizer.decode([tokenizer.end_of_text]))
     with writing(output):
         model.to_hf(output, tokenizer, getattr(torch, config.dtype))
-        card = CARD.format(name=output.resolve().name, start=start, rows=rows,
+        special = "A byte tokenizer has no special token, so no text ends early."
+        if tokenizer.special:
+            special = "The name of a special token in a text is encoded as this token."
+        card = CARD.format(name=output.resolve().name, start=start, rows=rows, special=special,
                            context=model.config.block_size)
         (output / "README.md").write_text(card, "utf-8")
+    print(f"from {source}")
     for path in sorted(output.iterdir()):
         print(f"{path.stat().st_size:13,} bytes  {path}")
     print(f"""\nto use it, in Python:

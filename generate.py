@@ -9,6 +9,8 @@ A text appears while it is made. It ends at <|endoftext|>, at --stop, or after
 --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
 """
 
+import contextlib
+import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +152,8 @@ def store_by_columns(model):
 def answer_prompts(model, tokenizer, config):
     """Reads prompts until the end of the input. Returns what write_texts returns for all."""
     results = []
+    with contextlib.suppress(ImportError):  # edits a line with the arrow keys; not on Windows
+        importlib.import_module("readline")
     print("Ctrl-C ends a text, Ctrl-D the program")
     while True:
         try:
@@ -167,6 +171,7 @@ def answer_prompts(model, tokenizer, config):
             print(f"error: {error}")
             continue
         results += write_texts(model, tokenizer, [ids], config, None)
+        config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
 
 
 def main(argv=None):

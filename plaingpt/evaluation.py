@@ -123,7 +123,7 @@ def make_rows(examples, tokenizer, config, encode=encode_texts, spare=0):
                     rows[-1].endings.append((piece, pair, is_last))
                 pair += 1
     if n_cut:
-        print0(f"note: {n_cut:,} of {pair:,} endings, with their context, were cut to {T} tokens")
+        print0(f"note: {n_cut:,} of {pair:,} endings, with context, were cut to {T + 1} tokens")
     return rows
 
 
@@ -264,6 +264,8 @@ def load_evals(config, known, tokenizer, gpt_config):
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.partition("=")
+        if any(name == benchmark.name for benchmark, _, _ in evals):
+            raise UserError(f"--evals {name}: is given twice; give each benchmark once")
         if name not in known and ("." in name or not importlib.util.find_spec(name)):
             raise UserError(f"--evals {name}: must be one of {', '.join(known)}, or a module")
         try:
@@ -327,9 +329,11 @@ def main(benchmark, argv=None):
             model, examples, rows, device, autocast, tokens, rank, world_size)
     figures = benchmark.report(examples, scores)
     if rank == 0:
+        given_data = dict(data=config.data or (benchmark.hub or {}).get("dataset"), **options,
+                          limit=config.limit or None)
         facts = dict(
-            benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
-            **{name: value for name, value in options.items() if value is not None},
+            benchmark=benchmark.name,
+            **{name: value for name, value in given_data.items() if value is not None},
             model=str(source), parameters=sum(p.numel() for p in model.parameters()),
             tokenizer=tokenizer.name, dtype=str(dtype).removeprefix("torch."),
             device=f"{world_size} x {device.type}", seconds=round(time.monotonic() - start, 1),

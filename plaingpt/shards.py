@@ -258,6 +258,8 @@ def find_tokenizer(data, place=None):
     place: value of --tokenizer. Raises UserError if it differs from the data's own.
     """
     path, own = Path(data), None
+    if not path.exists() and not find_index(path):
+        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
     given = load_tokenizer(place) if place else None
     name = read_meta(path).get("tokenizer")
     if (path / "tokenizer.json").exists():

@@ -144,7 +144,7 @@ def test_every_item_and_figure_follow_nanochats_rules(tiny, tmp_path):
         for example, loss in zip(result["examples"], losses, strict=True):
             means = [-x / n if n else math.nan for x, n in zip(example["log_likelihood"], example["tokens"])]
             assert means == pytest.approx(loss, abs=1e-4, nan_ok=True)
-        assert "note: " in out and " were cut to 95 tokens" in out
+        assert "note: " in out and " were cut to 96 tokens" in out
         assert len([line for line in out.splitlines() if line.split()[:1] and line.split()[0] in expected]) == 22
         assert f"core               {sum(centered) / 22:,.4f}" in out
 
@@ -240,8 +240,14 @@ def edit(path, old, new):
     ("core.yaml", "icl_task_type: schema", "icl_task_type: chat", "core.yaml, task 12: icl_task_type must be one of multiple_choice, schema"),
     ("core.yaml", "area/copa.jsonl", "area/cupa.jsonl", "eval_data/area/cupa.jsonl: cannot be read (no such file); restore it"),
     ("core.yaml", "[10]", "[12]", "jeopardy.jsonl: 12 solved examples in a prompt need 13 items, but the task has 12; lower --num_fewshot"),
-    ("eval_meta_data.csv", "copa,", "cupa,", "eval_meta_data.csv: task copa has no Random baseline from 0 to 99; add a row"),
+    ("eval_meta_data.csv", "copa,", "cupa,", "eval_meta_data.csv: task copa has no Random baseline from 0 to 99 (percent); docs/benchmarks.md shows the format"),
     ("eval_meta_data.csv", ",0,12,14.1,", ",0,12,100,", "eval_meta_data.csv: task copa has no Random baseline"),
+    ("core.yaml", "[10]", "[]", "core.yaml, task 2: num_fewshot []: must be a number from 0 on, or a list of it"),
+    ("core.yaml", "[10]", "['a']", "core.yaml, task 2: num_fewshot ['a']: must be"),
+    ("core.yaml", "[10]", "-1", "core.yaml, task 2: num_fewshot -1: must be"),
+    ("core.yaml", "label: jeopardy", "label: jeopardy\n  continuation_delimiter:", "core.yaml, task 2: continuation_delimiter: must be a text"),
+    ("core.yaml", "label: jeopardy", "label: hellaswag_zeroshot", "core.yaml, task 2: another task has the label hellaswag_zeroshot, too"),
+    ("eval_data/area/copa.jsonl", '"gold": ', '"gold": true, "old": ', "copa.jsonl, line 1: gold must be a number"),
     ("eval_data/area/copa.jsonl", '"query"', "query", "copa.jsonl, line 1: not JSON"),
     ("eval_data/area/copa.jsonl", '"query"', '"q"', "copa.jsonl, line 1: field 'query' is missing"),
     ("eval_data/area/copa.jsonl", '"gold": ', '"gold": 1', "copa.jsonl, line 1: gold 1"),
@@ -265,20 +271,23 @@ def test_other_mistakes_are_one_sentence(tiny, tmp_path, capsys):
     (tmp_path / "damaged.zip").write_bytes(whole[:100] + bytes(1000) + whole[1100:])
     write_items(tmp_path / "text.jsonl", dict(context="a", continuation=" "))
     write_items(tmp_path / "none.jsonl")
+    write_items(tmp_path / "null.jsonl", dict(query="a", choices=["b", None], gold=0))
     write_items(tmp_path / "other.jsonl", dict(text="a"))
     for flags, message in (
         ([], "error: the CORE tasks are not on the hub: fetch https://karpathy-public"),
         (["--bundle", tmp_path / "empty"], "empty: has no core.yaml; "),
-        (["--bundle", tmp_path / "missing"], "missing: is not a directory, a complete zip file or a .jsonl file; give one"),
+        (["--bundle", tmp_path / "missing"], "missing: no such file; correct the path, or see docs/benchmarks.md"),
         (["--bundle", tmp_path / "cut.zip"], "cut.zip: is not a directory, a complete zip file"),
         (["--bundle", tmp_path / "damaged.zip"], ": cannot be read ("),
         (["--bundle", tmp_path / "missing.jsonl"], "missing.jsonl: cannot be read (no such file)"),
         (["--bundle", tmp_path / "text.jsonl"], "text.jsonl, line 1: the continuation is empty"),
         (["--bundle", tmp_path / "none.jsonl"], "none.jsonl: has no item"),
         (["--bundle", tmp_path / "other.jsonl"], "other.jsonl, line 1: has no field choices, context_options or context; the program's --help"),
-        (["--bundle", tiny[1], "--tasks", "arc"], "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
+        (["--bundle", tiny[1], "--tasks", "arc"], "--tasks arc: give each task once, of hellaswag_zeroshot, jeopardy"),
         (["--bundle", tiny[1], "--max_per_task", 5], "10 solved examples in a prompt need 11 items, but the task has 5"),
         (["--bundle", tiny[1], "--max_per_task", 50, "--limit", 50], "--limit and --max_per_task mean the same; give one"),
+        (["--bundle", tiny[1], "--tasks", "copa, copa"], "--tasks copa: give each task once"),
+        (["--bundle", tmp_path / "null.jsonl"], "null.jsonl, line 1: gold must be a number, and every choice or context a text"),
         (["--bundle", tmp_path / "text.jsonl", "--tasks", "arc"], "text.jsonl is one task; leave out --tasks"),
     ):
         with pytest.raises(SystemExit):

@@ -501,7 +501,7 @@ def test_the_newest_checkpoint_is_scored_on_data_of_any_format(baby, tiny):
         for fact, value in facts.items():
             assert result[fact] == value and re.search(rf"^{fact} +{value}$", out, re.M)
         n = 20 if name == "hellaswag" else 5
-        assert f"note: {n} of {n} endings, with their context, were cut to 32 tokens" in out
+        assert f"note: {n} of {n} endings, with context, were cut to 33 tokens" in out
         results[name, str(data)] = result["examples"]
     (a, b), (c, d) = (list(results.values())[i:i + 2] for i in (0, 2))
     assert a == b and c == d
