@@ -7,7 +7,7 @@
 
 The bundle is a directory or a zip with core.yaml, eval_meta_data.csv and
 eval_data/. Your own tasks have the same form (docs/benchmarks.md shows it), or
-are one .jsonl file. Its lines have one of three forms (multiple_choice, schema, language_modeling):
+are one .jsonl file. Its lines have one of three forms:
 
   {"query": "A cat in a", "choices": ["hat", "box"], "gold": 0}
   {"context_options": ["Ada sang. She", "Ada sang. It"],
