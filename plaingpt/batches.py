@@ -59,8 +59,7 @@ def check_batch_size(config, T, dp_size, n_sequences):
                 f"{dp_size} processes), from {config.pp * unit} to the {n_sequences * T} tokens of "
                 f"the data{also}")
         share = size // unit  # sequences of a process in this step
-        B = min(config.batch_size, share // config.pp)
-        if share % (B if config.pp > 1 else micro_batch(step, config, T, dp_size)[1]):
+        if share % min(config.batch_size, share // config.pp):
             raise UserError(
                 f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
                 f"give a divisor of {share}, at most {share // config.pp}")

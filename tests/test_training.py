@@ -275,11 +275,11 @@ def test_batch_size_may_exceed_the_sequences_of_a_process(tmp_path):
 
 
 def test_every_step_of_a_ramp_has_whole_micro_batches():
-    """In the ramp, a micro-batch has at most the sequences of the first step: 4, later 6."""
-    config = TrainConfig(rampup_steps=4, rampup_batch_size=256, total_batch_size=768, batch_size=6)
+    """In the ramp, a micro-batch has at most the sequences of the first step: 4, later 8."""
+    config = TrainConfig(rampup_steps=4, rampup_batch_size=256, total_batch_size=512, batch_size=8)
     check_batch_size(config, 64, 1, 1000)
     sizes = [micro_batch(step, config, 64, 1) for step in range(6)]
-    assert sizes == [(4, 4), (4, 4), (8, 4), (8, 4), (12, 6), (12, 6)]
+    assert sizes == [(4, 4), (4, 4), (4, 4), (4, 4), (8, 8), (8, 8)]
 
 
 def test_rampup(tmp_path):
