@@ -54,10 +54,7 @@ class Options:
 
 def load(path, limit, bundle=None, tasks=None, max_per_task=None, num_fewshot=None,
          delimiter=None):
-    """Bundle or .jsonl -> Examples, task by task. Raises UserError.
-
-    path and limit have the same meaning as bundle and max_per_task.
-    """
+    """Bundle (or path) -> Examples, task by task. limit: as max_per_task. Raises UserError."""
     if not (bundle or path):
         raise UserError(BENCHMARK.no_data)
     if limit and max_per_task:
@@ -235,13 +232,13 @@ def score_tasks(model, examples, rows, *others):
     for _, group in itertools.groupby(examples, key=lambda example: example.counts["task"]):
         own, start = list(group), time.monotonic()
         end = first + sum(map(len, own))
-        scores = score(model, examples, [
-            row for row in rows if first <= row.endings[0][1] < end], *others)
-        parts.append(SimpleNamespace(**{k: array[first:end] for k, array in vars(scores).items()}))
-        seconds = time.monotonic() - start
+        own_rows = [
+            row._replace(endings=[(ids, pair - first, last) for ids, pair, last in row.endings])
+            for row in rows if first <= row.endings[0][1] < end]
+        parts.append(score(model, own, own_rows, *others))
         for task, figures in task_figures(own, parts[-1]).items():
             print0("{:<34}{accuracy:8.4f}{centered:10.4f}{items:10,}{:9.1f}".format(
-                task, seconds, **figures))
+                task, time.monotonic() - start, **figures))
         first = end
     return SimpleNamespace(**{
         name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})

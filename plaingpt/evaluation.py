@@ -329,15 +329,14 @@ def main(benchmark, argv=None):
             model, examples, rows, device, autocast, tokens, rank, world_size)
     figures = benchmark.report(examples, scores)
     if rank == 0:
-        given_data = dict(data=config.data or (benchmark.hub or {}).get("dataset"), **options,
-                          limit=config.limit or None)
         facts = dict(
-            benchmark=benchmark.name,
-            **{name: value for name, value in given_data.items() if value is not None},
-            model=str(source), parameters=sum(p.numel() for p in model.parameters()),
+            benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
+            **options, limit=config.limit or None, model=str(source),
+            parameters=sum(p.numel() for p in model.parameters()),
             tokenizer=tokenizer.name, dtype=str(dtype).removeprefix("torch."),
             device=f"{world_size} x {device.type}", seconds=round(time.monotonic() - start, 1),
             n_examples=len(examples))
+        facts = {name: value for name, value in facts.items() if value is not None}
         print0("\n".join(f"{name:<18} {value}" for name, value in facts.items()))
         for name, value in figures.items():
             if name not in benchmark.figures:  # only for the file

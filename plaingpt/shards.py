@@ -155,14 +155,12 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
     X.idx as X. Without val shards, the last documents are the split "val": val_fraction of the
     tokens, by default a tenth of a text, and a hundredth of shards.
     """
-    path, name = Path(data), f"--data {data}, {split} split"
+    path, name = check_data(data), f"--data {data}, {split} split"
     if is_text(path):
         ids = read_text(path, tokenizer)
         whole = Tokens([Shard(path, len(ids), ids=ids)], vocab_size, name)
     else:
         own = {name: find_shards(path, name) for name in ("train", "val")}
-        if not path.is_dir() and not own["train"]:
-            raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
         if split == "train" and (path / "progress.json").exists():
             print0(f"note: {data} is not complete; fineweb.py is still running, or was interrupted")
         paths = own[split if own["val"] else "train"]
@@ -179,6 +177,14 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
             print0(f"note: {data} has no val shards; its last {len(whole) - cut:,} tokens "
                    "are the validation data")
     return whole.cut(0, cut) if split == "train" else whole.cut(cut, len(whole))
+
+
+def check_data(data):
+    """A value of --data -> Path. Raises UserError if nothing is there."""
+    path = Path(data)
+    if not (path.is_dir() or is_text(path) or find_index(path)):
+        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
+    return path
 
 
 def is_text(path):
@@ -257,9 +263,7 @@ def find_tokenizer(data, place=None):
 
     place: value of --tokenizer. Raises UserError if it differs from the data's own.
     """
-    path, own = Path(data), None
-    if not path.exists() and not find_index(path):
-        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
+    path, own = check_data(data), None
     given = load_tokenizer(place) if place else None
     name = read_meta(path).get("tokenizer")
     if (path / "tokenizer.json").exists():
