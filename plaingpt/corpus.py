@@ -281,13 +281,13 @@ def table_blocks(path, text_key):
 
 def id_blocks(path):
     """Yields blocks of Megatron's X.bin: the ids of whole documents."""
-    index = read_index(find_index(path))
-    starts, first = index.starts, 0
+    dtype, starts = read_index(find_index(path))
+    first = 0
     with open(path, "rb") as file:
         while first < len(starts) - 1:
             last = int(np.searchsorted(starts, starts[first] + BLOCK // 4, "right")) - 1
             last = max(last, first + 1)
-            ids = np.fromfile(file, index.dtype, starts[last] - starts[first])
+            ids = np.fromfile(file, dtype, starts[last] - starts[first])
             documents = np.split(ids, starts[first + 1 : last] - starts[first])
             yield file.tell(), "ids", first, documents
             first = last

@@ -7,18 +7,11 @@ for each sequence its length and its first byte in X.bin; then the sequences tha
 
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 # Negative ids of int32 become large ones, which are outside of every vocabulary.
 TYPES = {4: "<u4", 8: "<u2"}
-
-
-class Index(NamedTuple):
-    path: Path  # X.bin
-    dtype: str
-    starts: np.ndarray  # the first token of each document, and the end of the last one
 
 
 def find_index(path):
@@ -29,7 +22,10 @@ def find_index(path):
 
 
 def read_index(path):
-    """X.idx -> Index. Raises OSError, or ValueError if it does not fit X.bin."""
+    """X.idx -> (dtype of the tokens, the first token of each document and the end of the last one).
+
+    Raises OSError, or ValueError if it does not fit X.bin.
+    """
     data, tokens = path.read_bytes(), path.with_suffix(".bin")
     if len(data) < 34 or data[:9] != b"MMIDIDX\0\0":
         raise ValueError(f"{path.name} does not begin with MMIDIDX")
@@ -49,4 +45,4 @@ def read_index(path):
         raise ValueError(f"{tokens.name} has {tokens.stat().st_size} bytes, not the {ends[-1]} of "
                          f"{path.name}")
     documents = np.unique([0, *documents.clip(0, n), n])
-    return Index(tokens, TYPES[code], ends[documents] // np.dtype(TYPES[code]).itemsize)
+    return TYPES[code], ends[documents] // np.dtype(TYPES[code]).itemsize

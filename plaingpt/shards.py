@@ -220,9 +220,9 @@ def open_shard(path):
     """Checks the header and the size of a shard -> Shard. Raises UserError."""
     try:
         if path.suffix == ".idx":
-            index = read_index(path)
-            changed = index.path.stat().st_mtime_ns
-            return Shard(index.path, int(index.starts[-1]), 0, changed, index.dtype)
+            dtype, starts = read_index(path)
+            tokens = path.with_suffix(".bin")
+            return Shard(tokens, int(starts[-1]), 0, tokens.stat().st_mtime_ns, dtype)
         changed = path.stat().st_mtime_ns
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
