@@ -130,14 +130,6 @@ class Tokens:
                 shards.append(replace(shard, n_tokens=end - begin, offset=offset, ids=ids))
         return Tokens(shards, self.vocab_size, self.name)
 
-    def find(self, start, token):
-        """Index of the first `token` in the 2^20 tokens from `start` on, or `start` without one."""
-        for first in range(start, min(len(self), start + 2**20), 2**16):
-            found = np.flatnonzero(self.read(first, min(2**16, len(self) - first)) == token)
-            if len(found):
-                return first + int(found[0])
-        return start
-
     def fingerprint(self):
         """Number of tokens and CRC-32. It covers both ends of every shard, or all of a text."""
         parts = []  # (start, number of tokens)
@@ -171,8 +163,9 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
             return whole
     fraction = Fraction(str(val_fraction or (0.1 if is_text(path) else 0.01)))
     cut = len(whole) - math.ceil(len(whole) * fraction)
-    if not is_text(path):
-        cut = whole.find(cut, tokenizer.end_of_text)
+    if not is_text(path) and len(whole):
+        tokens = whole.read(cut, min(2**20, len(whole) - cut))
+        cut += int(np.argmax(tokens == tokenizer.end_of_text))  # 0 if no document begins in them
         if split == "val":
             print0(f"note: {data} has no val shards; its last {len(whole) - cut:,} tokens "
                    "are the validation data")
