@@ -102,19 +102,17 @@ class Tokens:
         parts = []
         end = start + count
         i = bisect.bisect_right(self.starts, start) - 1
-        while start < end:  # the tokens may continue in the next shards
-            shard = self.shards[i]
-            stop = min(end, self.starts[i + 1])
+        j = bisect.bisect_left(self.starts, end)
+        for shard, first in zip(self.shards[i:j], self.starts[i:j]):
             if shard.ids is None and shard.file is None:
                 self.opened.append(shard)
-            part = shard.read(start - self.starts[i], stop - start, check)
+            begin = max(start - first, 0)
+            part = shard.read(begin, min(end - first, shard.n_tokens) - begin, check)
             if part.max(initial=0) >= self.vocab_size:
                 raise UserError(f"{shard.path}: token id {part.max()} is outside the vocabulary "
                                 f"of {self.vocab_size}; leave out --vocab_size, or give the right "
                                 "--tokenizer")
             parts.append(part)
-            start = stop
-            i += 1
         while len(self.opened) > MAX_OPEN:
             self.opened.pop(0).close()
         return np.concatenate(parts)
