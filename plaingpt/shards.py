@@ -13,7 +13,7 @@ import os
 import re
 import weakref
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -82,17 +82,18 @@ class Shard:
 
 
 class Tokens:
-    """The tokens of a split: those of its shards, one shard after the other."""
+    """The tokens of a split: those of its shards, one shard after the other, from start to stop."""
 
     def __init__(self, shards, vocab_size, name):
         self.name = name  # for messages
         self.shards = shards
         self.vocab_size = vocab_size
         self.starts = np.cumsum([0] + [shard.n_tokens for shard in shards]).tolist()
+        self.start, self.stop = 0, self.starts[-1]
         self.opened = []  # shards with an open file, the oldest first
 
     def __len__(self):
-        return self.starts[-1]
+        return self.stop - self.start
 
     def read(self, start, count, check=True):
         """Returns `count` tokens from `start`: (count,) uint16, uint32, or uint8 of a text.
@@ -100,6 +101,7 @@ class Tokens:
         Raises UserError if a token is outside the vocabulary, or, with check, a file has changed.
         """
         parts = []
+        start += self.start
         end = start + count
         i = bisect.bisect_right(self.starts, start) - 1
         j = bisect.bisect_left(self.starts, end)
@@ -117,23 +119,13 @@ class Tokens:
             self.opened.pop(0).close()
         return np.concatenate(parts)
 
-    def cut(self, start, stop):
-        """The tokens from start to stop -> Tokens."""
-        shards = []
-        for shard, first in zip(self.shards, self.starts):
-            begin, end = max(start - first, 0), min(stop - first, shard.n_tokens)
-            if begin < end:
-                offset = shard.offset + begin * np.dtype(shard.dtype).itemsize
-                ids = None if shard.ids is None else shard.ids[begin:end]
-                shards.append(replace(shard, n_tokens=end - begin, offset=offset, ids=ids))
-        return Tokens(shards, self.vocab_size, self.name)
-
     def fingerprint(self):
         """Number of tokens and CRC-32. It covers both ends of every shard, or all of a text."""
         parts = []  # (start, number of tokens)
-        for shard, start in zip(self.shards, self.starts):
-            n = min(shard.n_tokens, ENDS) if shard.ids is None else shard.n_tokens
-            parts += [(first, n) for first in sorted({start, start + shard.n_tokens - n}) if n]
+        bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
+        for shard, start, stop in zip(self.shards, bounds, bounds[1:]):
+            n = min(stop - start, ENDS) if shard.ids is None else stop - start
+            parts += [(first, n) for first in sorted({start, stop - n}) if n]
         crc = crc32(self.read(*part).astype("<u2") for part in parts)
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
@@ -167,7 +159,8 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
         if split == "val":
             print0(f"note: {data} has no val shards; its last {len(whole) - cut:,} tokens "
                    "are the validation data")
-    return whole.cut(0, cut) if split == "train" else whole.cut(cut, len(whole))
+    whole.start, whole.stop = (0, cut) if split == "train" else (cut, len(whole))
+    return whole
 
 
 def check_data(data):
