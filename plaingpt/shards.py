@@ -137,7 +137,7 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
     X.idx as X. Without val shards, the last documents are the split "val": val_fraction of the
     tokens, by default a tenth of a text, and a hundredth of shards.
     """
-    path, name = check_data(data), f"--data {data}, {split} split"
+    path, name = Path(data), f"--data {data}, {split} split"
     if is_text(path):
         ids = read_text(path, tokenizer)
         whole = Tokens([Shard(path, len(ids), ids=ids)], vocab_size, name)
@@ -161,14 +161,6 @@ def open_tokens(data, split, vocab_size, tokenizer, val_fraction=None):
                    "are the validation data")
     whole.start, whole.stop = (0, cut) if split == "train" else (cut, len(whole))
     return whole
-
-
-def check_data(data):
-    """A value of --data -> Path. Raises UserError if nothing is there."""
-    path = Path(data)
-    if not (path.is_dir() or is_text(path) or find_index(path)):
-        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
-    return path
 
 
 def is_text(path):
@@ -245,9 +237,11 @@ def read_text(path, tokenizer):
 def find_tokenizer(data, place=None):
     """Tokenizer of a data set: its own, else --tokenizer, else gpt2 for shards, bytes for a text.
 
-    place: value of --tokenizer. Raises UserError if it differs from the data's own.
+    place: value of --tokenizer. Raises UserError without data, or if the data have another.
     """
-    path, own = check_data(data), None
+    path, own = Path(data), None
+    if not (path.is_dir() or is_text(path) or find_index(path)):
+        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
     given = load_tokenizer(place) if place else None
     name = read_meta(path).get("tokenizer")
     if (path / "tokenizer.json").exists():

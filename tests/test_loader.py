@@ -241,4 +241,6 @@ def test_the_tokenizer_of_the_data(shards, tmp_path):
 
 def test_missing_data(tmp_path):
     with pytest.raises(UserError, match="not found"):
-        open_loader(tmp_path / "nothing")
+        find_tokenizer(tmp_path / "nothing")
+    with pytest.raises(UserError, match="no train shards in it"):
+        open_tokens(tmp_path / "nothing", "train", 256, get_tokenizer("bytes"))
