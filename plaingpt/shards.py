@@ -176,9 +176,8 @@ def count_tokens(data, tokenizer=None):
     path = Path(data)
     if not is_text(path):
         return sum(open_shard(shard).n_tokens for shard in find_shards(path, "train"))
-    if tokenizer:
-        return len(read_text(path, load_tokenizer(tokenizer))) * 9 // 10
-    return path.stat().st_size * 9 // 10
+    n = len(read_text(path, load_tokenizer(tokenizer))) if tokenizer else path.stat().st_size
+    return n * 9 // 10
 
 
 def find_shards(path, split):
