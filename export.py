@@ -15,7 +15,6 @@ import torch
 
 from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, parse_flags, read_json, run, writing
-from plaingpt.tokenizer_json import read_end_name
 
 CARD = """---
 library_name: transformers
@@ -69,7 +68,7 @@ def read_facts(path):
 def main(argv=None):
     config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
     source, output = newest_model(config.checkpoint), Path(config.output)
-    if output.exists() and not read_end_name(output):
+    if output.exists() and not read_json(output / "tokenizer_config.json").get("end_of_text"):
         if not output.is_dir() or any(output.iterdir()):
             raise UserError(f"--output {output}: is a file, or has other files; give a new "
                             "directory")

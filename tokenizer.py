@@ -28,8 +28,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from plaingpt import tokenizer_json
-from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run, writing
+from plaingpt import cli, tokenizer_json
+from plaingpt.cli import UserError, first_line, require
 from plaingpt.corpus import check_spaces, find_files, read_blocks, texts_of
 
 END_OF_TEXT = "<|endoftext|>"
@@ -158,7 +158,8 @@ def load_tokenizer(place, end_of_text=None):
         return get_tokenizer(place)
     try:
         settings = dict(json.loads(tokenizer_json.read_source(str(place))))
-        if end_of_text := end_of_text or tokenizer_json.read_end_name(place):
+        config = Path(place, "tokenizer_config.json")  # in an exported directory
+        if end_of_text := end_of_text or cli.read_json(config).get("end_of_text"):
             settings["end_of_text"] = end_of_text
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
     except (ValueError, TypeError) as error:
@@ -253,15 +254,15 @@ def describe(name, tokenizer, texts):
 
 
 def main(argv=None):
-    config = VocabularyConfig(**parse_flags(__doc__, VocabularyConfig, argv=argv))
+    config = VocabularyConfig(**cli.parse_flags(__doc__, VocabularyConfig, argv=argv))
     if not config.input:
         raise UserError("--input: is missing; give text files")
     require("tokenizers")
-    check_output("--output", config.output)
+    cli.check_output("--output", config.output)
     texts, held_out = hold_out(read_sample(config))
     text = train_vocabulary(texts, config)
     tokenizer = get_tokenizer(text)
-    with writing(config.output):
+    with cli.writing(config.output):
         Path(config.output).write_text(text, "utf-8")
     few = tokenizer.n_vocab < config.vocab_size
     reason = f"; the text is too short for {config.vocab_size:,} ids" if few else ""
@@ -271,4 +272,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    cli.run(main)

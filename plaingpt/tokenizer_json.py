@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from plaingpt.cli import UserError, first_line, read_json, require
+from plaingpt.cli import UserError, first_line, require
 
 MAX_IDS = 2**16  # shards store an id in two bytes
 # Names of the token between documents, in the order in which they are looked for.
@@ -168,11 +168,6 @@ def read_source(place):
     known = [name for name in END_NAMES if library.token_to_id(name) is not None]
     library.add_special_tokens(known[:1])
     return library.to_str()
-
-
-def read_end_name(place):
-    """The key "end_of_text" of the tokenizer_config.json in an exported directory, or None."""
-    return read_json(Path(place, "tokenizer_config.json")).get("end_of_text")
 
 
 def download(name):
