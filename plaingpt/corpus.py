@@ -105,16 +105,18 @@ def load_hub(dataset, name=None, split="train", patient=True):
 def retry(name, download, *args, **kwargs):
     """Calls download(...), and again after an error of the network. Raises UserError.
 
-    name: of the data set, for messages.
+    name: on the hub, for messages.
     """
     from huggingface_hub import constants
+    from huggingface_hub.utils import RepositoryNotFoundError
 
     for attempt in itertools.count():
         try:
             return download(*args, **kwargs)
         except Exception as error:  # network errors come from several libraries
             reason = f"{name}: {first_line(error.__cause__ or error)}"
-            final = isinstance(error, (ValueError, FileNotFoundError)) or constants.HF_HUB_OFFLINE
+            lasting = (ValueError, FileNotFoundError, RepositoryNotFoundError)
+            final = isinstance(error, lasting) or constants.HF_HUB_OFFLINE
             if final or attempt == RETRIES:
                 raise UserError(f"{reason}; check the name, or set HF_ENDPOINT to a "
                                 "mirror") from error

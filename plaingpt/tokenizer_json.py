@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from plaingpt.cli import UserError, first_line, require
+from plaingpt.corpus import retry
 
 MAX_IDS = 2**16  # shards store an id in two bytes
 # Names of the token between documents, in the order in which they are looked for.
@@ -149,7 +150,8 @@ def read_source(place):
     """
     path = Path(place)
     if not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) and path.suffix != ".json":
-        path = download(place)
+        hub, names = require("huggingface_hub"), ["tokenizer.json", "vocab.json", "merges.txt"]
+        path = Path(retry(place, hub.snapshot_download, place, allow_patterns=names))
     files = [path] if path.is_file() else [path / "tokenizer.json", path / "vocab.json"]
     found = next((file for file in files if file.is_file()), None)
     if not found:
@@ -168,14 +170,3 @@ def read_source(place):
     known = [name for name in END_NAMES if library.token_to_id(name) is not None]
     library.add_special_tokens(known[:1])
     return library.to_str()
-
-
-def download(name):
-    """Downloads a tokenizer of the Hugging Face hub -> its directory in the cache."""
-    hub = require("huggingface_hub")
-    try:
-        return Path(hub.snapshot_download(
-            name, allow_patterns=["tokenizer.json", "vocab.json", "merges.txt"]))
-    except Exception as error:  # network errors come from several libraries
-        raise UserError(f"{first_line(error)}; check the name, or set HF_ENDPOINT to a "
-                        "mirror") from error
