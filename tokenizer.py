@@ -42,26 +42,21 @@ PATTERNS = dict(
     gpt4=tokenizer_json.GPT4_PATTERN, bytes=r"[\s\S]")
 
 
+@dataclass(eq=False, repr=False)  # has a hash for functools.cache
 class Tokenizer:
-    """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one.
+    """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one."""
 
-    name: "gpt2", "bytes", or a description of a tokenizer.json. Equal names mean that
-    the ids have the same bytes.
-    source: what get_tokenizer needs to create it again; checkpoints store it.
-    token_bytes: the bytes of each id. n_vocab: the number of ids.
-    special: {text: id} of the ids that stand for no text.
-    end_of_text: the id before every document; generation also starts from it. For "bytes" it is
-    the id of the line break.
-    settings: the contents of a tokenizer.json, or None.
-    pattern: how it splits text: a key of PATTERNS, or None for another way.
-    """
+    name: str  # "gpt2", "bytes", or a description. Equal names mean: the ids have the same bytes
+    source: str  # what get_tokenizer needs to create it again; checkpoints store it
+    token_bytes: list[bytes]  # the bytes of each id
+    special: dict[str, int]  # the ids that stand for no text
+    end_of_text: int  # before every document; generation starts from it. bytes: the line break
+    settings: dict | None = None  # the contents of a tokenizer.json
 
-    def __init__(self, name, source, token_bytes, special, end_of_text, settings=None):
-        self.name, self.source = name, source
-        self.token_bytes, self.n_vocab = token_bytes, len(token_bytes)
-        self.special, self.end_of_text = special, end_of_text
-        self.settings = settings
-        self.pattern = tokenizer_json.find_pattern(settings) if settings else name
+    def __post_init__(self):
+        self.n_vocab = len(self.token_bytes)
+        # How it splits text: a key of PATTERNS, or None for another way.
+        self.pattern = tokenizer_json.find_pattern(self.settings) if self.settings else self.name
         self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so no text contains it
 
     @functools.cached_property
