@@ -139,9 +139,8 @@ def get_tokenizer(source):
         raise UserError(f"{MERGES}: is damaged; restore it with git checkout {MERGES}")
     # Each line: the token in base64, a space, its id. The ids are the line numbers, from 0.
     token_bytes = [base64.b64decode(line.split()[0]) for line in data.splitlines()]
-    special = {END_OF_TEXT: len(token_bytes)}
-    return Tokenizer(
-        source, source, [*token_bytes, END_OF_TEXT.encode()], special, special[END_OF_TEXT])
+    end = len(token_bytes)
+    return Tokenizer(source, source, [*token_bytes, END_OF_TEXT.encode()], {END_OF_TEXT: end}, end)
 
 
 def load_tokenizer(place, end_of_text=None):
