@@ -217,6 +217,7 @@ def line_blocks(path, cut):
     import pyarrow as pa  # it can decompress .gz and .zst
 
     kind, compression = kind_of(path)
+    unit, separator = ("text", SEPARATOR) if kind == ".txt" else ("lines", b"\n")
     with open(path, "rb") as raw:
         stream = pa.CompressedInputStream(pa.PythonFile(raw), compression) if compression else raw
         read, line = stream.read, 0
@@ -233,10 +234,7 @@ def line_blocks(path, cut):
             end = find_end(rest, kind, cut) if more else len(rest)
             if end:
                 block, rest = rest[:end], rest[end:]
-                if kind == ".txt":
-                    yield raw.tell(), "text", line, block.split(SEPARATOR)
-                else:
-                    yield raw.tell(), "lines", line, block.split(b"\n")
+                yield raw.tell(), unit, line, block.split(separator)
                 line += block.count(b"\n")
 
 
@@ -276,8 +274,7 @@ def table_blocks(path, text_key):
             done = raw.size() * (row + len(values)) // n_rows if n_rows else raw.tell()
             step = max(1, len(values) * BLOCK // max(1, column.nbytes))
             for start in range(0, len(values), step):
-                part = values[start : start + step]
-                yield done, "table", row + start, part
+                yield done, "table", row + start, values[start : start + step]
             row += len(values)
 
 
