@@ -159,10 +159,7 @@ def choose_backend(config, blocks, tokenizer):
     if config.backend == "tiktoken" or (config.backend == "auto" and not find_spec("gigatoken")):
         return "tiktoken"
     texts = [text for block in blocks for text in corpus.texts_of(block, config.text_key)[0]][:1000]
-    with ThreadPoolExecutor() as pool:  # tiktoken is loaded while gigatoken encodes
-        tokens, reference = pool.map(
-            encode, [texts] * 2, [tokenizer] * 2, ["gigatoken", "tiktoken"])
-    if np.array_equal(tokens, reference):
+    if np.array_equal(*(encode(texts, tokenizer, name) for name in ("gigatoken", "tiktoken"))):
         return "gigatoken"
     print("gigatoken and tiktoken encode this text differently; tiktoken is used", file=sys.stderr)
     return "tiktoken"
