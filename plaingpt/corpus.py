@@ -193,7 +193,7 @@ def explain(error):
 def read_blocks(paths, text_key, file=0, number=0, cut="gpt2"):
     """Yields all blocks in order, from block `number` of paths[file] on. Raises UserError.
 
-    cut: a key of CUTS, or None: documents stay whole, however large they are.
+    cut: a key of CUTS. With another value documents stay whole, however large they are.
     """
     starts = [0, *itertools.accumulate(path.stat().st_size for path in paths)]
     for i in range(file, len(paths)):
@@ -243,7 +243,7 @@ def find_end(data, kind, cut):
     if kind != ".txt":
         return data.rfind(b"\n") + 1
     end = data.rfind(SEPARATOR)
-    if end <= 0 and len(data) > 4 * BLOCK and cut and (piece := CUTS[cut].match(data)):
+    if end <= 0 and len(data) > 4 * BLOCK and cut in CUTS and (piece := CUTS[cut].match(data)):
         return piece.end()
     return max(0, end)
 

@@ -217,6 +217,9 @@ def test_pieces_of_a_large_text_give_the_tokens_of_the_whole(monkeypatch, tmp_pa
     blocks = [text for block in corpus.read_blocks([path], "text", cut="gpt4") for text in corpus.texts_of(block, "text")[0]]
     assert len(blocks) > 20 and "".join(blocks) == text
     assert [i for block in blocks for i in found.encode(block)] == found.encode(text)
+    for pattern in ("bytes", None):  # without a known place to cut, the document stays whole
+        (block,) = corpus.read_blocks([path], "text", cut=pattern)
+        assert b"".join(block.records) == text.encode()
 
 
 @pytest.mark.slow
