@@ -185,10 +185,9 @@ def find_shards(path, split):
     if index := find_index(path):
         return [index] if split == "train" else []
     name = re.compile(rf"_{split}_\d+\.(npy|bin)$")
-    files = sorted(Path(path).glob("*"))
-    val = [bool(VAL_NAME.search(file.stem)) == (split == "val") for file in files]
-    return [file for file, belongs in zip(files, val) if file.suffix == ".idx" and belongs
-            or name.search(file.name) and not find_index(file)]
+    return [file for file in sorted(Path(path).glob("*"))
+            if name.search(file.name) and not find_index(file)
+            or file.suffix == ".idx" and bool(VAL_NAME.search(file.stem)) == (split == "val")]
 
 
 def open_shard(path):
