@@ -296,8 +296,7 @@ class ShardWriter:
         self.directory = Path(directory)
         self.tokenizer = tokenizer
         self.max_shards = max_shards or math.inf
-        self.locked = False
-        self.n_verified = 0
+        self.lock = None
         self.facts = dict(
             settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0, 0, 0],
             crc32=[])
@@ -305,6 +304,7 @@ class ShardWriter:
             self.open_directory()
             if find_shards(self.directory, "(train|val)"):
                 self.resume(settings)
+        self.n_verified = self.facts["shards"]
         self.skip = self.facts["next"][3] if self.facts["next"] else 0
         self.parts = []  # the tokens of the next shard
 
@@ -320,16 +320,14 @@ class ShardWriter:
         if "crc32" not in old:  # older versions did not write it
             self.facts["crc32"] = [open_shard(self.path(i)).crc32() for i in range(old["shards"])]
         self.verify()
-        self.n_verified = old["shards"]
 
     def open_directory(self):
         """Creates and locks the directory, and removes what a killed process left."""
         with cli.writing(f"--output_dir {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            weakref.finalize(self, os.close, cli.lock(self.directory, "--output_dir"))
+            self.lock = weakref.finalize(self, os.close, cli.lock(self.directory, "--output_dir"))
             for temporary in self.directory.glob("*.tmp"):
                 temporary.unlink()
-        self.locked = True
 
     def verify(self, first=0):
         """Raises UserError unless every shard has the tokens that were written."""
@@ -369,7 +367,7 @@ class ShardWriter:
         n_tokens = self.n_tokens - facts["tokens"]
         header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
         with cli.writing(path, "free some space; the same command continues"):
-            if not self.locked:
+            if not self.lock:
                 self.open_directory()
                 if find_shards(self.directory, "(train|val)"):
                     raise UserError(f"--output_dir {self.directory}: another process has written "
