@@ -252,6 +252,8 @@ def test_prebuilt_shards_come_from_the_hub(tmp_path):
         assert "fw_train_000002.bin: not a readable shard" in err and names(tmp_path / "b", "*.bin") == ["fw_train_000001.bin", "fw_val_000000.bin"]
         _, err = fetch("--prebuilt", "some/text", status=2)
         assert "error: --prebuilt some/text: no shards X_train_000001.bin; give another data set\n" in err
+        _, err = fetch("--prebuilt", "some/missing", status=2)  # at once, without trying again
+        assert err.startswith("error: some/missing: ") and err.endswith("; check the name, or set HF_ENDPOINT to a mirror\n")
     _, err = fetch("--prebuilt", "some/shards", "--strict", status=2)
     assert err == "error: --prebuilt: leave out --strict; the shards are made already\n"
     train("--data", "s", "--max_steps", 1, cwd=tmp_path)
