@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import json
 import math
@@ -42,9 +43,11 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     """
+    width = max(40, shutil.get_terminal_size().columns) - 2  # argparse fails if it is narrower
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
-        formatter_class=help_formatter, argument_default=argparse.SUPPRESS)
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=width),
+        argument_default=argparse.SUPPRESS)
 
     def error(message):  # argparse's own method prints all flags
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
@@ -69,12 +72,6 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         hint = f"did you mean {close[0]}?" if close else "--help lists all flags"
         raise UserError(f"unknown flag {flag}; {hint}")
     return vars(given)
-
-
-def help_formatter(prog):
-    """Formats at least 40 columns, because argparse fails in a narrower terminal."""
-    columns = max(40, shutil.get_terminal_size().columns)
-    return argparse.RawDescriptionHelpFormatter(prog, width=columns - 2)
 
 
 def read_annotation(name, hint, default):
