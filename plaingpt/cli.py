@@ -47,12 +47,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=width),
-        argument_default=argparse.SUPPRESS)
-
-    def error(message):  # argparse's own method prints all flags
-        raise UserError(f"{message.removeprefix('argument ')}; see --help")
-
-    parser.error = error
+        argument_default=argparse.SUPPRESS, exit_on_error=False)
     for config in configs:
         group = parser.add_argument_group(config.__name__)
         hints = typing.get_type_hints(config, include_extras=True)
@@ -61,7 +56,10 @@ def parse_flags(doc, *configs, argv=None, rest=None):
             group.add_argument(f"--{field.name}", **options)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
-    given, unknown = parser.parse_known_args(argv)
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{str(error).removeprefix('argument ')}; see --help") from error
     if unknown:
         flag = unknown[0].split("=")[0]
         if not flag.startswith("-"):
