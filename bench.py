@@ -100,7 +100,7 @@ def measure(name, config, with_profile, gpt_config, B, n, device):
     with devices.memory_advice(f"--batch_size {B} does not fit into memory"):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, gpt_config.block_size), device=device)
         if name == "plainGPT":
-            model, weights = on_meta(gpt_config, None)
+            model, weights = on_meta(gpt_config)
         else:
             model, weights = Peer(name, gpt_config), None
         trainer = prepare(model, config, device, dtype, weights)
@@ -205,8 +205,7 @@ def main(argv=None):
     _, dp_size = devices.data_parallel_rank(config, 0, world_size)
     gpt_config = GPTConfig(**PRESETS[bench.preset])
     T = gpt_config.block_size = bench.block_size or gpt_config.block_size
-    with torch.device("meta"):  # takes no memory
-        model = GPT(gpt_config)
+    model, _ = on_meta(gpt_config)  # takes no memory
     flops, peak = model.flops_per_token(), devices.peak_flops(device, dtype, world_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     print0(f"{bench.preset}: {n_parameters:,} parameters, T={T}, {config.optimizer}, "

@@ -152,9 +152,8 @@ def check_checkpoint(checkpoint):
     float(checkpoint.get("best_val", math.inf))
     if not all(0 <= n < 2**63 for n in numbers) or config.n_layer > len(state):
         raise ValueError(f"implausible numbers: {config}")
-    with torch.device("meta"):  # takes no memory, whatever the sizes are
-        shapes = {name: p.shape for name, p in GPT(config).state_dict().items()}
-    compare_shapes(state, shapes)
+    model, _ = on_meta(config)  # takes no memory, whatever the sizes are
+    compare_shapes(state, {name: p.shape for name, p in model.state_dict().items()})
     if not is_finite(state):
         raise ValueError("its weights are not finite")
     get_tokenizer(checkpoint["tokenizer"])
@@ -284,7 +283,7 @@ def init_model(gpt_config, config, given, checkpoint):
     return *on_meta(model_config, weights), tokenizer
 
 
-def on_meta(config, weights, seed=0):
+def on_meta(config, weights=None, seed=0):
     """Returns (GPT on the meta device, whole_weights for it)."""
     with torch.device("meta"):
         model = GPT(config)

@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model import GPT
 from plaingpt import cli
-from plaingpt.checkpoint import checkpoints, divergence_advice
+from plaingpt.checkpoint import checkpoints, divergence_advice, on_meta
 from plaingpt.cli import UserError, print0
 from plaingpt.device import describe, peak_flops, ranks
 
@@ -109,8 +108,7 @@ class RunLog:
     def start(self, tokenizer, device, dtype, train_tokens):
         """Writes run.json, which has what one needs to repeat the run, and prints a summary."""
         c, world_size = self.config, ranks()[2]
-        with torch.device("meta"):  # takes no memory; the trainer may have only a part
-            model = GPT(self.gpt_config)
+        model, _ = on_meta(self.gpt_config)  # takes no memory; the trainer may have only a part
         self.flops_per_token = model.flops_per_token()
         self.peak_flops = peak_flops(device, dtype, world_size)
         if not self.enabled or self.first_step == c.max_steps:  # a finished run keeps its run.json
