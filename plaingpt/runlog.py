@@ -27,17 +27,15 @@ from plaingpt.cli import UserError, print0
 from plaingpt.device import describe, peak_flops, ranks
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
-NUMBER = re.compile(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)")
+LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))\n", re.M)  # of log.txt
 JUMP, RECENT = 10, 100  # the norm jumps if it is above JUMP times the median of RECENT steps
 MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops
 
 
 def read_log(path):
     """log.txt -> [(step, stream, value as text)]. Ignores an incomplete last line."""
-    text = path.read_text(errors="replace")
-    lines = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [(int(line[0]), line[1], line[2]) for line in lines
-            if len(line) == 3 and line[0].isdecimal() and NUMBER.fullmatch(line[2])]
+    found = LINE.findall(path.read_text(errors="replace"))
+    return [(int(step), stream, value) for step, stream, value in found]
 
 
 class RunLog:
