@@ -37,8 +37,8 @@ class PlotConfig:
 
 def read_run(directory):
     """Reads a run directory -> ({stream: array of (steps, values)}, run.json or {})."""
-    log, streams = Path(directory, "log.txt"), {}
-    for step, stream, value in read_log(log) if log.is_file() else []:
+    streams = {}
+    for step, stream, value in read_log(Path(directory, "log.txt")):
         streams.setdefault(stream, []).append((step, float(value)))
     if not streams:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")

@@ -33,9 +33,9 @@ MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a ru
 
 
 def read_log(path):
-    """log.txt -> [(step, stream, value as text)]. Ignores an incomplete last line."""
-    found = LINE.findall(path.read_text(errors="replace"))
-    return [(int(step), stream, value) for step, stream, value in found]
+    """log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
 
 
 class RunLog:
@@ -74,8 +74,7 @@ class RunLog:
                 temporary.unlink()  # of this process, or of one that was killed
             if step == 0:
                 move_aside(directory)
-            lines = read_log(self.path) if self.path.exists() else []
-            kept = [line for line in lines
+            kept = [line for line in read_log(self.path)
                     if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
             rates = [float(value) for _, stream, value in kept if stream == "lr"]
             self.last_lr = rates[-1] if rates else None
