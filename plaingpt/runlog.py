@@ -145,8 +145,7 @@ class RunLog:
 
         losses: (nats per token, bits per byte) of each set. With several sets, each is also logged.
         """
-        shares = [float(share) for share in loader.shares]
-        val, bpb = (sum(map(operator.mul, shares, values)) for values in zip(*losses))
+        val, bpb = (sum(map(operator.mul, loader.shares, values)) for values in zip(*losses))
         streams = dict(val=val, bpb=bpb)
         parts = [f"step {step}", f"val loss {val:.4f}",
                  f"perplexity {math.exp(min(val, 99)):,.2f}", f"{bpb:.4f} bits per byte"]
