@@ -9,6 +9,7 @@ Every flag is a field of GPTConfig (model.py) or TrainConfig (this file). A
 preset overrides the defaults below, and a flag overrides the preset.
 """
 
+import gc
 import importlib
 import itertools
 import math
@@ -379,7 +380,8 @@ def main(argv=None):
                    f"python generate.py --checkpoint {config.log_dir} writes text")
             break
         if step == first_step + 1:
-            devices.freeze_objects()
+            gc.collect()
+            gc.freeze()  # later garbage collections skip the objects that exist by now
         start = time.perf_counter()  # evaluating and saving are not timed
         lr = get_lr(step, config)
         for group in (g for optimizer in trainer.optimizers for g in optimizer.param_groups):

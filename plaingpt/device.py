@@ -185,14 +185,8 @@ def sum_over_data(tensor, dp_size):
     return tensor / (dist.get_world_size() // dp_size)
 
 
-def freeze_objects():
-    """Makes Python's later garbage collections short: they skip the objects that exist by now."""
-    gc.collect()
-    gc.freeze()
-
-
 def shut_down(world_size):
-    """Waits for all processes, then closes the process group. Undoes freeze_objects()."""
+    """Waits for all processes, then closes the process group. Undoes gc.freeze()."""
     gc.unfreeze()
     if world_size > 1:
         dist.barrier()
