@@ -150,19 +150,17 @@ def lost_process_advice():
 
 def on_rank0(function, *args, **kwargs):
     """Calls a function on rank 0. Returns its result, or raises its UserError, on all processes."""
-    result = None
+    results = [None]
     if ranks()[0] == 0:
         try:
-            result = function(*args, **kwargs)
+            results = [function(*args, **kwargs)]
         except UserError as error:
-            result = error
+            results = [error]
     if dist.is_initialized():
-        results = [result]
         dist.broadcast_object_list(results)
-        result = results[0]
-    if isinstance(result, UserError):
-        raise result
-    return result
+    if isinstance(results[0], UserError):
+        raise results[0]
+    return results[0]
 
 
 def prefetch(batches, device):
