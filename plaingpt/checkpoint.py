@@ -251,13 +251,12 @@ def init_model(gpt_config, config, given, checkpoint):
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     data_tokenizer = find_common_tokenizer(config)
     if not checkpoint and not config.init_from:
-        tokenizer = data_tokenizer
         if "vocab_size" not in given:
-            gpt_config.vocab_size = tokenizer.n_vocab
-        if gpt_config.vocab_size > tokenizer.n_vocab:
-            raise UserError(f"--vocab_size {gpt_config.vocab_size} is more than the data's "
-                            f"{tokenizer.n_vocab} ids; leave it out, the model pads by itself")
-        return *on_meta(gpt_config, None, config.seed), tokenizer
+            g.vocab_size = data_tokenizer.n_vocab
+        if g.vocab_size > data_tokenizer.n_vocab:
+            raise UserError(f"--vocab_size {g.vocab_size} is more than the data's "
+                            f"{data_tokenizer.n_vocab} ids; leave it out, the model pads by itself")
+        return *on_meta(g, seed=config.seed), data_tokenizer
     source = config.log_dir if checkpoint else config.init_from
     model_config, weights, tokenizer = unpack(checkpoint) if checkpoint else load_weights(source)
     model_config.dropout = gpt_config.dropout
