@@ -141,9 +141,13 @@ class ShardedTrainer(nn.Module):
         inputs = (x.contiguous(),) if self.first else ()
         targets = dict(targets=y, target=y) if self.last else {}
         self.schedules[len(x)].step(*inputs, return_outputs=False, **targets)
-        for module in (self.model.transformer.wte, self.model.lm_head):
-            if not isinstance(module, Absent):
-                sum_gradients(module.weight, self.tied_group)
+        if self.first or self.last:  # these stages have the same matrix: sum its gradients
+            p = self.model.lm_head.weight if self.last else self.model.transformer.wte.weight
+            grad = p.grad
+            if isinstance(p, DTensor):  # RowwiseParallel gives the gradient of all rows
+                p.grad = grad.redistribute(placements=p.placements)
+                grad = p.grad.to_local()
+            dist.all_reduce(grad, group=self.tied_group)
         return self.loss_sum * self.n_stages  # train_step takes the mean over all processes
 
     def make_schedule(self, B, T):
@@ -340,12 +344,3 @@ def by_heads(name, tensor, tp, back=False):
 def by_name(groups):
     """Groups of an optimizer -> {name: parameter}; groups of a state dict -> {name: index}."""
     return {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
-
-
-def sum_gradients(p, group):
-    """Sums the gradients of a parameter that all processes of a group have."""
-    grad = p.grad
-    if isinstance(p, DTensor):  # RowwiseParallel gives the gradient of all rows
-        p.grad = grad.redistribute(placements=p.placements)
-        grad = p.grad.to_local()
-    dist.all_reduce(grad, group=group)
