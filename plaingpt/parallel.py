@@ -54,8 +54,7 @@ class ShardedTrainer(nn.Module):
         self.groups = [optimizer.state_dict()["param_groups"]
                        for optimizer in model.configure_optimizers(*rates)]
         self.make_mesh(config)
-        if config.pp > 1:
-            keep_stage(model, self.stage, config.pp)
+        keep_stage(model, self.stage, config.pp)
         if config.tp > 1:
             split_layers(model, self.tp)
         blocks = [block for block in model.transformer.h if not isinstance(block, Absent)]
@@ -297,9 +296,8 @@ def keep_stage(model, stage, n_stages):
     # Each stage gets at least one block.
     ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
     own = range(ends[stage], [*ends, n][stage + 1])
-    for i in range(n):
-        if i not in own:
-            t.h[i] = Absent()
+    for i in set(range(n)).difference(own):
+        t.h[i] = Absent()
     if stage > 0:
         t.wte, t.wpe, t.drop = Absent(), Absent(), Absent()
     if stage < n_stages - 1:
