@@ -10,7 +10,6 @@ A text appears while it is made. It ends at <|endoftext|>, at --stop, or after
 """
 
 import contextlib
-import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +152,7 @@ def answer_prompts(model, tokenizer, config):
     """Reads prompts until the end of the input. Returns what write_texts returns for all."""
     results = []
     with contextlib.suppress(ImportError):  # edits a line with the arrow keys; not on Windows
-        importlib.import_module("readline")
+        import readline  # noqa: F401
     print("Ctrl-C ends a text, Ctrl-D the program")
     while True:
         try:
@@ -166,12 +165,11 @@ def answer_prompts(model, tokenizer, config):
             return results
         except KeyboardInterrupt:
             print()
-            continue
         except UserError as error:
             print(f"error: {error}")
-            continue
-        results += write_texts(model, tokenizer, [ids], config, None)
-        config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
+        else:
+            results += write_texts(model, tokenizer, [ids], config, None)
+            config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
 
 
 def main(argv=None):
