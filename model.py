@@ -236,9 +236,8 @@ class GPT(nn.Module):
                 adjust_lr_fn="match_rms_adamw"))
         groups = [dict(params=matrices, weight_decay=weight_decay),
                   dict(params=vectors, weight_decay=0.0)]
-        fused = named[0][1].device.type in ("cuda", "cpu", "mps", "meta")
         optimizers.append(torch.optim.AdamW(
-            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused))
+            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["initial_lr"] = group["lr"]  # the schedule multiplies it
             group.setdefault("param_names", [])  # not set if a pipeline stage has an empty group
