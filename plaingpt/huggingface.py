@@ -1,7 +1,6 @@
 """Weights of GPT-2, and tokenizers, from and to Hugging Face transformers."""
 
 import json
-import os
 from pathlib import Path
 
 from model import GPT, GPTConfig
@@ -90,7 +89,7 @@ def save_tokenizer(tokenizer, directory, block_size):
     special = dict(bos_token=end, eos_token=end) if tokenizer.special else {}
     config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size,
                   clean_up_tokenization_spaces=False, end_of_text=end, **special)
-    os.makedirs(directory, exist_ok=True)
+    Path(directory).mkdir(parents=True, exist_ok=True)
     write_json(Path(directory, "tokenizer.json"), settings)
     write_json(Path(directory, "tokenizer_config.json"), config)
 
