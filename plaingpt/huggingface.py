@@ -22,7 +22,10 @@ def load_gpt2(name_or_dir):
     transformers.utils.logging.set_verbosity_error()
     try:
         hf_config = transformers.AutoConfig.from_pretrained(name_or_dir, trust_remote_code=False)
-        check_config(name_or_dir, hf_config)
+        for key, value in {**GPT2, "n_inner": 4 * getattr(hf_config, "n_embd", 0)}.items():
+            have = getattr(hf_config, key, None)
+            if have != value and (key, have) != ("n_inner", None):  # None: 4 x n_embd
+                raise UserError(f"{name_or_dir}: {key} is {have!r}, not {value!r}; give a GPT-2")
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(
             name_or_dir, output_loading_info=True)
     except UserError:
@@ -40,15 +43,6 @@ def load_gpt2(name_or_dir):
         block_size=hf_config.n_positions, vocab_size=hf_config.vocab_size))
     model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
     return model
-
-
-def check_config(name_or_dir, hf_config):
-    """Raises UserError if a Hugging Face configuration is not one of a GPT-2."""
-    inner = 4 * getattr(hf_config, "n_embd", 0)
-    for key, value in {**GPT2, "n_inner": inner}.items():
-        have = getattr(hf_config, key, None)
-        if have != value and (key, have) != ("n_inner", None):  # None: 4 x n_embd
-            raise UserError(f"{name_or_dir}: {key} is {have!r}, not {value!r}; give a GPT-2")
 
 
 def save_gpt2(model, directory, tokenizer=None, dtype=None):
