@@ -26,14 +26,11 @@ COLUMNS = {
 def examples(records):
     """Records -> Examples with two endings. Raises UserError."""
     for record in records:
-        record = {plain(name): value for name, value in record.items()}
+        # The files of 2016 and 2018 spell the names of the columns differently.
+        record = {str(name).lower().replace("_", "").replace("randomfifth", ""): value
+                  for name, value in record.items()}
         *story, a, b, label = take(record, **COLUMNS)
         yield choice(record, " ".join(story), [a, b], label, first_label=1)
-
-
-def plain(name):
-    """Name of a column in one spelling: the files of 2016 and 2018 differ."""
-    return str(name).lower().replace("_", "").replace("randomfifth", "")
 
 
 def report(examples, scores):
