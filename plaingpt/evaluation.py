@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.rnn import pad_sequence
 
 import plaingpt.device as devices
 from plaingpt.checkpoint import find_model, load_model
@@ -156,10 +155,9 @@ def round_up(length, device):
 def forward(model, rows, device):
     """Runs the model on rows -> log-likelihood, greedy, pair, is_last of scored tokens (M)."""
     tokens, scored = zip(*map(lay_out, rows))
-    tokens = pad_sequence(tokens)  # (L, B, 3); no token sees the padding
-    L = round_up(len(tokens), device)
-    tokens = F.pad(tokens, (0, 0, 0, 0, 0, L - len(tokens)))
-    idx, pos, part = tokens.permute(2, 1, 0).contiguous().to(device)  # (B, L) each
+    L = round_up(max(map(len, tokens)), device)  # no token sees the padding
+    tokens = torch.stack([F.pad(t, (0, 0, 0, L - len(t))) for t in tokens])  # (B, L, 3)
+    idx, pos, part = tokens.permute(2, 0, 1).contiguous().to(device)  # (B, L) each
     scored = torch.cat([s + torch.tensor([b * L, 0, 0, 0]) for b, s in enumerate(scored)])  # (M, 4)
     at, target = scored[:, :2].T.contiguous().to(device)  # (M) each
     mask = None  # causal, unless endings share a row
