@@ -204,9 +204,8 @@ class GPT(nn.Module):
                     padding = (padding - (idx.size(1) - T_max)).clamp(min=0)
                     padded = bool(padding.any())
                 idx = idx[:, -T_max:]  # (B, T_max)
-            new, place = idx[:, start:], (None, None)  # (B, T)
-            if padded:
-                place = pad_mask(padding, start, new.size(1))
+            new = idx[:, start:]  # (B, T)
+            place = pad_mask(padding, start, new.size(1)) if padded else (None, None)
             logits = self.logits(self.hidden(new, cache, *place)[:, -1]).float()  # (B, vocab_size)
             new = torch.cat([sample(part, temperature, top_k, top_p, generator) for part, generator
                              in zip(logits.chunk(n_prompts), generators)])  # (B, 1)
