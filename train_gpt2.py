@@ -63,6 +63,7 @@ class TrainConfig:
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 250
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 250
+    sample_tokens: Annotated[int | None, "length of a sample [64; bytes: 500]", "above 0"] = None
     save_every: Annotated[int, "steps between saves; 0: at evals and end", "at least 0"] = 500
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
     keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt"] = False

@@ -105,7 +105,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
 def retry(name, download, *args, **kwargs):
     """Calls download(...), and again after an error of the network. Raises UserError.
 
-    name: on the hub, for messages.
+    name: of the data set or model, for messages.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import RepositoryNotFoundError

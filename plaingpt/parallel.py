@@ -296,8 +296,9 @@ def keep_stage(model, stage, n_stages):
     # Each stage gets at least one block.
     ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
     own = range(ends[stage], [*ends, n][stage + 1])
-    for i in set(range(n)).difference(own):
-        t.h[i] = Absent()
+    for i in range(n):
+        if i not in own:
+            t.h[i] = Absent()
     if stage > 0:
         t.wte, t.wpe, t.drop = Absent(), Absent(), Absent()
     if stage < n_stages - 1:

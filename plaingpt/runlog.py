@@ -173,7 +173,7 @@ class RunLog:
         """Prints two texts that the model writes without a prompt. All processes must call."""
         model.eval()
         idx = torch.full((2, 1), tokenizer.end_of_text, device=device)  # (B, T)
-        n = 500 if tokenizer.name == "bytes" else 64
+        n = self.config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
         idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
         model.train()
         for i, ids in enumerate(idx.tolist()):

@@ -151,7 +151,7 @@ def read_source(place):
     path = Path(place)
     if not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) and path.suffix != ".json":
         hub, names = require("huggingface_hub"), ["tokenizer.json", "vocab.json", "merges.txt"]
-        path = Path(retry(place, hub.snapshot_download, place, allow_patterns=names))
+        path = Path(retry("the hub", hub.snapshot_download, place, allow_patterns=names))
     files = [path] if path.is_file() else [path / "tokenizer.json", path / "vocab.json"]
     found = next((file for file in files if file.is_file()), None)
     if not found:

@@ -5,6 +5,7 @@ directory, environment, output and exit status. A Program is used like a subproc
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import resource
@@ -79,6 +80,7 @@ def become(argv, cwd, env, out, err, limits, root):
         resource.setrlimit(name, (size, size))
     if not root and os.geteuid() == 0:
         drop_override()
+    gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
     sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *(p for p in sys.path if "tests" not in p)]
     runpy.run_path(argv[0], run_name="__main__")
 

@@ -15,13 +15,11 @@ import torch
 from conftest import ROOT, program, read_log, spawn
 from test_training import checkpoint
 
-from model import GPT, GPTConfig
-
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
 SMALL = ("--preset baby --n_layer 3 --n_head 2 --n_embd 32 --block_size 32 --vocab_size 251 "
          "--total_batch_size 512 --batch_size 4 --max_steps 20 --warmup_steps 2 --val_tokens 640 "
-         "--val_every 10 --sample_every 0 --dtype float32 --device cpu --optimizer adamw "
+         "--val_every 10 --sample_every 0 --sample_tokens 12 --dtype float32 --device cpu --optimizer adamw "
          "--max_lr 4e-3 --grad_clip 0.5 --log_every 1 --evals lambada=examples.jsonl").split()
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
 AUXILIARY = [*SMALL, "--max_steps", 5, "--evals", ""]
@@ -32,8 +30,7 @@ WAYS = {"ddp": (2, []), "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP), "tp x p
 def run_small(directory, processes, *flags, status=0):
     example = '{"text": "The boat came home with the evening tide"}\n'
     (directory / "examples.jsonl").write_text(example * 3)
-    return program(*SMALL, *flags, cwd=directory, processes=processes, program="tests/quick.py",
-                   status=status)
+    return program(*SMALL, *flags, cwd=directory, processes=processes, status=status)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +134,7 @@ def test_parallel_muon_with_bfloat16(tmp_path, flags):
 
 def test_a_signal_to_one_process_stops_all_and_the_run_resumes(tmp_path, alone):
     flags = [*SMALL, "--log_dir", "run", "--max_steps", 10**6, "--evals", ""]
-    running = spawn(*flags, *PP, cwd=tmp_path, processes=2, program="tests/quick.py")
+    running = spawn(*flags, *PP, cwd=tmp_path, processes=2)
     for line in running[0].stdout:
         if line.startswith("step     3/"):
             running[1].send_signal(signal.SIGTERM)
@@ -146,8 +143,7 @@ def test_a_signal_to_one_process_stops_all_and_the_run_resumes(tmp_path, alone):
     assert [p.returncode for p in running] == [0, 0], outputs
     assert "stopped by a signal" in outputs[0][0] and not outputs[1][0].startswith("step")
     step = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
-    out, _ = program(*flags, "--resume", "--max_steps", step + 2, cwd=tmp_path,
-                     program="tests/quick.py")
+    out, _ = program(*flags, "--resume", "--max_steps", step + 2, cwd=tmp_path)
     assert f"resumed from step {step} " in out
 
 
@@ -158,7 +154,7 @@ def agents(directory, *flags):
         port = s.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
                "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
-               "--local_addr=127.0.0.1", str(ROOT / "tests/quick.py"), *map(str, flags)]
+               "--local_addr=127.0.0.1", str(ROOT / "train_gpt2.py"), *map(str, flags)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
            "CUDA_VISIBLE_DEVICES": ""}
     return [subprocess.Popen(command, cwd=directory, env=env, text=True, start_new_session=True,
@@ -193,25 +189,25 @@ def test_two_machines_one_killed_both_restarted(tmp_path, alone):
 
 @pytest.mark.slow
 def test_fsdp_uses_the_calculated_memory(tmp_path):
-    """28.5M parameters in float32.
+    """28.5M parameters in float32 on two processes.
 
-    DDP keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
+    At the start, DDP takes 4 bytes per parameter, FSDP half of that and one whole tensor. Then DDP
+    keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
     half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes.
     """
-    shape = dict(n_layer=16, n_head=6, n_embd=384, vocab_size=256)
     flags = ("--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --batch_size 1 "
-             "--total_batch_size 64 --max_steps 3 --val_tokens 32 --evals").split()
-    with torch.device("meta"):
-        n = sum(p.numel() for p in GPT(GPTConfig(block_size=32, **shape)).parameters())
-    taken = {}
+             "--total_batch_size 64 --max_steps 2 --val_tokens 32 --sample_tokens 1 --evals").split()
+    start, whole = {}, {}
     for way in ("ddp", "fsdp"):
         running = spawn(*SMALL, *WAYS[way][1], *flags, "", "--log_dir", way, cwd=tmp_path,
-                        processes=2, program="tests/quick.py", fresh=True)
+                        processes=2, program="tests/memory.py")
         outputs = [p.communicate(timeout=300) for p in running]
-        # Rank 1, because rank 0 also gathers the checkpoint.
-        before, most = re.search(r"MB (\S+) (\S+)", outputs[1][0]).groups()
-        taken[way] = (float(most) - float(before)) * 1e6 / n  # bytes per parameter
-    assert 16 < taken["ddp"] < 20 and 8 < taken["fsdp"] < 8 + 2 + 2, taken
+        assert all(p.returncode == 0 for p in running), outputs
+        taken = [re.search(r"MEMORY (\S+) (\S+)\n", out).groups() for out, _ in outputs]
+        start[way] = [float(at_start) for at_start, _ in taken]
+        whole[way] = float(taken[1][1])  # of rank 1, because rank 0 also gathers the checkpoint
+    assert min(start["ddp"]) > 4 and max(start["fsdp"]) < 2.6, start
+    assert 16 < whole["ddp"] < 20 and 8 < whole["fsdp"] < 8 + 2 + 2, whole
 
 
 @pytest.mark.parametrize("way, expected", [
