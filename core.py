@@ -147,9 +147,8 @@ def read_lines(file):
     """Lines of a file in a directory or a zip. Raises UserError."""
     try:
         return file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        missing = isinstance(error, (FileNotFoundError, KeyError))
-        reason = "no such file" if missing else explain(error)
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else explain(error)
         raise UserError(f"{file}: cannot be read ({reason}); restore it") from error
 
 
