@@ -68,10 +68,9 @@ def read_facts(path):
 def main(argv=None):
     config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
     source, output = newest_model(config.checkpoint), Path(config.output)
-    if output.exists() and not read_json(output / "tokenizer_config.json").get("end_of_text"):
-        if not output.is_dir() or any(output.iterdir()):
-            raise UserError(f"--output {output}: is a file, or has other files; give a new "
-                            "directory")
+    occupied = any(output.iterdir()) if output.is_dir() else output.exists()
+    if occupied and not read_json(output / "tokenizer_config.json").get("end_of_text"):
+        raise UserError(f"--output {output}: is a file, or has other files; give a new directory")
     facts = {"checkpoint": source.name, "dtype of the weights": config.dtype,
              **read_facts(source.with_name("run.json"))}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())

@@ -315,7 +315,7 @@ def estimate_loss(trainer, loader, text_bytes, config, dp_rank, dp_size, device)
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
         sums += parts[:, :rows].sum(dim=(1, 2))
     model.train()
-    nats, text_nats, n_bytes = devices.sum_over_data(sums, dp_size).tolist()
+    nats, text_nats, n_bytes = devices.sum_over_data(sums, device, dp_size).tolist()
     return nats / (n_sequences * loader.T), text_nats / max(1, n_bytes) / math.log(2)
 
 

@@ -175,10 +175,11 @@ def prefetch(batches, device):
             yield batch
 
 
-def sum_over_data(tensor, dp_size):
+def sum_over_data(tensor, device, dp_size):
     """Sums over the data parallel processes. Processes with the same rows (TP, PP) count once."""
     if not dist.is_initialized():
         return tensor
+    tensor = tensor.to(device)
     dist.all_reduce(tensor)
     return tensor / (dist.get_world_size() // dp_size)
 

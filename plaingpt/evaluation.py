@@ -194,7 +194,7 @@ def score(model, examples, rows, device, autocast, tokens_per_forward, dp_rank=0
                 np.add.at(sums, (slice(None), pair), np.stack(values))
             loss = -sums[0].sum() / max(1, sums[1].sum())
             show_progress(first, len(rows), f"loss {loss:.3f}")
-    sums = devices.sum_over_data(torch.from_numpy(sums).to(device), dp_size).cpu().numpy()
+    sums = devices.sum_over_data(torch.from_numpy(sums), device, dp_size).cpu().numpy()
     if not np.isfinite(sums[0]).all():
         raise UserError("the model's log-likelihoods are not finite; use an earlier checkpoint")
     return SimpleNamespace(

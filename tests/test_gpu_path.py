@@ -18,7 +18,7 @@ import plaingpt.shards
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.checkpoint import Saver, fill, on_meta
 from plaingpt.cli import UserError
-from plaingpt.device import prefetch
+from plaingpt.device import prefetch, sum_over_data
 from plaingpt.loss import CHUNK_SIZE, LinearCrossEntropyLoss
 from plaingpt.shards import open_tokens, permute
 from tokenizer import get_tokenizer
@@ -64,6 +64,12 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 def buffers(code):
     """The dtypes of the buffers for logits, (64, 1024), in Inductor's code."""
     return re.findall(r"empty_strided_cpu\(\(64, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
+
+
+def test_sums_of_one_process_stay_where_they_are():
+    """Benchmarks sum in float64, which MPS does not have."""
+    sums = torch.ones(3, dtype=torch.float64)
+    assert sum_over_data(sums, torch.device("mps"), 1) is sums
 
 
 def test_validation_uses_the_compiled_head():
