@@ -32,7 +32,8 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
           **options):
     """Starts a program in several processes with torchrun's environment -> list of Program.
 
-    fresh: start a new Python interpreter and return a Popen. options: passed to Program.
+    fresh: start a new Python interpreter and return a Popen. online: may use the hub; also fresh,
+    because the packages of Hugging Face read this when they are imported. options: passed to Program.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -46,7 +47,7 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
                        MASTER_PORT=str(port))
         running.append(subprocess.Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                       if fresh else Program(path, flags, cwd, env, **options))
+                       if fresh or online else Program(path, flags, cwd, env, **options))
         STARTED.append(running[-1])
     return running
 

@@ -16,10 +16,12 @@ import threading
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
-                                "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm"])
+                                "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm",
+                                "transformers.models.gpt2.modeling_gpt2", "tokenizers", "matplotlib.figure", "matplotlib.backends.backend_agg"])
 
 
 class Program:

@@ -168,6 +168,7 @@ def test_each_mistake_gives_a_one_sentence_error(exported):
         _, err = program(*(["--checkpoint", "bytes"] if "--checkpoint" not in flags else []), *flags, cwd=exported, status=2,
                          program="export.py")
         assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
+    (exported / "moved.pt").write_bytes((exported / "own" / "model_000008.pt").read_bytes())
     facts = json.loads((ROOT / "log" / "records" / "baby" / "run.json").read_text())
     (exported / "run.json").write_text(json.dumps({**facts, "train_config": {"data": "/home/me/input.txt"}}))  # an older one
     program("--checkpoint", "moved.pt", "--output", "older", cwd=exported, program="export.py")
