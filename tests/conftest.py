@@ -91,6 +91,18 @@ def assert_close_logs(a, b, rel):
         assert float(b[key]) == pytest.approx(float(value), rel=rel), key
 
 
+def overfit(model, rows, last, steps=40, lr=0.01):
+    """Trains a model to predict the `last` ids of each row: lists of ids."""
+    idx = torch.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])  # (B, T)
+    at = torch.tensor([[len(row) - last + i for i in range(last)] for row in rows])  # (B, last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    for _ in range(steps):
+        x = model.hidden(idx[:, :-1]).gather(1, (at - 1)[..., None].expand(-1, -1, model.config.n_embd))
+        model.loss(x, idx.gather(1, at)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def write_bin(path, tokens, magic=20240520, version=1, count=None):
     """Writes a shard in the format of llm.c."""
     header = np.zeros(256, "<i4")
