@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 def test_resume_after_fifty_kills_at_random_times(tmp_path):
     """The run spends half its time on saving, so that some kills interrupt a save."""
-    flags = ["--max_steps", 800, "--save_every", 1, "--total_batch_size", 128, "--val_every", 100, "--val_tokens", 256]
+    flags = ["--max_steps", 400, "--save_every", 1, "--total_batch_size", 128, "--val_every", 100, "--val_tokens", 256]
     train(*flags, "--log_dir", "whole", cwd=tmp_path)
     rng, torn = random.Random(0), 0
     for _ in range(50):
@@ -59,7 +59,7 @@ def test_resume_after_fifty_kills_at_random_times(tmp_path):
     out, _ = train(*flags, "--log_dir", "run", "--resume", cwd=tmp_path)
     assert "resumed from step" in out
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
-    a, b = (checkpoint(tmp_path / name, 800) for name in ("whole", "run"))
+    a, b = (checkpoint(tmp_path / name, 400) for name in ("whole", "run"))
     assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
     assert torn, "no kill interrupted a save: the test checks nothing"
 
