@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,38 +240,35 @@ def test_ids_beyond_the_vocabulary_decode_to_a_replacement_character():
     assert get_tokenizer("gpt2").decode([15496, 50256, 50257, 60000]) == "Hello<|endoftext|>\ufffd\ufffd"
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", "| head -1", "2>/dev/full"])
+@pytest.mark.parametrize("redirection", [">&- 2>/dev/full", "2>&- | head -1"])
 def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
     command = f"{sys.executable} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", ">&-"])
-def test_fineweb_and_benchmarks_without_standard_error(run, tmp_path, redirection):
+def test_fineweb_and_benchmarks_without_outputs(run, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"txt": 1}\n')
-    commands = [f"fineweb.py --input a.jsonl --output_dir out {redirection}",
-                f"lambada.py --data words.jsonl --checkpoint {run} --json b.json {redirection}"]
     (tmp_path / "words.jsonl").write_text('{"text": "a b c"}\n')
-    for command in commands:
+    for command in ("fineweb.py --input a.jsonl --output_dir out 2>&-", "fineweb.py --input a.jsonl --output_dir out2 >&-",
+                    f"lambada.py --data words.jsonl --checkpoint {run} --json b.json >&- 2>&-"):
         subprocess.run(["bash", "-c", f"{sys.executable} {ROOT}/{command}"], cwd=tmp_path, check=True, timeout=120,
                        capture_output=True)
-    assert (tmp_path / "out/meta.json").exists() and (tmp_path / "b.json").exists()
+    assert all((tmp_path / name).exists() for name in ("out/meta.json", "out2/meta.json", "b.json"))
 
 
 def test_main_twice_in_one_process(tmp_path):
     """As in a notebook: the lock is free again, and the signal handlers are the old ones."""
     (tmp_path / "twice.py").write_text(
-        "import signal, train_gpt2\nfrom plaingpt.cli import UserError\n"
+        f"import signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt2\nfrom plaingpt.cli import UserError\n"
         f"flags = {TINY + ['--log_dir', 'run', '--max_steps', '2']!r}\n"
         "before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n"
         "train_gpt2.main(flags)\n"
         "try:\n    train_gpt2.main(flags + ['--resume', '--data', 'nowhere'])\nexcept UserError:\n    pass\n"
         "train_gpt2.main(flags + ['--resume', '--max_steps', '4'])\n"
         "assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))\n")
-    done = subprocess.run([sys.executable, "twice.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "resumed from step 2" in done.stdout, done.stderr
+    out, _ = program(cwd=tmp_path, program=tmp_path / "twice.py")
+    assert "resumed from step 2" in out
 
 
 def test_names_that_are_not_utf8(run, tmp_path):
@@ -278,9 +276,8 @@ def test_names_that_are_not_utf8(run, tmp_path):
     (tmp_path / name).write_text(TEXT)
     flags = [*TINY, "--data", name, "--log_dir", os.fsdecode(b"r\xe9n"), "--max_steps", "2"]
     for more in ([], ["--resume", "--max_steps", "3"]):
-        (process,) = spawn(*flags, *more, cwd=tmp_path, fresh=True)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0 and "Traceback" not in err, err
+        _, err = program(*flags, *more, cwd=tmp_path)
+        assert "Traceback" not in err
     program("--input", name, "--output_dir", os.fsdecode(b"sh\xe9"), cwd=tmp_path, program="fineweb.py", fresh=True)
 
 
@@ -332,11 +329,25 @@ def test_a_table_with_two_columns_of_the_same_name(tmp_path):
         list(corpus.read_blocks([tmp_path / "a.parquet"], "text"))
 
 
-@pytest.mark.parametrize("options, env", [(["-OO"], {}), ([], {"COLUMNS": "2"})])
-def test_help_without_docstrings_or_columns(options, env):
+HELP = """
+import runpy, sys
+sys.argv[1:] = ["--help"]
+for name in ("train_gpt2", "hellaswag"):
+    try:
+        runpy.run_path(f"{name}.py", run_name="__main__")
+    except SystemExit as stop:
+        print("status", stop.code)
+"""
+
+
+def test_help_without_docstrings():
+    done = subprocess.run([sys.executable, "-OO", "-c", HELP], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.count("status 0") == 2
+
+
+def test_help_without_columns(tmp_path):
     for name in ("train_gpt2.py", "hellaswag.py"):
-        subprocess.run([sys.executable, *options, ROOT / name, "--help"], env={**os.environ, **env}, check=True,
-                       capture_output=True)
+        program("--help", cwd=tmp_path, program=name, env={"COLUMNS": "2"})
 
 
 def processes_of(group):
@@ -348,14 +359,19 @@ def processes_of(group):
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads the process table of Linux")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_bench_and_its_children(tmp_path, number):
-    process = subprocess.Popen([sys.executable, ROOT / "bench.py", "--preset", "baby", "--steps", "100000", "--device", "cpu"],
-                               cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    (tmp_path / "session.py").write_text(
+        "import os, runpy, sys\nos.setsid()\n"
+        f"sys.path[0] = {str(ROOT)!r}\nrunpy.run_path({str(ROOT / 'bench.py')!r}, run_name='__main__')\n")
+    (process,) = spawn("--preset", "baby", "--steps", "100000", "--device", "cpu", cwd=tmp_path, program=tmp_path / "session.py")
     while "round 1" not in process.stdout.readline():
         assert process.poll() is None
-    while len(processes_of(process.pid)) < 2:
+    def ready(pid):  # the child has imported torch, and started the thread of exit_with_parent
+        return int(pid) != process.pid and "Threads:\t1\n" not in Path(f"/proc/{pid}/status").read_text()
+
+    while not any(map(ready, processes_of(process.pid))):
+        assert process.poll() is None
         time.sleep(0.05)
-    time.sleep(3)  # the child has imported torch
+    time.sleep(0.2)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, err = process.communicate(timeout=60)
     deadline = time.monotonic() + 20

@@ -122,7 +122,7 @@ def test_a_rate_that_jumps_when_a_run_is_extended_is_said(tmp_path):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
-    (process,) = spawn(*TINY, "--log_dir", "run", "--max_steps", "100000", "--total_batch_size", "16384", cwd=tmp_path, fresh=True)
+    (process,) = spawn(*TINY, "--log_dir", "run", "--max_steps", "100000", "--total_batch_size", "16384", cwd=tmp_path)
     while "step     1/" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -198,7 +198,8 @@ def test_the_last_line_of_fineweb_works_as_printed(tmp_path, name):
         (tmp_path / name).write_text(text if name == "my.txt" else "\n".join(map(json.dumps, records)))
     out, _ = program("--input", name, "--output_dir", "mine", cwd=tmp_path, program="fineweb.py")
     command = re.search(r"^to train on it: python train_gpt2.py (.+)\n\Z", out, re.M)[1]
-    out, _ = program(*command.split(), "--max_steps", 2, "--val_tokens", 512, cwd=tmp_path)
+    small = ["--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 2, "--val_tokens", 512]  # saves time
+    out, _ = program(*command.split(), *small, cwd=tmp_path)
     assert "preset mini on mine, 2 steps: no GPU" in out and "step     1/2" in out and (tmp_path / "log/mini/model_000002.pt").is_file()
 
 
@@ -221,7 +222,7 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
 
 
 def test_max_minutes_saves_and_ends(tmp_path):
-    out, _ = train("--log_dir", "run", "--max_steps", 10**6, "--max_minutes", 0.03, "--val_every", 0, cwd=tmp_path)
+    out, _ = train("--log_dir", "run", "--max_steps", 10**6, "--max_minutes", 0.01, "--val_every", 0, cwd=tmp_path)
     step = int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
     assert (tmp_path / f"run/model_{step:06d}.pt").is_file()
 
