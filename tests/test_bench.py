@@ -81,7 +81,7 @@ def test_bench_times_two_models_and_writes_a_profile(tmp_path):
 
 def test_a_preset_with_dropout(tmp_path):
     out, _ = program("--preset", "mini", "--batch_size", 1, "--block_size", 16, "--steps", 1,
-                     "--dtype", "float32", "--device", "cpu", cwd=tmp_path, program="bench.py")
+                     "--rounds", 1, "--dtype", "float32", "--device", "cpu", cwd=tmp_path, program="bench.py")
     assert re.search(ROW.format(B=1, name="plainGPT eager float32"), out, re.M), out
     assert "muon" in out
 
