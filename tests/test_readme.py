@@ -145,7 +145,7 @@ def test_install_commands_and_the_slurm_script():
 def test_run_the_code_of_all_pages(tmp_path):
     """Runs in a copy of the repository: the sh blocks of a page, then its Python as one script.
 
-    To save time, the training runs validate on few tokens.
+    To save time, the training runs validate on few tokens and write short samples.
     """
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,
                            check=True).stdout
@@ -159,7 +159,7 @@ def test_run_the_code_of_all_pages(tmp_path):
     def run(code):
         """Runs commands in their order: those of Python fast, all others in bash -> output."""
         output, code = "", code.replace("\\\n", "")
-        code = code.replace("train_gpt2.py", "train_gpt2.py --val_tokens 1024")
+        code = code.replace("train_gpt2.py", "train_gpt2.py --val_tokens 1024 --sample_tokens 20")
         for command in re.split(r"^(python .*)\n", code, flags=re.M):
             if command.startswith("python "):
                 path, *flags = shlex.split(command, comments=True)[1:]
