@@ -238,7 +238,7 @@ def test_prebuilt_shards_come_from_the_hub(tmp_path):
     broken = {**files, "fw_train_000002.bin": b"<html>"}
     with stand_in_hub({"some/shards": files, "some/broken": broken, "some/text": {"README.md": b"hi"}}, cut=1) as (url, requests):
         def fetch(*flags, status=0):
-            return program(*flags, cwd=tmp_path, program="fineweb.py", online=True, status=status, fresh=True,
+            return program(*flags, cwd=tmp_path, program="fineweb.py", online=True, status=status,
                            env=dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1"))
 
         out, _ = fetch("--prebuilt", "some/shards", "--max_shards", 3, "--output_dir", "s")

@@ -1,5 +1,6 @@
 """Text to shards: compares every format with tiktoken, and tests damaged input and other faults."""
 
+import functools
 import gzip
 import io
 import json
@@ -8,7 +9,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, read_log, train
+from conftest import ROOT, read_log, spawn, train
 from stand_in_hub import COMMIT, stand_in_hub
 
 import fineweb
@@ -32,10 +32,10 @@ HARD = ["", "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "日本語の文�
 
 @pytest.fixture(scope="session")
 def documents():
-    """A few thousand documents: English, and between them texts that are hard for tokenizers."""
+    """Some 1,500 documents: English, and between them texts that are hard for tokenizers."""
     rng, english = random.Random(0), (ROOT / "input.txt").read_text()
     documents = []
-    for _ in range(3000):
+    for _ in range(1500):
         start, length = rng.randrange(len(english)), rng.randrange(10, 600)
         documents.append(english[start:start + length] if rng.random() < 0.7 else "".join(rng.choices(HARD, k=rng.randrange(1, 4))))
     return documents + HARD + [english]
@@ -65,11 +65,17 @@ def vocabulary(documents, tmp_path_factory, request):
     return path, library
 
 
-def reference(documents, shard_size=SHARD, val_shards=1, library=None):
-    """The shards that build-nanogpt writes: {end of the file name: content}. library: encodes instead of GPT-2's tokenizer."""
-    encoding, tokens, files = get_tokenizer("gpt2").encoding, [], {}
+@functools.cache  # many tests have the same documents
+def encoded(documents, library):
+    encoding, tokens = get_tokenizer("gpt2").encoding, []
     for text in documents:
         tokens += [1999, *library.encode(text).ids] if library else [50256, *encoding.encode_ordinary(text)]
+    return tokens
+
+
+def reference(documents, shard_size=SHARD, val_shards=1, library=None):
+    """The shards that build-nanogpt writes: {end of the file name: content}. library: encodes instead of GPT-2's tokenizer."""
+    tokens, files = encoded(tuple(documents), library), {}
     for i in range(0, len(tokens), shard_size):
         file, index = io.BytesIO(), i // shard_size
         np.save(file, np.array(tokens[i:i + shard_size], np.uint16))
@@ -117,12 +123,10 @@ def fine(*flags, directory, backend="gigatoken", shard_size=SHARD, num_proc=2):
                   "--num_proc", str(num_proc)])
 
 
-def start(*flags, directory, cwd, shard_size=SHARD, backend="tiktoken", num_proc=2, env=None, **options):
+def start(*flags, directory, cwd, shard_size=SHARD, backend="tiktoken", num_proc=2, **options):
     """Starts the real program in a new process."""
-    return subprocess.Popen([sys.executable, str(ROOT / "fineweb.py"), *map(str, flags), "--output_dir", directory,
-                             "--shard_size", str(shard_size), "--backend", backend, "--num_proc", str(num_proc)],
-                            cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env={**os.environ, **(env or {})}, **options)
+    return spawn(*flags, "--output_dir", directory, "--shard_size", shard_size, "--backend", backend, "--num_proc", num_proc,
+                 cwd=cwd, program="fineweb.py", **options)[0]
 
 
 def finish(process, status=0):
@@ -407,8 +411,7 @@ def test_full_disk(documents, tmp_path):
     path = write(tmp_path / "jsonl.jsonl", documents)
     limit = 2 * SHARD + 128  # the size of a shard in bytes
     finish(start("--input", path, "--max_shards", "1", directory="out", cwd=tmp_path))
-    process = start("--input", path, directory="out", cwd=tmp_path,
-                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit - 1000, limit)))
+    process = start("--input", path, directory="out", cwd=tmp_path, limits={resource.RLIMIT_FSIZE: limit - 1000})
     _, err = finish(process, 2)
     assert re.search(r"error: out/out_train_000001\.npy: cannot write \(File too large\); .*the same command continues", err)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["out_val_000000.npy", "progress.json"]
@@ -467,8 +470,8 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
     files = {"README.md": readme.encode(), "data/0.parquet": parquet(["wrong"]),
              "sample/10BT/000.parquet": parquet(documents[:700], 4_000_000), "sample/10BT/001.parquet": parquet(documents[700:])}
     with stand_in_hub({"HuggingFaceFW/fineweb-edu": files}, cut=3) as (url, requests):
-        env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_secret", HF_HUB_OFFLINE="0")
-        out, err = finish(start(directory="out", cwd=tmp_path, env=env))
+        env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_secret")
+        out, err = finish(start(directory="out", cwd=tmp_path, env=env, online=True))
         assert shards_in(tmp_path / "out") == reference(documents)
         assert {p.name.split("_")[0] for p in (tmp_path / "out").glob("*.npy")} == {"edufineweb"}
         meta = json.loads((tmp_path / "out/meta.json").read_text())
@@ -478,22 +481,22 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
         assert len(ranges) >= 2 and min(ranges) >= 2**20 and sorted(ranges) == ranges, "restarted"
         assert not any("data/0.parquet" in path for _, path, _ in requests)
         assert all(h["authorization"] == "Bearer hf_secret" for h in got)
-        _, err = finish(start("--name", "nosuch", directory="b", cwd=tmp_path, env=env), 2)
+        _, err = finish(start("--name", "nosuch", directory="b", cwd=tmp_path, env=env, online=True), 2)
         assert "error: HuggingFaceFW/fineweb-edu: BuilderConfig 'nosuch' not found. Available: ['default', 'sample-10BT']" in err
-        _, err = finish(start("--text_key", "body", directory="b", cwd=tmp_path, env=env), 2)
+        _, err = finish(start("--text_key", "body", directory="b", cwd=tmp_path, env=env, online=True), 2)
         assert "(not exactly one column 'body', but text, blob)" in err
     # without the hub, cached data can still be read
-    finish(start(directory="offline", cwd=tmp_path, env={**env, "HF_HUB_OFFLINE": "1"}))
+    finish(start(directory="offline", cwd=tmp_path, env=env))
     assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "out")
-    _, err = finish(start("--dataset", "some/other", directory="b", cwd=tmp_path, env={**env, "HF_HUB_OFFLINE": "1"}), 2)
+    _, err = finish(start("--dataset", "some/other", directory="b", cwd=tmp_path, env=env), 2)
     assert re.search("error: some/other: Couldn't reach", err) and not (tmp_path / "b").exists()
 
 
 def test_retries_when_the_hub_fails(documents, tmp_path):
     files = {"README.md": b"hi", "data/train.parquet": parquet(documents[:20])}
     with stand_in_hub({"some/texts": files}, fail=2) as (url, requests):
-        env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="0")
-        _, err = finish(start("--dataset", "some/texts", directory="out", cwd=tmp_path, env=env))
+        env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
+        _, err = finish(start("--dataset", "some/texts", directory="out", cwd=tmp_path, env=env, online=True))
     assert "trying again in 1 s" in err and "trying again in 2 s" in err
     assert shards_in(tmp_path / "out") == reference(documents[:20])
 

@@ -254,7 +254,7 @@ def test_from_a_text_to_scores_and_transformers(zh, tmp_path):
     with stand_in_hub({"some/zh": files}) as (url, _):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
         program("--model", "some/zh", "--prompt", "一丁", "--max_new_tokens", 1, "--json", "hub.json", cwd=tmp_path,
-                program="generate.py", online=True, env=env, fresh=True)
+                program="generate.py", online=True, env=env)
     assert json.loads((tmp_path / "hub.json").read_text("utf-8"))[0]["prompt"] == "一丁"
     settings = json.loads((tmp_path / "hf" / "tokenizer.json").read_text("utf-8"))["model"]
     (tmp_path / "hf" / "tokenizer.json").unlink()
@@ -401,10 +401,10 @@ def test_a_tokenizer_of_the_hub(zh, tmp_path):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
         for name, end in (("new", "<|endoftext|>"), ("old", "</s>")):
             program("--input", d / "a.txt", "--tokenizer", f"some/{name}", "--output_dir", name, cwd=tmp_path, program="fineweb.py",
-                    online=True, env=env, fresh=True)
+                    online=True, env=env)
             found = load_tokenizer(tmp_path / name)
             assert found.special == {end: 7999} and found.encode("中文 a") == reference(d).encode("中文 a").ids
         _, err = program("--input", d / "a.txt", "--tokenizer", "some/missing", "--output_dir", "x", cwd=tmp_path,
-                         program="fineweb.py", online=True, env=env, fresh=True, status=2)
+                         program="fineweb.py", online=True, env=env, status=2)
         assert err.startswith("error: --tokenizer some/missing: ") and err.count("\n") == 1 and "HF_ENDPOINT" in err
         assert not any("safetensors" in path for method, path, _ in requests if method == "GET" and "resolve" in path)
