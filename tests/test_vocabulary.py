@@ -1,7 +1,9 @@
 """Vocabularies of one's own, from a text to benchmarks, compared with the packages of Hugging Face."""
 
+import itertools
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -31,10 +33,10 @@ def chinese(n_bytes, seed=0):
     rng = random.Random(seed)
     characters = [chr(c) for c in range(0x4E00, 0x4E00 + 400)]
     words = ["".join(rng.choices(characters, k=rng.choice([1, 2, 2, 2, 3, 4]))) for _ in range(3000)]
-    weights = [1 / (i + 1) for i in range(len(words))]
+    weights = list(itertools.accumulate(1 / (i + 1) for i in range(len(words))))
     parts, size = [], 0
     while size < n_bytes:
-        sentence = "".join(rng.choices(words, weights, k=rng.randint(4, 12))) + rng.choice("，。。！？")
+        sentence = "".join(rng.choices(words, cum_weights=weights, k=rng.randint(4, 12))) + rng.choice("，。。！？")
         parts.append(sentence + ("\n" if rng.random() < 0.2 else ""))
         size += len(parts[-1].encode())
     return "".join(parts)
@@ -350,16 +352,20 @@ def test_a_bad_tokenizer_is_one_sentence(zh, tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_training_from_shards_needs_no_package(zh, tmp_path):
-    """Neither tiktoken nor tokenizers: training, samples and bits per byte."""
+def test_training_from_shards_imports_only_torch_and_numpy(zh, shards, tmp_path):
+    """Training, samples and bits per byte: from shards of a vocabulary of one's own, and of bytes."""
     d, _ = zh
     program("--input", d / "a.txt", "--tokenizer", d / "zh.json", "--output_dir", "s", cwd=tmp_path, program="fineweb.py")
-    code = ("import sys; sys.path.insert(0, sys.argv.pop(1)); import train_gpt2; train_gpt2.main(sys.argv[1:]); "
-            "print({name.split('.')[0] for name in sys.modules} & {'tiktoken', 'tokenizers', 'transformers', 'datasets', 'pyarrow'})")
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT), *TINY, "--max_steps", "1", "--data", "s", "--log_dir", "a"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    flags = [*TINY, "--max_steps", "1", "--val_tokens", "256", "--parallel", "fsdp", "--data"]
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2\n"
+            f"for data in 's', {str(shards)!r}: train_gpt2.main({flags!r} + [data])\n"
+            "found = {name.split('.')[0] for name in sys.modules} | {'plaingpt.parallel'} & set(sys.modules)\n"
+            "print(found & {'plaingpt.parallel', 'tiktoken', 'tokenizers', 'transformers', 'datasets', 'pyarrow', 'matplotlib'})")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "sample 0 at step 1" in done.stdout and "bits per byte" in done.stdout and done.stdout.endswith("set()\n")
+    assert done.stdout.count("--- sample 1 at step 1 ---") == done.stdout.count("step 1 | val loss") == 2
+    assert done.stdout.count("bits per byte") >= 2 and done.stdout.endswith("set()\n")
 
 
 def test_missing_input_and_package():
