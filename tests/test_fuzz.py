@@ -26,7 +26,7 @@ import train_gpt2
 from model import GPT, GPTConfig
 from plaingpt import corpus
 from plaingpt.batches import check_batch_size, get_batch_tokens, micro_batch, micro_batches
-from plaingpt.checkpoint import load_checkpoint, load_model, restore
+from plaingpt.checkpoint import load_checkpoint, on_meta, restore, unpack
 from plaingpt.cli import UserError
 from plaingpt.device import data_parallel_rank
 from plaingpt.shards import open_shard, open_tokens
@@ -373,8 +373,9 @@ def test_any_entry_of_a_checkpoint_replaced_by_any_value(place, value):
         torch.save(saved, path)
         try:
             loaded = load_checkpoint(path)
-            model, _ = load_model(path)
-            trainer = train_gpt2.prepare(model, CONFIG, torch.device("cpu"), torch.float32)
+            config, weights, _ = unpack(loaded)  # as init_model does
+            model, weights = on_meta(config, weights)
+            trainer = train_gpt2.prepare(model, CONFIG, torch.device("cpu"), torch.float32, weights)
             restore(loaded, trainer, CONFIG, {})
         except UserError as error:
             assert len(str(error).splitlines()) == 1 and len(str(error)) < 500
