@@ -21,8 +21,7 @@ DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
                                 "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm",
-                                "transformers.models.gpt2.modeling_gpt2", "tokenizers", "matplotlib.figure", "matplotlib.backends.backend_agg",
-                                "plaingpt.evaluation", "plaingpt.parallel", "plaingpt.runlog", "plaingpt.corpus"])
+                                "transformers.models.gpt2.modeling_gpt2", "tokenizers", "matplotlib.figure", "matplotlib.backends.backend_agg"])
 
 
 class Program:
