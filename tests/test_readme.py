@@ -10,8 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, STARTED
-from forked import Program
+from conftest import ROOT, program
 
 from plaingpt import cli
 
@@ -120,17 +119,17 @@ def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
 
     found = [(name, *command) for name in ENGLISH for command in commands(name)
              if command[0] != "rhymes"]  # the example of a benchmark of one's own
-    for _, program, flags in found:
-        runpy.run_path(str(ROOT / f"{program}.py"))  # imports the modules that are patched next
+    for _, name, flags in found:
+        runpy.run_path(str(ROOT / f"{name}.py"))  # imports the modules that are patched next
         for module in list(sys.modules.values()):
             if getattr(module, "parse_flags", None) is real:
                 monkeypatch.setattr(module, "parse_flags", parse_only)
-        monkeypatch.setattr(sys, "argv", [program, *flags])
+        monkeypatch.setattr(sys, "argv", [name, *flags])
         with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
         if "--help" not in flags:
-            assert stop.value.code == "flags are right", (program, flags, capsys.readouterr().err)
-    assert {program for _, program, _ in found} == PROGRAMS | {"tokenizer"}
+            assert stop.value.code == "flags are right", (name, flags, capsys.readouterr().err)
+    assert {name for _, name, _ in found} == PROGRAMS | {"tokenizer"}
 
 
 def test_install_commands_and_the_slurm_script():
@@ -163,15 +162,12 @@ def test_run_the_code_of_all_pages(tmp_path):
         for command in re.split(r"^(python .*)\n", code, flags=re.M):
             if command.startswith("python "):
                 path, *flags = shlex.split(command, comments=True)[1:]
-                process = Program(tmp_path / path, flags, tmp_path, env)
+                output += program(*flags, cwd=tmp_path, program=tmp_path / path)[0]
             else:
-                process = subprocess.Popen(
-                    ["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, env=env, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            STARTED.append(process)
-            out, err = process.communicate(timeout=600)
-            assert process.returncode == 0, f"{command}\n{out[-2000:]}\n{err[-3000:]}"
-            output += out
+                done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path,
+                                      env=env, capture_output=True, text=True, timeout=600)
+                assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+                output += done.stdout
         return output
 
     # The first command trains log/baby, which the pages use. .ci/run runs all its 2,700 steps.
