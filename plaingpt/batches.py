@@ -21,7 +21,7 @@ def micro_batches(loader, config, first_step, position, dp_rank, dp_size, device
     for step in range(first_step, config.max_steps):
         n_sequences, B = micro_batch(step, config, loader.T, dp_size)
         for start in range(position + dp_rank * B, position + n_sequences, dp_size * B):
-            yield loader.batch(start, B, device)
+            yield load_batch(loader, start, B, device)
         position += n_sequences
 
 

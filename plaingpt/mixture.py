@@ -8,7 +8,6 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from plaingpt.batches import load_batch
 from plaingpt.cli import UserError, print0
 from plaingpt.shards import find_tokenizer, open_tokens
 
@@ -79,7 +78,7 @@ def open_splits(config, vocab_size, tokenizer):
 
 
 class Mixture:
-    """The sequences of several loaders, in one order. Used like a DataLoaderLite.
+    """The sequences of several loaders, in one order. micro_batches uses it like a DataLoaderLite.
 
     Of the first n sequences, each set has n x share, with an error of less than one. The sets take
     turns in the order of their deadlines (Baruah et al. 1996, "Proportionate Progress"). A position
@@ -101,10 +100,6 @@ class Mixture:
         n, i = divmod(position, len(self.order))
         k, before = self.order[i]
         return self.loaders[k].sequence(n * self.parts[k] + before, check)
-
-    def batch(self, position, B, device="cpu"):
-        """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
-        return load_batch(self, position, B, device)
 
     def epochs(self, position):
         """How often each set was read in `position` sequences -> {name: number}."""

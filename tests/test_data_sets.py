@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
 
+from plaingpt.batches import load_batch
 from plaingpt.cli import UserError
 from plaingpt.mixture import Mixture, make_order, read_shares
 from plaingpt.shards import open_tokens
@@ -177,7 +178,7 @@ def test_positions_of_a_mixture_go_through_each_set():
         own = [position for name, position in found if name == k]
         assert own == list(range(len(own))) and len(own) == {0: 550, 1: 50, 2: 400}[k]
     assert mixture.epochs(1000) == {"a": 55.0, "b": 2.5, "c_d": 80.0} and mixture.n_sequences == 35
-    assert mixture.batch(7, 3)[0].tolist() == [[*found[i], 0, 0] for i in (7, 8, 9)]
+    assert load_batch(mixture, 7, 3, "cpu")[0].tolist() == [[*found[i], 0, 0] for i in (7, 8, 9)]
 
 
 @pytest.fixture
