@@ -85,8 +85,7 @@ class RunLog:
         settings = {**asdict(config), **asdict(gpt_config)}
         if config.tensorboard:
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
-            text = html.escape(json.dumps(settings, indent=2))
-            self.writer.add_text("settings", f"<pre>{text}</pre>")
+            self.writer.add_text("settings", preformatted(json.dumps(settings, indent=2)))
             for (_, stream), value in self.known.items():  # purged above
                 self.writer.add_scalar(stream, float(value), step)
         if config.wandb:
@@ -179,7 +178,7 @@ class RunLog:
         for i, ids in enumerate(idx.tolist()):
             text = tokenizer.decode(ids[1:]).strip()
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
-            self.publish(step, {}, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
+            self.publish(step, {}, {f"sample {i}": preformatted(text)})
 
     def write_step(self, step, loss, lr, norm, n_tokens, consumed, start):
         """Logs a step. Prints every log_every-th step, and those with a problem.
@@ -243,6 +242,11 @@ def wandb_errors(wandb, project):
     except wandb.Error as error:
         reason = cli.first_line(error).rstrip(".")
         raise UserError(f"--wandb {project}: {reason}; or set WANDB_MODE=offline") from error
+
+
+def preformatted(text):
+    """Plain text -> HTML that shows it as it is."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def git_commit():
