@@ -223,9 +223,8 @@ class GPT(nn.Module):
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices of the
         blocks. Its updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, 2.2).
         """
-        named = list(self.named_parameters())
-        matrices = [(n, p) for n, p in named if p.dim() >= 2]
-        vectors = [(n, p) for n, p in named if p.dim() < 2]
+        matrices = [(n, p) for n, p in self.named_parameters() if p.dim() >= 2]
+        vectors = [(n, p) for n, p in self.named_parameters() if p.dim() < 2]
         optimizers = []
         if optimizer == "muon":
             in_blocks = [(n, p) for n, p in matrices if ".h." in n]
