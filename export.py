@@ -7,43 +7,33 @@ The directory contains the weights, the tokenizer and a model card, README.md.
 First: pip install transformers
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, parse_flags, read_json, run, writing
+from plaingpt.cli import UserError, parse_flags, read_json, run_program, writing
+from plaingpt.huggingface import save_gpt2
 
+EXAMPLE = """from transformers import pipeline
+print(pipeline("text-generation", model="{name}")("Once upon a time")[0]["generated_text"])"""
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 ---
-
 # {name}
-
-A GPT-2, trained with plainGPT.
-
 ```python
-from transformers import pipeline
-
-generate = pipeline("text-generation", model="{name}")
-print(generate("Once upon a time")[0]["generated_text"])
+""" + EXAMPLE + """
 ```
-
-The start token, the prompt and the new tokens must fit into {context} tokens. Every document
-of the training data starts with `{start}`. The pipeline puts it before a prompt. The tokenizer does
-not. {special}
 
 | | |
 |---|---|
 {rows}
 """
-
-FACTS = ("parameters", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tokenizer",
-         "data", "train_tokens", "max_steps", "total_batch_size", "optimizer", "max_lr",
-         "dtype of training", "processes", "device", "started", "git_commit", "torch")
+FACTS = ("parameters", "tokenizer", "data", "train_tokens", "max_steps", "total_batch_size",
+         "optimizer", "max_lr", "dtype", "processes", "device", "started", "git_commit")
 
 
 @dataclass
@@ -54,15 +44,14 @@ class ExportConfig:
 
 
 def read_facts(path):
-    """Facts of a run.json for the model card -> {name: value}, empty without the file."""
-    facts = read_json(path)
-    if not facts.keys() >= {"model_config", "train_config", "versions"}:
-        return {}
-    known = {**facts["model_config"], **facts["train_config"], **facts["versions"], **facts}
-    places = known["data"] if isinstance(known["data"], list) else [known["data"]]
+    """Facts of a run.json for the model card -> {name: value}; {} without the file."""
+    run_json = read_json(path)
+    known = run_json.get("train_config", {}) | run_json  # run_json: the dtype that was chosen
+    places = known.get("data", [])
+    if isinstance(places, str):  # an older version
+        places = [places]
     known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
-    known["dtype of training"] = known["dtype"]
-    return {name: known[name] for name in FACTS if known.get(name) is not None}
+    return {name: known[name] for name in FACTS if known.get(name)}
 
 
 def main(argv=None):
@@ -71,26 +60,17 @@ def main(argv=None):
     occupied = any(output.iterdir()) if output.is_dir() else output.exists()
     if occupied and not read_json(output / "tokenizer_config.json").get("end_of_text"):
         raise UserError(f"--output {output}: is a file, or has other files; give a new directory")
-    facts = {"checkpoint": source.name, "dtype of the weights": config.dtype,
-             **read_facts(source.with_name("run.json"))}
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     model, tokenizer = load_model(source)
-    start = repr(tokenizer.decode([tokenizer.end_of_text]))
+    facts = asdict(model.config) | read_facts(source.with_name("run.json")) | {
+        "checkpoint": source.name, "dtype of the weights": config.dtype,
+        "token before every text": repr(tokenizer.decode([tokenizer.end_of_text]))}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     with writing(output):
-        model.to_hf(output, tokenizer, getattr(torch, config.dtype))
-        special = "A byte tokenizer has no special token, so no text ends early."
-        if tokenizer.special:
-            special = "The name of a special token in a text is encoded as this token."
-        card = CARD.format(name=output.resolve().name, start=start, rows=rows, special=special,
-                           context=model.config.block_size)
+        save_gpt2(model, output, tokenizer, getattr(torch, config.dtype))
+        card = CARD.format(name=output.resolve().name, rows=rows)
         (output / "README.md").write_text(card, "utf-8")
-    print(f"from {source}")
-    for path in sorted(output.iterdir()):
-        print(f"{path.stat().st_size:13,} bytes  {path}")
-    print(f"""\nto use it, in Python:
-from transformers import pipeline
-print(pipeline("text-generation", model="{output}")("Once upon a time")[0]["generated_text"])""")
+    print(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

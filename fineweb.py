@@ -3,54 +3,47 @@
   python fineweb.py                                    FineWeb-Edu
   python fineweb.py --input a.jsonl --output_dir mine  your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
-  python fineweb.py --prebuilt kjj0/finewebedu10B-gpt2 --max_shards 10
 
 --input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files,
-and Megatron's .idx, whose tokens are copied. --prebuilt downloads shards that
-others have made, instead of text.
-In a .txt file <|endoftext|> separates documents. --tokenizer takes a
-vocabulary of your own, see tokenizer.py. After an interruption the same
-command continues. Damaged records are counted and skipped; the first 5 are
-shown.
+and Megatron's .idx, whose tokens are copied. In a .txt file <|endoftext|>
+separates documents. --tokenizer takes a vocabulary of your own, see
+tokenizer.py. After an interruption the same command continues. Damaged records
+are counted and skipped; the first 5 are shown.
 """
 
-# plaingpt/corpus.py reads the text in blocks. Threads encode the blocks. The main thread writes the
-# shards. They equal the shards of build-nanogpt's fineweb.py byte for byte.
+# plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
+# writes the shards. They equal the shards of build-nanogpt's fineweb.py byte for byte.
 
-import functools
-import hashlib
+import contextlib
 import itertools
-import json
 import os
-import re
 import sys
-import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from tqdm import tqdm
 
-from plaingpt import cli, corpus
+from plaingpt import cli
 from plaingpt.cli import UserError
-from plaingpt.shards import ShardWriter, open_shard
-from tokenizer import MERGES, MERGES_SHA256, load_tokenizer
+from plaingpt.shards import find_shards, read_meta
+from plaingpt.text import find_files, load_hub, read_documents
+from tokenizer import load_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
+BATCH = 2**20  # characters, or ids of Megatron's data, that a thread encodes at a time
 SHOWN = 5  # damaged records that are shown
+HEADER_BYTES = 128  # of a shard
 
 
 @dataclass
 class ShardConfig:
     input: Annotated[list[str] | None, "files or quoted globs of your own text"] = None
-    prebuilt: Annotated[str | None, "or download shards from this data set of the hub"] = None
     dataset: Annotated[str, "of the Hugging Face hub, or of the mirror in HF_ENDPOINT"] = FINEWEB
     name: Annotated[str | None, "configuration of --dataset [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
@@ -59,206 +52,203 @@ class ShardConfig:
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
     shard_size: Annotated[int | None, "tokens [10^8; --input: by size]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
-    max_shards: Annotated[int | None, "stop after so many shards", "at least 1"] = None
+    max_shards: Annotated[int, "stop after so many shards", "at least 1"] = 10**6
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
-    backend: Annotated[Literal["auto", "tiktoken", "gigatoken"], "auto tries gigatoken"] = "auto"
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
-@functools.cache
-def get_gigatoken(tokenizer, thread):
-    """One encoder per thread. Threads with a common encoder would wait for each other."""
-    gigatoken = cli.require("gigatoken").Tokenizer
-    if tokenizer.settings:  # without added tokens, <|endoftext|> in a text is plain text
-        return gigatoken.from_json(json.dumps({**tokenizer.settings, "added_tokens": []}))
-    return gigatoken.from_tiktoken(MERGES, "gpt2", {})
+def read_progress(directory, name, settings):
+    """What meta.json says about the shards in a directory, or about none. Raises UserError.
 
-
-def encode(texts, tokenizer, backend):
-    """Texts -> their tokens, with end_of_text before each text: (n,) uint16."""
-    if backend != "gigatoken" or not texts:
-        return tokenizer.encode_documents(texts)
-    import awkward as ak  # gigatoken depends on it
-
-    encoder = get_gigatoken(tokenizer, threading.get_ident())
-    ragged = encoder.encode_batch(texts, parallel=False)
-    tokens, lengths = ak.to_numpy(ak.flatten(ragged)), ak.to_numpy(ak.num(ragged))
-    return np.insert(tokens.astype(np.uint16), np.cumsum(lengths) - lengths, tokenizer.end_of_text)
-
-
-def tokenize(block, text_key, tokenizer, backend):
-    """A block -> its tokens, (n,) uint16, and its skipped records."""
-    if block.kind == "ids":
-        return copy_documents(block.records, tokenizer), []
-    texts, skipped = corpus.texts_of(block, text_key)
-    tokens = encode(texts, tokenizer, backend)
-    if block.kind == "text":
-        tokens = tokens[1:]  # no end-of-text: continues the previous block's document
-    return tokens, skipped
-
-
-def copy_documents(documents, tokenizer):
-    """Joins arrays of ids -> (n,) uint16, each with one end_of_text before it and none after it."""
-    end, parts = tokenizer.end_of_text, []
-    for ids in documents:
-        if ids.max(initial=0) >= tokenizer.n_vocab:
-            raise UserError(f"--input: has token id {ids.max()}, but {tokenizer.name} has "
-                            f"{tokenizer.n_vocab:,} ids; give the data's --tokenizer")
-        inner = np.flatnonzero(ids != end)
-        parts += [[end], ids[inner[0] : inner[-1] + 1] if len(inner) else []]
-    return np.concatenate(parts).astype(np.uint16)
-
-
-def download_shards(config):
-    """Downloads shards that others have made, validation first. Raises UserError.
-
-    A file that is there already is kept. A download that was cut off continues.
+    settings: what may not change between the runs. facts["next"] is where the next shard begins:
+    [documents before it, tokens of the documents after these that are in earlier shards]. It is
+    None at the end of the source.
     """
-    hub, name = cli.require("huggingface_hub"), config.prebuilt
-    if not corpus.hub_answers():
-        raise UserError(f"--prebuilt {name}: the hub does not answer; check the network, or set "
-                        "HF_ENDPOINT to a mirror")
-    files = corpus.retry(name, hub.list_repo_files, name, repo_type="dataset")
-    found = [re.search(r"^[^/]+_(train|val)_\d+\.(npy|bin)$", file) for file in sorted(files)]
-    val, train = ([m[0] for m in found if m and m[1] == split] for split in ("val", "train"))
-    shards = (val + train)[: config.max_shards]
-    if not shards:
-        raise UserError(f"--prebuilt {name}: no shards X_train_000001.bin; give another data set")
-    for file in [f for f in files if f == "tokenizer.json"] + shards:
-        with cli.writing(config.output_dir):
-            path = Path(corpus.retry(name, hub.hf_hub_download, name, file, repo_type="dataset",
-                                     local_dir=config.output_dir))
-        if file in shards:
-            try:
-                open_shard(path)
-            except UserError:
-                path.unlink()  # or it would count as downloaded
-                raise
-    print(f"{config.output_dir} has {len(shards)} of {len(val + train)} shards of {name}\n"
-          f"to train on it: python train_gpt2.py --data {config.output_dir}")
+    facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
+    if not find_shards(directory, "(train|val)"):
+        return facts
+    old = read_meta(directory)
+    differ = [key for key in settings if old.get(key) != settings[key]]
+    if len(old.get("next") or [0, 0]) != 2:
+        differ = ["version of fineweb.py"]
+    if differ:
+        raise UserError(f"--output_dir {directory}: holds other shards (another "
+                        f"{', '.join(differ)}); choose another directory")
+    facts.update(old)  # its name, too: the directory may have been renamed
+    for i in range(facts["shards"]):
+        path = shard_path(directory, facts, i)
+        n_tokens = min(facts["shard_size"], facts["tokens"] - i * facts["shard_size"])
+        if not path.exists() or path.stat().st_size != HEADER_BYTES + 2 * n_tokens:
+            raise UserError(f"{path}: is missing or cut; restore it, or give another --output_dir")
+    return facts
 
 
-def tokenize_all(blocks, config, *encoder):
-    """Yields (block, its tokens, its skipped records) in order. Threads are a few blocks ahead."""
+def shard_path(directory, facts, index):
+    split = "val" if index < facts["val_shards"] else "train"
+    return directory / f"{facts['name']}_{split}_{index:06d}.npy"
+
+
+def save_shard(directory, facts, parts, next, tokenizer):
+    """Writes the next shard: arrays of tokens. Writes progress.json before it, and after it."""
+    path, n_tokens = shard_path(directory, facts, facts["shards"]), sum(map(len, parts))
+    header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
+    with cli.writing(path, "free some space; the same command continues"):
+        if tokenizer.settings:
+            (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
+        cli.write_json(directory / "progress.json", facts)
+        (directory / "meta.json").unlink(missing_ok=True)
+        with cli.replacing(path) as temporary, open(temporary, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+    facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
+    facts.update(shards=facts["shards"] + 1, tokens=facts["tokens"] + n_tokens, next=next)
+    cli.write_json(directory / "progress.json", facts)
+
+
+def make_batches(documents):
+    """Yields lists of Documents, about a megabyte of text. Only the first may continue another."""
+    batch, size = [], 0
+    for document in documents:
+        other = batch and (document.ids is None) != (batch[0].ids is None)
+        if batch and (size >= BATCH or other or not document.begins):
+            yield batch
+            batch, size = [], 0
+        batch.append(document)
+        size += len(document.text or "") if document.ids is None else len(document.ids)
+    if batch:
+        yield batch
+
+
+def encode_batch(batch, tokenizer):
+    """Documents of one kind -> (batch, tokens): (n,) uint16, end_of_text before each document."""
+    if batch[0].ids is not None:
+        return batch, np.concatenate([copy_ids(document, tokenizer) for document in batch])
+    good = [document for document in batch if document.text is not None]
+    tokens = tokenizer.encode_documents([document.text for document in good])
+    continues = good and not good[0].begins
+    return batch, tokens[1:] if continues else tokens
+
+
+def copy_ids(document, tokenizer):
+    """Ids of Megatron's data -> (n,) uint16, one end_of_text before them and none after them."""
+    ids, end = document.ids, tokenizer.end_of_text
+    if ids.max(initial=0) >= tokenizer.n_vocab:
+        raise UserError(f"{document.where}: has token id {ids.max()}, but {tokenizer.name} has "
+                        f"{tokenizer.n_vocab:,} ids; give the data's --tokenizer")
+    inner = np.trim_zeros(ids.astype(np.int64) - end) + end  # without end_of_text at both ends
+    return np.append(end, inner).astype(np.uint16)
+
+
+def encode_all(documents, tokenizer, n_threads):
+    """Yields (batch, tokens) in order. The threads are a few batches ahead."""
     running = deque()
-    with ThreadPoolExecutor(config.num_proc) as pool:
-        for block in itertools.chain(blocks, [None]):
-            if block:
-                running.append((block, pool.submit(tokenize, block, config.text_key, *encoder)))
-            while running and (not block or len(running) > 2 * config.num_proc):
-                oldest, future = running.popleft()
-                yield oldest, *future.result()
+    with ThreadPoolExecutor(n_threads) as pool:
+        for batch in make_batches(documents):
+            running.append(pool.submit(encode_batch, batch, tokenizer))
+            if len(running) > 2 * n_threads:
+                yield running.popleft().result()
+        for future in running:
+            yield future.result()
 
 
-def choose_backend(config, blocks, tokenizer):
-    """gigatoken if it is installed and encodes the first texts as the tokenizer does."""
-    if blocks and all(block.kind == "ids" for block in blocks):
-        return "copied"
-    if not tokenizer.encoding:
-        return "tokenizers"
-    if config.backend == "tiktoken" or (config.backend == "auto" and not find_spec("gigatoken")):
-        return "tiktoken"
-    texts = [text for block in blocks for text in corpus.texts_of(block, config.text_key)[0]][:1000]
-    if np.array_equal(*(encode(texts, tokenizer, name) for name in ("gigatoken", "tiktoken"))):
-        return "gigatoken"
-    print("gigatoken and tiktoken encode this text differently; tiktoken is used", file=sys.stderr)
-    return "tiktoken"
+def report_damaged(batch, n_before, strict):
+    """Shows the first damaged records -> their number. n_before: how many there were before."""
+    damaged = [f"{document.where}: {document.problem}" for document in batch if document.problem]
+    if damaged and strict:
+        raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
+    for text in damaged[: max(0, SHOWN - n_before)]:
+        tqdm.write(f"skipped {text}", file=sys.stderr)
+    return len(damaged)
 
 
-def fill(writer, config, paths, n_bytes, tokenizer):
-    """Writes the shards that are not in the directory yet. n_bytes: size of all files."""
-    facts = writer.facts
-    stop_signals = cli.catch_stop_signals("finishing this block")
+def write_shards(facts, config, paths, tokenizer):
+    """Writes the shards that are not in the directory yet. Raises UserError."""
+    directory = Path(config.output_dir)
     if facts["shards"]:
-        print(f"{config.output_dir} has {facts['shards']} whole shards: continuing after them")
-    blocks = corpus.read_blocks(paths, config.text_key, *facts["next"][:2], tokenizer.pattern)
-    first = list(itertools.islice(blocks, 8))
-    if first and first[0].line != facts["next"][2]:
-        raise UserError(f"{paths[first[0].file]}: this pyarrow version cuts the file differently; "
-                        "start again with another --output_dir")
-    backend = choose_backend(config, first, tokenizer)
-    n_before, n_shown, start = writer.n_tokens, 0, time.monotonic()
-    interval = 0.5 if sys.stderr.isatty() else 10  # seconds between updates of the progress bar
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=interval) as bar:
-        for block, tokens, skipped in tokenize_all(
-                itertools.chain(first, blocks), config, tokenizer, backend):
-            for line, reason in skipped[: SHOWN - n_shown]:
-                where = f"{paths[block.file]}, {'row' if block.kind == 'table' else 'line'} {line}"
-                if config.strict:
-                    raise UserError(f"{where}: {reason}; correct it, or leave out --strict")
-                tqdm.write(f"skipped {where}: {reason}", file=sys.stderr)
-                n_shown += 1
-            writer.add(block, tokens, len(skipped))
-            bar.update(block.done - bar.n)
-            if writer.done:
-                break
+        print(f"{directory} has {facts['shards']} whole shards: continuing after them")
+    n_done, n_used = facts["next"]
+    documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
+    documents = itertools.islice(documents, n_done, None)
+    n_bytes = sum(path.stat().st_size for path in paths)
+    parts = []  # tokens of the next shard
+    with (cli.catch_stop_signals("finishing these documents") as stop_signals,
+          tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar):
+        for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
+            n_damaged = report_damaged(batch, facts["skipped"], config.strict)
+            used, n_used = n_used, 0
+            while used < len(tokens) and facts["shards"] < config.max_shards:
+                room = facts["shard_size"] - sum(map(len, parts))
+                parts.append(tokens[used : used + room])
+                used += len(parts[-1])
+                if len(parts[-1]) == room:
+                    save_shard(directory, facts, parts, [n_done, used], tokenizer)
+                    parts = []
+            if facts["shards"] == config.max_shards:
+                return
+            facts["skipped"] += n_damaged
+            n_done += len(batch)
+            bar.update(batch[-1].done - bar.n)
             if stop_signals:
                 tqdm.write("stopped; the same command continues", file=sys.stderr)
                 sys.exit(128 + stop_signals[0])
-    if not writer.n_tokens:
-        raise UserError(f"{paths[0]}: no text in it, {facts['skipped']} records were skipped; "
-                        "choose another file or --text_key")
-    seconds = time.monotonic() - start
-    speed = (writer.n_tokens - n_before) / seconds / 1e6
-    duration = timedelta(seconds=round(seconds))
-    print(f"{backend}: {duration}, {speed:.1f} million tokens per second")
+    if parts:
+        save_shard(directory, facts, parts, None, tokenizer)
+    if not facts["tokens"]:
+        raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
+    facts["next"] = None
 
 
-@cli.restoring_signals()
+def print_result(config, facts):
+    """Says what is in the directory, and what to do next."""
+    n_val = min(facts["shards"], config.val_shards)
+    n_train = facts["shards"] - n_val
+    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
+    print(f"{config.output_dir} is complete{extent}: validation shards: {n_val}, training shards: "
+          f"{n_train}, {facts['tokens']:,} tokens, {facts['documents']:,} documents, "
+          f"{facts['skipped']:,} damaged records skipped")
+    if n_train:
+        print(f"to train on it: python train_gpt2.py --data {config.output_dir}")
+
+
 def main(argv=None):
-    given = cli.parse_flags(__doc__, ShardConfig, argv=argv)
-    config = ShardConfig(**given)
-    if config.prebuilt:
-        others = given.keys() - {"prebuilt", "output_dir", "max_shards"}
-        if others:
-            raise UserError(f"--prebuilt: leave out --{min(others)}; the shards are made already")
-        return download_shards(config)
+    config = ShardConfig(**cli.parse_flags(__doc__, ShardConfig, argv=argv))
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-    if tokenizer.name == "bytes":
-        raise UserError("--tokenizer bytes: needs no shards; train_gpt2.py --data reads the text")
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     config.num_proc = config.num_proc or len(cores)
-    name = Path(config.output_dir).resolve().name
+    directory = Path(config.output_dir)
+    name = directory.resolve().name
     if config.input:
-        if "dataset" in given or "name" in given:
-            raise UserError("--input: leave out --dataset and --name; they choose data of the hub")
-        own = {Path(config.output_dir, f).resolve() for f in ("meta.json", "progress.json")}
-        paths = [path for path in corpus.find_files(config.input) if path.resolve() not in own]
-        source = dict(input=[[p.name, p.stat().st_size, corpus.checksum(p)] for p in paths])
+        paths = find_files(config.input)
+        source = dict(input=[[path.name, path.stat().st_size] for path in paths])
+        # 20 to 40 shards, so that a small text also gives validation and training shards.
+        usual_size = min(SHARD_SIZE, max(1000, sum(path.stat().st_size for path in paths) // 80))
     else:
         if config.dataset == FINEWEB:
             name, config.name = "edufineweb", config.name or "sample-10BT"
-        paths, rows, revision = corpus.load_hub(config.dataset, config.name)
+        paths, rows, revision = load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
-    n_bytes = sum(path.stat().st_size for path in paths)
-    # Own text: 20 to 40 shards, so that a small text also gives validation and training shards.
-    default = min(SHARD_SIZE, max(1000, n_bytes // 80)) if config.input else SHARD_SIZE
-    sha256 = hashlib.sha256(tokenizer.source.encode()).hexdigest()
-    if tokenizer.name == "gpt2":
-        sha256 = MERGES_SHA256
+        usual_size = SHARD_SIZE
     settings = dict(source=source, text_key=config.text_key, tokenizer=tokenizer.name,
-                    tokenizer_sha256=sha256, shard_size=config.shard_size or default,
-                    val_shards=config.val_shards)
-    writer = ShardWriter(config.output_dir, name, settings, tokenizer, config.max_shards)
-    facts = writer.facts
-    if config.strict and facts["skipped"]:
-        raise UserError(f"--output_dir {config.output_dir}: was made without --strict, "
-                        f"{facts['skipped']} records were skipped; choose another directory")
-    if not writer.done:
-        fill(writer, config, paths, n_bytes, tokenizer)
-    writer.finish()
-    n_val = min(facts["shards"], config.val_shards)
-    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
-    print(f"{config.output_dir} is complete{extent}: validation shards: {n_val}, "
-          f"training shards: {facts['shards'] - n_val}, {facts['tokens']:,} tokens, "
-          f"{facts['documents']:,} documents, {facts['skipped']:,} damaged records skipped")
-    if 0 < n_val < facts["shards"]:
-        print(f"to train on it: python train_gpt2.py --data {config.output_dir}")
-    elif facts["next"] is None:
-        kind = "training" if n_val else "validation"
-        print(f"there are no {kind} shards: to train, start again with another --output_dir, "
-              f"--val_shards 1 --shard_size {max(1, facts['tokens'] // 10)}")
+                    shard_size=config.shard_size or usual_size, val_shards=config.val_shards)
+    with cli.writing(f"--output_dir {directory}"):
+        directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, cli.lock(directory, "--output_dir"))
+        for temporary in directory.glob("*.tmp"):  # of a killed process
+            temporary.unlink()
+        facts = read_progress(directory, name, settings)
+        if facts["next"] is not None and facts["shards"] < config.max_shards:
+            start, n_before = time.monotonic(), facts["tokens"]
+            write_shards(facts, config, paths, tokenizer)
+            seconds = time.monotonic() - start
+            speed = (facts["tokens"] - n_before) / seconds / 1e6
+            print(f"{seconds:.0f} seconds, {speed:.1f} million tokens per second")
+        cli.write_json(directory / "meta.json", facts)
+        (directory / "progress.json").unlink(missing_ok=True)
+    print_result(config, facts)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_program(main)

@@ -19,8 +19,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from plaingpt.cli import run
-from plaingpt.evaluation import Benchmark, accuracy, choice, main, take
+from plaingpt.cli import run_program
+from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, main
 
 
 @dataclass
@@ -31,13 +31,12 @@ class Options:
 def examples(records, style=Options.style):
     """Records -> Examples. Raises UserError."""
     for record in records:
-        endings, context, label = take(record, endings=list, ctx=str, label=int | str)
-        example = choice(record, context, endings, label)
+        endings, context, label = get_fields(record, endings=list, ctx=str, label=int | str)
         if style == "harness":
-            activity, a, b = take(record, activity_label=str, ctx_a=str, ctx_b=str)
-            example.contexts = [clean(f"{activity}: {a} {b.capitalize()}")]
-            example.endings = [" " + clean(ending) for ending in example.endings]
-        yield example
+            activity, a, b = get_fields(record, activity_label=str, ctx_a=str, ctx_b=str)
+            context = clean(f"{activity}: {a} {b.capitalize()}")
+            endings = [clean(ending) for ending in endings]
+        yield choice(record, context, endings, label)
 
 
 def clean(text):
@@ -56,10 +55,10 @@ def report(examples, scores):
 BENCHMARK = Benchmark(
     name="hellaswag", doc=__doc__, stream="hella", examples=examples, report=report,
     hub=dict(dataset="Rowan/hellaswag", split="validation"), options=(Options,),
-    figures=dict(acc="not divided by length",
-                 acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",
+    figures=dict(acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",
+                 acc="not divided by length",
                  acc_norm_char="per character; the harness's acc_norm (--style harness)",
                  acc_norm_byte="per byte; the harness's acc_bytes (--style harness)"))
 
 if __name__ == "__main__":
-    run(lambda: main(BENCHMARK))
+    run_program(lambda: main(BENCHMARK))

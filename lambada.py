@@ -14,14 +14,14 @@ word. An answer is right if every token of the ending is the most likely one.
 docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 """
 
-from plaingpt.cli import run
-from plaingpt.evaluation import Benchmark, Example, bad_record, main, perplexity, take
+from plaingpt.cli import run_program
+from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, main, perplexity
 
 
 def examples(records):
     """Records -> Examples with one ending. Raises UserError."""
     for record in records:
-        text = take(record, text=str)[0].rstrip("\r\n")
+        text = get_fields(record, text=str)[0].rstrip("\r\n")
         if record["text"] and not text:
             continue  # an empty line of a text file
         context, _, word = text.rpartition(" ")
@@ -44,4 +44,4 @@ BENCHMARK = Benchmark(
                  last_token_acc="the last token; not comparable with papers"))
 
 if __name__ == "__main__":
-    run(lambda: main(BENCHMARK))
+    run_program(lambda: main(BENCHMARK))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype
-from plaingpt.sampling import KVCache, pad_mask, sample
+from plaingpt.sampling import KVCache, sample
 
 
 @dataclass
@@ -43,6 +43,7 @@ PRESETS = {
     "gpt3-2.7b": dict(n_layer=32, n_head=32, n_embd=2560, block_size=2048),
     "gpt3-6.7b": dict(n_layer=32, n_head=32, n_embd=4096, block_size=2048),
     "gpt3-13b": dict(n_layer=40, n_head=40, n_embd=5120, block_size=2048),
+    # Not of the papers: small models for a CPU.
     "mini": dict(n_layer=4, n_head=3, n_embd=192, block_size=128),
     "baby": dict(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256),  # bytes
 }
@@ -62,8 +63,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         hs = C // self.n_head
-        x = x.to(matmul_dtype(x))  # saves memory if DDP splits the compiled graph here
+        # For speed: autocast's own cast would be kept twice if DDP splits the compiled graph here.
+        x = x.to(matmul_dtype(x))
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
+        # -1: all heads, or with tensor parallelism the heads of this process
         q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
@@ -85,7 +88,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        x = self.gelu(self.c_fc(x.to(matmul_dtype(x))))  # (B, T, 4C)
+        x = self.gelu(self.c_fc(x.to(matmul_dtype(x))))  # (B, T, 4C); the cast as above
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
@@ -122,12 +125,12 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
-        self.loss_fn = LinearCrossEntropyLoss()
+        self.loss_fn = LinearCrossEntropyLoss()  # head and loss, without all logits in memory
         for name, p in self.named_parameters():
             self.init_weight(name, p)
 
     def init_weight(self, name, p):
-        """Fills a parameter of this name with fresh values."""
+        """Fills a parameter of this name with fresh values. load_weights calls it, too."""
         if name.endswith("c_proj.weight"):
             # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
             # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
@@ -141,7 +144,8 @@ class GPT(nn.Module):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
 
         cache: a KVCache for each block, with the keys and values of earlier tokens.
-        pos: (B, T), default: after the cache. mask: (B, 1, T, T so far) bool, default: causal.
+        pos: (B, T), default: after the cache. mask: (B, 1, T, T so far) bool, default: causal; with
+        tokens in the cache, T must then be 1. plaingpt/evaluation.py gives both, to pack endings.
         """
         T = idx.size(1)
         if pos is None:
@@ -153,7 +157,8 @@ class GPT(nn.Module):
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-                # The random state is needed for the same dropout masks in the second pass.
+                # For memory: keeps the input of a block only, and computes the block again in
+                # the backward pass, with the same random state for the same dropout masks.
                 x = checkpoint(block, x, None, mask, use_reentrant=False,
                                preserve_rng_state=self.config.dropout > 0)
             else:
@@ -162,11 +167,7 @@ class GPT(nn.Module):
 
     def logits(self, x):
         """The head: (..., C) -> (..., vocab_size)."""
-        if x.device.type == "cpu":
-            return self.lm_head(x)
-        # GPU kernels work in tiles: pad the matrix for this product, then cut the padding off.
-        weight = F.pad(self.lm_head.weight, (0, 0, 0, -self.config.vocab_size % 128))
-        return F.linear(x, weight)[..., : self.config.vocab_size]
+        return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):
         """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T); "none": (B, T)."""
@@ -180,36 +181,26 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0,
-               padding=None, n_prompts=1):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
         """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
 
         temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
         the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
-        padding: (B), the number of padding ids at the start of each row. n_prompts: the number of
-        equal parts of the batch. Each has its own generator, so the other parts do not change it.
         """
         if idx.size(1) == 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ValueError("need a token, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
-        generators = [torch.Generator(device=idx.device).manual_seed(seed)
-                      for _ in range(n_prompts)]
-        start, T_max = 0, self.config.block_size
+        generator = torch.Generator(device=idx.device).manual_seed(seed)
+        T_max = self.config.block_size
         length = min(idx.size(1) + max_new_tokens, T_max)
         cache = [KVCache(length) for _ in range(self.config.n_layer)]
-        padded = padding is not None and bool(padding.any())  # once: it waits for the device
+        new = idx  # (B, T): the ids whose keys and values are not in the cache
         for _ in range(max_new_tokens):
             if idx.size(1) > T_max:  # the window slides: with new positions, the cache is invalid
-                start, cache = 0, None
-                if padded:
-                    padding = (padding - (idx.size(1) - T_max)).clamp(min=0)
-                    padded = bool(padding.any())
-                idx = idx[:, -T_max:]  # (B, T_max)
-            new = idx[:, start:]  # (B, T)
-            place = pad_mask(padding, start, new.size(1)) if padded else (None, None)
-            logits = self.logits(self.hidden(new, cache, *place)[:, -1]).float()  # (B, vocab_size)
-            new = torch.cat([sample(part, temperature, top_k, top_p, generator) for part, generator
-                             in zip(logits.chunk(n_prompts), generators)])  # (B, 1)
-            start, idx = idx.size(1), torch.cat([idx, new], dim=1)
+                cache = None
+                new = idx[:, -T_max:]  # (B, T_max)
+            logits = self.logits(self.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)
+            new = sample(logits, temperature, top_k, top_p, generator)  # (B, 1)
+            idx = torch.cat([idx, new], dim=1)  # (B, T+1)
             yield new
 
     def generate(self, idx, max_new_tokens, *args, **options):
@@ -227,7 +218,7 @@ class GPT(nn.Module):
         vectors = [(n, p) for n, p in self.named_parameters() if p.dim() < 2]
         optimizers = []
         if optimizer == "muon":
-            in_blocks = [(n, p) for n, p in matrices if ".h." in n]
+            in_blocks = [(n, p) for n, p in matrices if ".h." in n]  # transformer.h.0, ...
             matrices = [(n, p) for n, p in matrices if ".h." not in n]
             optimizers.append(torch.optim.Muon(
                 in_blocks, lr=muon_lr or learning_rate, weight_decay=weight_decay,
@@ -235,30 +226,16 @@ class GPT(nn.Module):
         groups = [dict(params=matrices, weight_decay=weight_decay),
                   dict(params=vectors, weight_decay=0.0)]
         optimizers.append(torch.optim.AdamW(
-            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["initial_lr"] = group["lr"]  # the schedule multiplies it
-            group.setdefault("param_names", [])  # not set if a pipeline stage has an empty group
+            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))  # fused: for speed
         return optimizers
 
     def flops_per_token(self, causal=False):
         """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).
 
-        Matrix products: 6 for each weight, padding included. Attention: 12 n_layer n_embd T for all
-        T x T scores. causal=True counts only the lower half of the scores.
+        Matrix products: 6 for each weight; the loss pads the head to a multiple of 128 rows.
+        Attention: 12 n_layer n_embd T for all T x T scores; causal=True counts only half of them.
         """
         c = self.config
         weights = 12 * c.n_layer * c.n_embd**2 + (c.vocab_size + -c.vocab_size % 128) * c.n_embd
         attention = 12 * c.n_layer * c.n_embd * c.block_size
         return 6 * weights + (attention // 2 if causal else attention)
-
-    @classmethod
-    def from_pretrained(cls, name_or_dir):
-        """GPT-2 from Hugging Face: "gpt2", "gpt2-medium", ... or a directory. Raises UserError."""
-        from plaingpt.huggingface import load_gpt2
-        return load_gpt2(name_or_dir)
-
-    def to_hf(self, directory, tokenizer=None, dtype=None):
-        """Writes a Hugging Face GPT-2 that from_pretrained reads. Raises UserError."""
-        from plaingpt.huggingface import save_gpt2
-        save_gpt2(self, directory, tokenizer, dtype)

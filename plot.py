@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from plaingpt.cli import UserError, parse_flags, read_json, require, run, writing
+from plaingpt.cli import UserError, parse_flags, read_json, require, run_program, writing
 from plaingpt.runlog import read_log
 
 # Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
@@ -113,4 +113,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -15,8 +15,8 @@ The context is the four sentences; the model's answer is the likelier ending.
 Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
 """
 
-from plaingpt.cli import run
-from plaingpt.evaluation import Benchmark, accuracy, choice, main, take
+from plaingpt.cli import run_program
+from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, main
 
 COLUMNS = {
     **{f"inputsentence{i}": str for i in (1, 2, 3, 4)}, "sentencequiz1": str,
@@ -29,8 +29,8 @@ def examples(records):
         # The files of 2016 and 2018 spell the names of the columns differently.
         record = {str(name).lower().replace("_", "").replace("randomfifth", ""): value
                   for name, value in record.items()}
-        *story, a, b, label = take(record, **COLUMNS)
-        yield choice(record, " ".join(story), [a, b], label, first_label=1)
+        *story, a, b, label = get_fields(record, **COLUMNS)
+        yield choice(record, " ".join(story), [a, b], int(label) - 1)
 
 
 def report(examples, scores):
@@ -41,11 +41,8 @@ def report(examples, scores):
 
 BENCHMARK = Benchmark(
     name="storycloze", doc=__doc__, stream="story", hub=None, examples=examples, report=report,
-    no_data="the Story Cloze data are not on the hub: fill in the form at "
-            "https://cs.rochester.edu/nlp/rocstories, then give --data FILE.csv "
-            "(in training: --evals storycloze=FILE.csv)",
     figures=dict(acc="not divided by length; as EleutherAI's harness",
                  acc_norm_token="per token; as the GPT-3 paper"))
 
 if __name__ == "__main__":
-    run(lambda: main(BENCHMARK))
+    run_program(lambda: main(BENCHMARK))

@@ -21,8 +21,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from plaingpt.cli import run
-from plaingpt.evaluation import Benchmark, Example, main, perplexity, take
+from plaingpt.cli import run_program
+from plaingpt.evaluation import Benchmark, Example, get_fields, main, perplexity
 
 HEADING = r"(?m)\n(?=[^\S\n]*= (?!=).*(?<!=) =[^\S\n]*$)"  # the line break before " = Title = "
 
@@ -45,9 +45,9 @@ def pages(records):
     lines = []
     for record in records:
         if "page" in record:
-            yield take(record, page=str)[0]
+            yield get_fields(record, page=str)[0]
         else:
-            line = take(record, text=str)[0] or " \n"  # the hub's empty lines are ""
+            line = get_fields(record, text=str)[0] or " \n"  # the hub's empty lines are ""
             lines.append(line if line.endswith("\n") else line + "\n")
     text = "".join(lines)
     yield from filter(str.strip, re.split(HEADING, text))
@@ -88,4 +88,4 @@ BENCHMARK = Benchmark(
         bits_per_byte="per byte of the split text; as the harness"))
 
 if __name__ == "__main__":
-    run(lambda: main(BENCHMARK))
+    run_program(lambda: main(BENCHMARK))

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import json
 import math
@@ -22,20 +21,11 @@ import threading
 import typing
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le}
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: one sentence, and the exit status of the program."""
-
-    def __init__(self, message, status=2):
-        super().__init__(message)
-        self.status = status
+    """A mistake that the user can correct: one sentence. The exit status of the program is 2."""
 
 
 def parse_flags(doc, *configs, argv=None, rest=None):
@@ -43,10 +33,9 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     """
-    width = max(40, shutil.get_terminal_size().columns) - 2  # argparse fails if it is narrower
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=width),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS, exit_on_error=False)
     for config in configs:
         group = parser.add_argument_group(config.__name__)
@@ -62,12 +51,8 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         raise UserError(f"{str(error).removeprefix('argument ')}; see --help") from error
     if unknown:
         flag = unknown[0].split("=")[0]
-        if not flag.startswith("-"):
-            raise UserError(f"unexpected {flag}; give --FLAG before it; quote a value with spaces")
-        known = list(parser._option_string_actions)
-        close = [name for name in known if name.endswith(flag.replace("--", "_"))]  # --lr: --max_lr
-        close += difflib.get_close_matches(flag, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "--help lists all flags"
+        close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else "see --help; quote a value with spaces"
         raise UserError(f"unknown flag {flag}; {hint}")
     return vars(given)
 
@@ -98,16 +83,14 @@ def read_annotation(name, hint, default):
         return value
 
     convert.__name__ = kind.__name__  # for argparse's message
-    metavar = "|".join(choices) or kind.__name__.upper()
-    if len(metavar) > 60:
+    if choices:
         options["help"] += f"; one of {', '.join(choices)}"
-        metavar = "NAME"
-    return options | dict(type=convert, metavar=metavar)
+    return options | dict(type=convert, metavar="NAME" if choices else kind.__name__.upper())
 
 
-def run(main):
+def run_program(main):
     """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if the shell closed it
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # the shell has closed it
     sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # escape what the terminal's encoding cannot print
@@ -116,7 +99,7 @@ def run(main):
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
+        sys.exit(2)
     except BrokenPipeError:  # redirect stdout: else the flush at interpreter exit fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
@@ -126,29 +109,21 @@ def run(main):
 
 def require(module):
     """Imports a module of an optional package. Raises UserError with the command to install it."""
-    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise UserError(f"the package {package} is missing: pip install {package}") from error
+    except ModuleNotFoundError as error:  # of the package, or of another one that it needs
+        name = error.name.partition(".")[0]
+        raise UserError(f"the package {name} is missing: pip install {name}") from error
 
 
-STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
-
-
+@contextlib.contextmanager
 def catch_stop_signals(message, max_minutes=None):
-    """From now on SIGTERM, SIGINT and SIGHUP append their number to the returned list.
+    """In the block, SIGTERM, SIGINT and SIGHUP only append their number to the yielded list.
 
     The first one prints the message: what the program does before it ends. The second one ends it.
     After max_minutes a 0 is appended.
     """
     received = []
-    if max_minutes:
-        timer = threading.Timer(60 * max_minutes, received.append, [0])
-        timer.daemon = True  # does not keep the program alive
-        timer.start()
 
     def handle(number, frame):
         if any(received):
@@ -156,23 +131,22 @@ def catch_stop_signals(message, max_minutes=None):
         received.append(number)
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
-                text = f"{message}; Ctrl-C again to quit now\n"
-                os.write(1, text.encode())  # print is not reentrant
+                # print is not reentrant
+                os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, handle)
-    return received
-
-
-@contextlib.contextmanager
-def restoring_signals():
-    """Restores the signal handlers at the end. Also a decorator: @restoring_signals()."""
-    handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
+    timer = threading.Timer(60 * (max_minutes or 0), received.append, [0])
+    if max_minutes:
+        timer.start()
+    numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
-        yield
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, handle)
+        yield received
     finally:
-        for number, handler in handlers:
+        timer.cancel()
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -186,7 +160,7 @@ def print0(text, end="\n"):
             sys.stdout = open(os.devnull, "w")
 
 
-def fit(line):
+def shorten_line(line):
     """Removes the last parts of "a | b | c" until the line fits the terminal."""
     columns = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else len(line)
     while len(line) > columns and " | " in line:
@@ -197,7 +171,7 @@ def fit(line):
 def show_progress(done, total, text):
     """Shows a progress bar in the last line of a terminal, until the next print0."""
     if sys.stdout.isatty():
-        print0(fit(f"{done}/{total} [{'#' * (20 * done // total):<20}] {text}"), end="")
+        print0(shorten_line(f"{done}/{total} [{'#' * (20 * done // total):<20}] {text}"), end="")
 
 
 @contextlib.contextmanager
@@ -223,16 +197,16 @@ def replacing(path):
 def lock(directory, flag):
     """Locks a directory until the returned file descriptor is closed. Raises UserError."""
     # On the directory itself, so that no lock file stays behind.
-    descriptor = os.open(directory if fcntl else os.devnull, os.O_RDONLY)
+    descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:
-        if fcntl:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(descriptor)
         raise UserError(f"{flag} {directory}: another process is writing there; stop it, or choose "
                         "another directory") from error
-    except OSError as error:  # some network file systems have no locks
-        print0(f"note: {directory} cannot be locked ({error.strerror}); start no second run there")
+    except (ImportError, OSError) as error:  # Windows and some network file systems: no locks
+        print0(f"note: {directory} cannot be locked ({error}); start no second run there")
     return descriptor
 
 
@@ -243,25 +217,18 @@ def check_output(flag, path):
 
 
 def write_json(path, value):
-    """Writes a value as JSON. A regular file is replaced atomically; a device is written to."""
+    """Writes a value as JSON. The file is replaced atomically; a symbolic link stays one."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    with writing(path):
-        if Path(path).exists() and not Path(path).is_file():  # such as /dev/stdout
-            Path(path).write_text(text, "utf-8", "backslashreplace")
-            return
-        with replacing(Path(path).resolve()) as temporary:  # a symbolic link stays one
-            temporary.write_text(text, "utf-8", "backslashreplace")  # paths may be invalid UTF-8
+    with writing(path), replacing(Path(path).resolve()) as temporary:
+        temporary.write_text(text, "utf-8", "backslashreplace")  # paths may be invalid UTF-8
 
 
 def read_json(path):
     """The object in a JSON file -> dict; {} without the file. Raises UserError."""
     try:
-        value = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        if not isinstance(value, dict):
-            raise ValueError("no object with fields")
+        return json.loads(path.read_text("utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is damaged ({first_line(error)}); restore it") from error
-    return value
 
 
 def first_line(error):

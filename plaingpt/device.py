@@ -1,4 +1,4 @@
-"""Processes, devices and number formats.
+"""Processes, devices and number formats: the Run of a program.
 
 Bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7, FP16 1+5+10. FP16 has a
 small range: small gradients become zero unless a scaler enlarges them.
@@ -6,14 +6,12 @@ small range: small gradients become zero unless a scaler enlarges them.
 
 import contextlib
 import ctypes
-import gc
 import os
-import platform
 import re
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -25,91 +23,122 @@ from plaingpt.cli import UserError, first_line
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
 
 
-def ranks():
-    """Returns (rank, local rank, world size) as torchrun sets them; (0, 0, 1) without torchrun."""
-    values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
-    if not any(values):
-        return 0, 0, 1
-    if not all(value.isdecimal() for value in values):
-        raise UserError("RANK, LOCAL_RANK and WORLD_SIZE: must all be numbers, or all be unset; "
-                        "torchrun sets them")
-    return tuple(map(int, values))
+@dataclass
+class Run:
+    """This process among the processes of a program, its device and its number format.
+
+    The processes form a mesh of pp x dp x tp. Each of the dp_size data parallel groups has its own
+    sequences; the processes of one group (TP, PP) share a model and have the same sequences.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    stop_signals: list = field(default_factory=list)  # not empty: this process was told to stop
+    stopping: bool = False  # True on all processes, if any of them was told to stop
+
+    @property
+    def autocast(self):
+        """Context in which matrix products are computed in dtype."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def mean(self, *scalars):
+        """Means over all processes of 0-dimensional tensors -> list of floats.
+
+        The CPU waits here for the device. The same message sets `stopping` on all processes.
+        """
+        stop = torch.full_like(scalars[0], len(self.stop_signals) > 0)
+        values = torch.stack([*scalars, stop])
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        *means, stop = (values / self.world_size).tolist()
+        self.stopping = stop > 0
+        return means
+
+    def sum(self, tensor):
+        """Sums a tensor over the data parallel groups."""
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.to(self.device)
+        dist.all_reduce(tensor)
+        return tensor / (self.world_size // self.dp_size)  # each group has the same rows
+
+    def close(self):
+        """Waits for all processes, then closes the process group."""
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+            time.sleep(0.5)  # exiting at once may crash in gloo's threads (pytorch/pytorch#179291)
 
 
-def data_parallel_rank(config, rank, world_size):
-    """Returns (dp_rank, dp_size) of this process in the pp x dp x tp mesh. Raises UserError."""
-    model_size = config.pp * config.tp  # processes that share one model
+def start(device, dtype, tp=1, pp=1, parallel="ddp"):
+    """Chooses device and dtype, and joins the process group -> Run. Raises UserError.
+
+    The arguments are the values of the flags.
+    """
+    # torchrun sets these variables.
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    model_size = pp * tp  # processes that share one model
     if world_size % model_size:
-        raise UserError(f"--tp {config.tp} x --pp {config.pp}: needs a multiple of {model_size} "
-                        f"processes, not {world_size}; use torchrun --nproc_per_node={model_size}")
+        raise UserError(f"--tp {tp} x --pp {pp}: needs a multiple of {model_size} processes, not "
+                        f"{world_size}; use torchrun --nproc_per_node={model_size}")
+    device = find_device(device, local_rank, world_size)
+    set_malloc(keep_memory=parallel != "fsdp")
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None,
+                                timeout=timedelta(hours=1))  # rank 0 may download for long
     dp_size = world_size // model_size
-    return rank // config.tp % dp_size, dp_size
-
-
-def describe(device):
-    """Name of the hardware, for a person."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpu = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
-    return f"{cpu}, {os.cpu_count()} cores"
+    dp_rank = rank // tp % dp_size  # tp varies fastest, then dp, then pp
+    return Run(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))
 
 
 def find_device(name, local_rank=0, world_size=1):
     """--device -> the torch.device of this process. Raises UserError if it cannot be used."""
     if name == "auto":
-        mps = torch.backends.mps.is_available() and world_size == 1
-        name = "mps" if mps else "cpu"
+        name = "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
         name = "cuda" if torch.cuda.is_available() else name
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = first_line(error)
-        raise UserError(f"--device {name}: cannot be used ({reason}); try --device cpu") from error
-    if device.type == "mps" and world_size > 1:
-        raise UserError(f"--device {name}: works for one process only; use --device cpu")
+        raise UserError(f"--device {name}: {first_line(error)}; try --device cpu") from error
     return device
 
 
-def choose_preset(given, n_tokens, is_text):
-    """--preset auto -> (preset, reason as text). given: flags. n_tokens: of the training data."""
-    if "init_from" in given:
-        return "finetune", ""
-    if is_text:
-        return "baby", "; --preset mini is a larger model"
-    cuda = given.get("device", "auto").startswith(("auto", "cuda")) and torch.cuda.is_available()
-    if cuda and n_tokens >= 10**9:
-        return "gpt2", ": a GPU and at least 1B tokens; --preset mini is the small model"
-    return "mini", ": no GPU, or fewer than 1B tokens; --preset gpt2 is GPT-2 124M"
+def set_malloc(keep_memory):
+    """glibc returns large freed blocks to the system and gets zeroed pages back.
 
-
-def setup(name, keep_memory=True, deterministic=False):
-    """Chooses the device and joins the process group. Returns (rank, world_size, device)."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # we never read it
-    rank, local_rank, world_size = ranks()
-    device = find_device(name, local_rank, world_size)
+    This takes a third of a step. So keep the blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), except
+    with FSDP: it frees whole tensors all the time, and kept blocks would fragment its memory.
+    """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if device.type == "cpu" and hasattr(libc, "mallopt"):
-        # glibc returns large freed blocks to the system and gets zeroed pages back. This takes a
-        # third of a step. So keep the blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), except with
-        # FSDP: it frees whole tensors all the time, and kept blocks would fragment its memory.
+    if hasattr(libc, "mallopt"):
         if keep_memory:
             libc.mallopt(-1, 2**31 - 1)
         libc.mallopt(-3, 2**31 - 1 if keep_memory else 2**17)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        if world_size > 1:
-            cuda = device.type == "cuda"
-            dist.init_process_group(
-                "nccl" if cuda else "gloo", device_id=device if cuda else None,
-                timeout=timedelta(hours=1))  # rank 0 may download or save for long
-    except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
-        raise UserError(f"no process group ({first_line(error)}); use torchrun") from error
-    return rank, world_size, device
+
+
+def choose_dtype(name, device):
+    """--dtype -> torch.dtype. auto: bfloat16 where it is fast, else float16 on CUDA or float32."""
+    if name == "auto":
+        cpu = torch.cpu.get_capabilities()
+        fast, slow = cpu.get("avx512_bf16") or cpu.get("amx_bf16"), "float32"
+        if device.type == "cuda":  # GPUs before Ampere emulate bfloat16 slowly
+            fast, slow = torch.cuda.is_bf16_supported(including_emulation=False), "float16"
+        name = "bfloat16" if fast else slow
+    # Allows float32 products to round their inputs: on CUDA to TF32, on a CPU to bfloat16. Sums
+    # stay float32. A CPU without bfloat16 rounds nothing, but oneDNN replaces MKL and is twice as
+    # fast.
+    rounded = "high" if device.type == "cuda" else "medium"
+    torch.set_float32_matmul_precision("highest" if name == "float32" else rounded)
+    return getattr(torch, name)
 
 
 @contextlib.contextmanager
@@ -118,40 +147,22 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        on_cpu = "DefaultCPUAllocator" in str(error)  # it has no exception class of its own
-        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
-            raise
-        raise UserError(message) from error
+        # A CPU has no exception class of its own.
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise UserError(message) from error
+        raise
 
 
-def batch_size_advice(batch_size, share):
-    """memory_advice with a smaller --batch_size that divides share: sequences of a process."""
-    smaller = max((b for b in range(1, batch_size) if share % b == 0), default=0)
-    hint = f"--batch_size {smaller} or " if smaller else ""
-    return memory_advice(f"--batch_size {batch_size} does not fit into memory; try {hint}"
+def batch_size_advice(batch_size):
+    """memory_advice for training and validation."""
+    return memory_advice(f"--batch_size {batch_size} does not fit into memory; try half of it, or "
                          "--activation_checkpointing")
-
-
-@contextlib.contextmanager
-def lost_process_advice():
-    """Turns a failed collective into a UserError. Also a decorator: @lost_process_advice()."""
-    try:
-        yield
-    except RuntimeError as error:
-        # NCCL raises a DistError; gloo a RuntimeError that starts with the line of its C++ source.
-        gloo = re.match(r"\[\S*/gloo/\S+:\d+\] ", str(error))
-        if not (gloo or isinstance(error, dist.DistError)):
-            raise
-        detail = first_line(error)[gloo.end() if gloo else 0 :].split(". ")[0]
-        raise UserError(
-            f"lost the connection to another process of this run ({detail}); see what it printed, "
-            "then start again (training: --resume)", status=1) from error
 
 
 def on_rank0(function, *args, **kwargs):
     """Calls a function on rank 0. Returns its result, or raises its UserError, on all processes."""
     results = [None]
-    if ranks()[0] == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             results = [function(*args, **kwargs)]
         except UserError as error:
@@ -165,58 +176,21 @@ def on_rank0(function, *args, **kwargs):
 
 def prefetch(batches, device):
     """Yields the same batches; a thread prepares the next one while the current one is used."""
-    use = {}
-    if device.type == "cuda":  # else the thread would also take memory of GPU 0
-        use = dict(initializer=torch.cuda.set_device, initargs=(device,))
-    with ThreadPoolExecutor(1, **use) as thread:
+    with ThreadPoolExecutor(1) as thread:
+        if device.type == "cuda":  # else the thread would also take memory of GPU 0
+            thread.submit(torch.cuda.set_device, device)
         future = thread.submit(next, batches, None)
         while (batch := future.result()) is not None:
             future = thread.submit(next, batches, None)
             yield batch
 
 
-def sum_over_data(tensor, device, dp_size):
-    """Sums over the data parallel processes. Processes with the same rows (TP, PP) count once."""
-    if not dist.is_initialized():
-        return tensor
-    tensor = tensor.to(device)
-    dist.all_reduce(tensor)
-    return tensor / (dist.get_world_size() // dp_size)
-
-
-def shut_down(world_size):
-    """Waits for all processes, then closes the process group. Undoes gc.freeze()."""
-    gc.unfreeze()
-    if world_size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-        time.sleep(0.5)  # exiting at once may crash in gloo's threads (pytorch/pytorch#179291)
-
-
-def choose_compile(flag, device):
-    """--compile -> bool; the default is True on CUDA. Raises UserError without a compiler."""
-    compiler = device.type != "cpu" or shutil.which(os.environ.get("CXX", "g++"))
-    if flag and not (compiler or shutil.which("clang++")):
-        raise UserError("--compile: needs a C++ compiler on a CPU; install g++, or set CXX")
-    return device.type == "cuda" if flag is None else flag
-
-
-def choose_dtype(name, device):
-    """--dtype -> torch.dtype. auto: bfloat16 where it is fast, else float16 on CUDA or float32."""
-    if name == "auto":
-        cpu = torch.cpu.get_capabilities()
-        fast = device.type == "cpu" and (cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-        if device.type == "cuda":  # GPUs before Ampere emulate bfloat16 slowly
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        slow = "float16" if device.type == "cuda" else "float32"
-        name = "bfloat16" if fast else slow
-    if device.type == "cuda":  # TF32, unless float32 was asked for
-        torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
-    if name == "bfloat16" and device.type == "cpu":
-        # Allows float32 products to round their inputs to bfloat16; sums stay float32. Without
-        # bfloat16 hardware nothing is rounded, but oneDNN replaces MKL and is twice as fast.
-        torch.set_float32_matmul_precision("medium")
-    return getattr(torch, name)
+def hardware_name(device):
+    """Type and name of the hardware, for a person."""
+    name = f"{torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{device.type}: {name}"
 
 
 # Dense 16-bit peak in FLOP/s, from NVIDIA's data sheets. The first name that matches counts.
@@ -226,10 +200,8 @@ PEAK_FLOPS = {
     "V100": 125e12, "T4": 65e12}
 
 
-def peak_flops(device, dtype, world_size=1):
+def peak_flops(run):
     """Peak FLOP/s of all processes together, or None if unknown or for float32."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    for name, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
-            return peak * world_size
+    hardware = hardware_name(run.device)
+    peaks = [peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", hardware)]
+    return peaks[0] * run.world_size if peaks and run.dtype != torch.float32 else None

@@ -9,62 +9,57 @@ from plaingpt.cli import UserError, first_line, require, write_json
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # Settings of GPT-2. A model with other settings would load and give wrong logits.
-GPT2 = dict(
-    model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
-    tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-    add_cross_attention=False)
+GPT2 = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
+            tie_word_embeddings=True, scale_attn_weights=True, add_cross_attention=False,
+            scale_attn_by_inverse_layer_idx=False)
 
 
-def load_gpt2(name_or_dir):
-    """Loads a GPT-2 by its name on the hub or from a directory -> GPT. Raises UserError."""
+def load_gpt2(name):
+    """Loads a GPT-2 of transformers -> GPT. Raises UserError.
+
+    name: on the hub, such as "gpt2" or "gpt2-medium", or a directory.
+    """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
     transformers.utils.logging.set_verbosity_error()
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(name_or_dir, trust_remote_code=False)
-        for key, value in {**GPT2, "n_inner": 4 * getattr(hf_config, "n_embd", 0)}.items():
-            have = getattr(hf_config, key, None)
-            if have != value and (key, have) != ("n_inner", None):  # None: 4 x n_embd
-                raise UserError(f"{name_or_dir}: {key} is {have!r}, not {value!r}; give a GPT-2")
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(
-            name_or_dir, output_loading_info=True)
-    except UserError:
-        raise
+        c = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        for key, value in GPT2.items():
+            if getattr(c, key, None) != value:
+                raise ValueError(f"{key} is {getattr(c, key, None)!r}, not {value!r}")
+        if c.n_inner not in (None, 4 * c.n_embd):  # None means 4 n_embd
+            raise ValueError(f"n_inner is {c.n_inner}, not 4 n_embd")
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        if info["missing_keys"]:  # transformers would leave them random
+            raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys']))}")
     except Exception as error:  # transformers and its file formats raise exceptions of many kinds
-        raise UserError(
-            f"{name_or_dir}: transformers cannot load a GPT-2 from it ({first_line(error)}); give "
-            "a checkpoint, a run directory, a name such as gpt2, or a directory of transformers"
-        ) from error
-    if info["missing_keys"]:  # transformers would leave them random
-        missing = ", ".join(sorted(info["missing_keys"]))
-        raise UserError(f"{name_or_dir}: no weights for {missing}; give a complete model")
-    model = GPT(GPTConfig(
-        n_layer=hf_config.n_layer, n_head=hf_config.n_head, n_embd=hf_config.n_embd,
-        block_size=hf_config.n_positions, vocab_size=hf_config.vocab_size))
+        raise UserError(f"{name}: transformers cannot load a GPT-2 from it ({first_line(error)}); "
+                        "give a checkpoint, a run directory, a name such as gpt2, or a directory "
+                        "of transformers") from error
+    model = GPT(GPTConfig(c.n_layer, c.n_head, c.n_embd, c.n_positions, c.vocab_size))
     model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
     return model
 
 
 def save_gpt2(model, directory, tokenizer=None, dtype=None):
-    """Writes a GPT as a Hugging Face GPT-2 into a directory, with the Tokenizer if it is given.
+    """Writes a GPT as a Hugging Face GPT-2 into a directory. Raises OSError, UserError.
 
+    tokenizer: its files are written too, and the model gets its end-of-text token.
     dtype: torch.dtype of the weights; the default is the model's.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
-    c, end, prefix = model.config, None, None
+    c, tokens = model.config, dict(bos_token_id=None, eos_token_id=None)
     if tokenizer:
         end = tokenizer.end_of_text
-        prefix = tokenizer.decode([end])  # pipelines put it before a prompt, as generate.py does
+        # Pipelines put the prefix before a prompt, as generate.py does. A text of bytes has no end.
+        tokens = dict(bos_token_id=end, eos_token_id=end if tokenizer.special else None,
+                      prefix=tokenizer.decode([end]))
         save_tokenizer(tokenizer, directory, c.block_size)
-    elif c.vocab_size > 50256:
-        end = 50256
-    plain_bytes = tokenizer and not tokenizer.special  # a line break does not end a text
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_positions=c.block_size,
-        vocab_size=c.vocab_size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=end, eos_token_id=None if plain_bytes else end, prefix=prefix,
-        n_ctx=c.block_size))  # n_positions under its old name, for llama.cpp
+        n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
+        n_positions=c.block_size, n_ctx=c.block_size,  # n_ctx: the old name, for llama.cpp
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **tokens))
     hf.load_state_dict(transpose_conv1d(model.state_dict()))
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
     hf.to(dtype).save_pretrained(directory)

@@ -8,13 +8,11 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
-IGNORE = -100  # as in PyTorch
 CHUNK_SIZE = {"cpu": 384, "cuda": 8192, "mps": 8192}  # positions
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(torch.nn.Module):
     """Cross-entropy of the logits x @ weight.T, in nats."""
 
     def forward(self, x, weight, targets, reduction="mean"):
@@ -25,7 +23,7 @@ class LinearCrossEntropyLoss(nn.Module):
         """
         group, shape = None, targets.shape
         targets = targets.flatten()  # (N)
-        counted = targets != IGNORE  # (N)
+        counted = targets != -100  # (N); PyTorch's ignore_index
         in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
         if x.device.type != "mps":  # MPS lacks _assert_async, which needs no synchronization
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
@@ -34,9 +32,8 @@ class LinearCrossEntropyLoss(nn.Module):
             rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
             targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
             weight = weight.to_local()
-        x = x.flatten(0, 1)  # (N, C)
         losses, mean = LinearCrossEntropy.apply(
-            x, weight, targets, counted, torch.is_grad_enabled(), group)
+            x.flatten(0, 1), weight, targets, counted, torch.is_grad_enabled(), group)
         return mean if reduction == "mean" else losses.view(shape)
 
 
@@ -78,8 +75,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss = norm.log() - target_logit  # (rows, 1)
             losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
             if with_gradient:  # gradient w.r.t. the logits: softmax - one_hot(target)
-                norm = norm.masked_fill(ignored, math.inf)  # gradient 0
-                p.div_(norm)
+                p.div_(norm.masked_fill(ignored, math.inf))  # gradient 0 if ignored
                 if torch.compiler.is_compiling():  # the compiler can fuse this, unlike scatter_add_
                     p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:
@@ -98,8 +94,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _, grad):
         dx, dw, n = ctx.saved_tensors
-        grad = grad / n
-        return grad * dx, grad * dw, None, None, None, None
+        return grad / n * dx, grad / n * dw, None, None, None, None
 
 
 def matmul_dtype(x):

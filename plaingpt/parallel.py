@@ -11,251 +11,278 @@ The flags can be combined in a mesh of pp x dp x tp processes. TP communicates m
 processes have consecutive ranks. The processes read different data only along dp.
 """
 
+# PyTorch's parallel modules take two seconds to import. So the functions import what they need.
+
 import logging
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as fsdp
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from model import GPT
 from plaingpt.cli import UserError, print0
 
 
-class ShardedTrainer(nn.Module):
-    """Has the members of train_gpt2.Trainer, for a model that is split over processes.
+def grad_scaler(model, run):
+    """The gradient scaler of a model; it does nothing unless the dtype is float16."""
+    if isinstance(model, ShardedGPT):
+        return model.scaler
+    return torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
 
-    eval_model is the trainer itself. All processes must call hidden, logits, loss and generate, and
-    all get the complete result. The trainer is an nn.Module because FSDP and PipelineStage need
-    one. Raises UserError if tp does not divide the heads, or pp is more than the blocks.
+
+def clip_grad_norm(model, max_norm):
+    """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
+    if not isinstance(model, ShardedGPT):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # The last stage's copy of the embedding is not counted: its own name is lm_head.weight.
+    own = [p for name, p in model.named_parameters() if name in model.own]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+    norm = norm.full_tensor() if is_dtensor(norm) else norm
+    if model.n_stages > 1:
+        squares = norm**2
+        dist.all_reduce(squares, group=model.pp_group)
+        norm = squares.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def whole_state(model, optimizers):
+    """(model state dict, list of optimizer state dicts), whole on rank 0; all processes call it."""
+    if not isinstance(model, ShardedGPT):
+        return model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]
+    model_state = {name: model.gather(name, p) for name, p in model.named_parameters()}
+    model_state["lm_head.weight"] = model_state["transformer.wte.weight"]
+    return model_state, [model.gather_optimizer(optimizer) for optimizer in optimizers]
+
+
+def load_parameter(name, p, whole, device):
+    """Replaces parameter p by `whole`, a CPU tensor, or by the part of it that the process has."""
+    if not isinstance(p, Elsewhere):
+        part = nn.Parameter(scatter(name, whole, p, device))
+        torch.utils.swap_tensors(p, part)  # keeps tied weights tied
+
+
+def load_optimizers(optimizers, states):
+    """Loads the moments of each optimizer. The flags set learning rate and weight decay."""
+    for optimizer, state in zip(optimizers, states):
+        for i, (name, p) in enumerate(named_params(optimizer)):
+            if i in state and not isinstance(p, Elsewhere):
+                optimizer.state[p] = {key: scatter(name, whole, p, p.device)
+                                      for key, whole in state[i].items()}
+
+
+def named_params(optimizer):
+    """[(name, parameter)] of an optimizer, in the order of the numbers in its state dict."""
+    return [pair for group in optimizer.param_groups
+            for pair in zip(group["param_names"], group["params"])]
+
+
+def scatter(name, whole, p, device):
+    """The part that this process has of a whole tensor, on the device, split like parameter p."""
+    if whole.dim() == 0 or not is_dtensor(p):
+        return whole.to(device)
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = by_heads(name, whole, p.device_mesh)
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
+
+
+class Elsewhere(nn.Parameter):
+    """Stands for a parameter that another stage of the pipeline has. It stays on device meta."""
+
+
+class Stage(nn.Module):
+    """What a process has of a GPT: the root of FSDP, and the stage of a pipeline."""
+
+    def __init__(self, part, run, is_last):
+        super().__init__()
+        self.part, self.run, self.is_last = part, run, is_last
+
+    def forward(self, x, targets=None):
+        """Training. Takes ids or residual stream. Returns residual stream or the loss."""
+        with self.run.autocast:
+            return self.part(x, targets)[1] if self.is_last else self.part.hidden(x)
+
+    def call(self, method, *args, **kwargs):
+        """Calls a method of the part. FSDP all-gathers the parameters before."""
+        with torch.compiler.set_stance("force_eager"):  # the inputs have many shapes
+            return getattr(self.part, method)(*args, **kwargs).float().contiguous()
+
+
+class ShardedGPT(GPT):
+    """A GPT of which each process has a part. It is called and trained like a GPT.
+
+    model: a GPT on the meta device, which is changed. All processes must call hidden, logits, loss
+    and generate, and all get the complete result. With a pipeline, forward also computes the
+    gradients: backward of its loss does nothing. Raises UserError if tp or pp do not fit the model.
     """
 
-    eval_model = property(lambda self: self)  # as an attribute, self would be its own submodule
+    require_backward_grad_sync = True  # False: gradients stay on this process, as in DDP
 
-    def __init__(self, model, config, rates, device, dtype, weights):
-        super().__init__()
+    def __init__(self, model, config, run):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
         n_head, n_layer = model.config.n_head, model.config.n_layer
         if n_head % config.tp:
             raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
         if config.pp > n_layer:
             raise UserError(f"--pp {config.pp} is more than the model's {n_layer} blocks")
-        self.model, self.config, self.device = model, model.config, device
-        self.batch_size, self.n_stages = config.batch_size, config.pp
-        self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-        self.scaler = ShardedGradScaler(device.type, enabled=dtype == torch.float16)
-        self.schedules = {}
-        # full_state needs the shapes and the parameter groups of the whole model.
-        self.shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.groups = [optimizer.state_dict()["param_groups"]
-                       for optimizer in model.configure_optimizers(*rates)]
-        self.make_mesh(config)
-        keep_stage(model, self.stage, config.pp)
-        if config.tp > 1:
-            split_layers(model, self.tp)
-        blocks = [block for block in model.transformer.h if not isinstance(block, Absent)]
-        if config.compile:
-            for module in (*blocks, model.loss_fn):
-                module.compile(dynamic=False, fullgraph=True)
-        self.shard(blocks, config.parallel, dtype)
-        self.fill(weights)
-        self.optimizers = model.configure_optimizers(*rates)
+        nn.Module.__init__(self)  # GPT.__init__ would make a second model
+        self.config, self.run = model.config, run
+        self.n_stages, self.batch_size, self.schedules = config.pp, config.batch_size, {}
+        self.scaler = ShardedGradScaler(run.device.type, enabled=run.dtype == torch.float16)
 
-    def make_mesh(self, config):
-        """Creates the mesh of processes and stores the coordinates of this process."""
-        dp_size = dist.get_world_size() // (config.pp * config.tp)
-        sizes = (1, dp_size) if config.parallel == "fsdp" else (dp_size, 1)
-        if config.parallel == "fsdp" and dp_size == 1:
-            print0("note: --parallel fsdp has no effect with one data parallel process")
         # PyTorch would warn that FSDP and TP gather a tensor in two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        mesh = init_device_mesh(self.device.type, (config.pp, *sizes, config.tp),
-                                mesh_dim_names=("pp", "copies", "shards", "tp"))
-        self.mesh, self.tp, self.pp_group = mesh, mesh["tp"], mesh.get_group("pp")
-        self.stage = mesh.get_local_rank("pp")
-        self.first, self.last = self.stage == 0, self.stage == config.pp - 1
+        n_shards = run.dp_size if config.parallel == "fsdp" else 1
+        mesh = init_device_mesh(
+            run.device.type, (config.pp, run.dp_size // n_shards, n_shards, config.tp),
+            mesh_dim_names=("pp", "copies", "shards", "tp"))
+        self.pp_group, self.index = mesh.get_group("pp"), mesh.get_local_rank("pp")
+        self.is_first, self.is_last = self.index == 0, self.index == config.pp - 1
         if config.pp > 1:  # embedding and head are one matrix, on the first and the last stage
             ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2)
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
-    def fill(self, weights):
-        """Fills the parameters, on the meta device until now, with the parts of this process."""
-        own = dict(self.model.named_parameters())
-        for name, whole in weights:
-            name = name if name in own else name.replace("transformer.wte", "lm_head")
-            if name in own:
-                part = self.scatter(name, whole, own[name])
-                torch.utils.swap_tensors(own[name], nn.Parameter(part))  # keeps tied weights tied
+        self.whole = {name: Elsewhere(p) for name, p in model.named_parameters()}
+        blocks = keep_stage(model, self.index, self.n_stages)
+        if config.tp > 1:
+            split_layers(model, mesh["tp"])
+        if config.compile:
+            for module in (*blocks, model.loss_fn):
+                module.compile(dynamic=False, fullgraph=True)
+        self.stage = Stage(model, run, self.is_last)
+        if run.dp_size > 1:
+            self.apply_fsdp(blocks, mesh, config.parallel == "fsdp")
+        self.own = dict(model.named_parameters())
+        for name, p in self.own.items():
+            # The last stage of a pipeline has a copy of the embedding: its lm_head.weight.
+            self.whole[name if name in self.whole else "transformer.wte.weight"] = p
 
-    def shard(self, blocks, parallel, dtype):
+    def named_parameters(self, *args, **kwargs):
+        """The names of the whole model. Parameters of other pipeline stages are Elsewhere."""
+        return iter(self.whole.items())
+
+    def apply_fsdp(self, blocks, mesh, is_fsdp):
         """Applies FSDP. DDP is implemented as FSDP with one shard and several copies of it."""
-        mesh, param_dtype = self.mesh["copies", "shards"], None
-        if parallel == "fsdp":
-            mesh = self.mesh["shards"]
-            # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The
-            # CPU's layer_norm rejects bfloat16 weights with the float32 residual stream.
-            param_dtype = None if self.device.type == "cpu" else dtype
-        if mesh.size() == 1:
-            return
+        import torch.distributed.fsdp as fsdp
+
+        on_cpu = self.run.device.type == "cpu"
+        mesh = mesh["shards"] if is_fsdp else mesh["copies", "shards"]
+        # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The
+        # CPU's layer_norm rejects bfloat16 weights with the float32 residual stream.
+        param_dtype = self.run.dtype if is_fsdp and not on_cpu else None
         policy = fsdp.MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         for block in blocks:
             fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-        fsdp.fully_shard(self, mesh=mesh)  # the rest, in float32: embeddings, last norm and head
-        fsdp.register_fsdp_forward_method(self, "on_stage")
-        for module in (self, *blocks):  # gloo has no average
-            module.set_force_sum_reduction_for_comms(self.device.type == "cpu")
+        fsdp.fully_shard(self.stage, mesh=mesh)  # the rest, in float32: embeddings, norm, head
+        fsdp.register_fsdp_forward_method(self.stage, "call")
+        for module in (self.stage, *blocks):  # gloo has no average
+            module.set_force_sum_reduction_for_comms(on_cpu)
 
-    def forward(self, x, targets=None):
-        """Training. Takes ids or residual stream. Returns residual stream or the scaled loss."""
-        with self.autocast:
-            if not self.last:
-                return self.model.hidden(x)
-            _, loss = self.model(x, targets)
-        loss = loss / self.micro_steps
-        self.loss_sum += loss.detach()
-        return self.scaler.scale(loss)
-
-    def forward_backward(self, x, y, micro_steps, last):
-        """Adds the gradients of a micro-batch. Returns its part of the step's loss.
-
-        last: whether it is the step's last micro-batch. A pipeline gets all sequences of the step
-        in one call and splits them into micro-batches.
-        """
-        self.loss_sum = torch.zeros((), device=self.device)
-        self.scaler.scale(self.loss_sum)  # creates the scale, also on stages without a loss
-        if self.n_stages == 1:
-            self.micro_steps = micro_steps
-            if isinstance(self, fsdp.FSDPModule):
-                self.set_requires_gradient_sync(last)
-            self(x, y).backward()
-            return self.loss_sum
-        B = min(self.batch_size, len(x) // self.n_stages)  # every stage gets work
-        self.micro_steps = len(x) // B
-        if len(x) not in self.schedules:  # the batch may grow
-            self.schedules[len(x)] = self.make_schedule(B, x.size(1))
-        inputs = (x.contiguous(),) if self.first else ()
-        targets = dict(targets=y, target=y) if self.last else {}
-        self.schedules[len(x)].step(*inputs, return_outputs=False, **targets)
-        if self.first or self.last:  # these stages have the same matrix: sum its gradients
-            p = self.model.lm_head.weight if self.last else self.model.transformer.wte.weight
-            grad = p.grad
-            if isinstance(p, DTensor):  # RowwiseParallel gives the gradient of all rows
-                p.grad = grad.redistribute(placements=p.placements)
-                grad = p.grad.to_local()
-            dist.all_reduce(grad, group=self.tied_group)
-        return self.loss_sum * self.n_stages  # train_step takes the mean over all processes
-
-    def make_schedule(self, B, T):
-        """1F1B for micro-batches of (B, T)."""
-        idle = (self.n_stages - 1) / (self.micro_steps + self.n_stages - 1)
-        print0(f"pipeline: {self.micro_steps} micro-batches of {B}; {self.n_stages} stages are "
-               f"idle {idle:.0%} of the time")
-        stream = torch.empty((B, T, self.config.n_embd), device="meta", requires_grad=True)
-        x = torch.empty((B, T), dtype=torch.long, device="meta") if self.first else stream
-        y = torch.empty((), device="meta") if self.last else stream
-        stage = PipelineStage(self, self.stage, self.n_stages, self.device, input_args=x,
-                              output_args=y, group=self.pp_group)
-        return Schedule1F1B(stage, self.micro_steps, lambda loss, _: loss, scale_grads=False)
-
-    def clip(self, max_norm):
-        """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
-        # Counts the tied matrix on the first stage only. On the last stage it is lm_head.weight.
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for name, p in self.model.named_parameters()
-             if p.grad is not None and name != "lm_head.weight"])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    def forward(self, idx, targets=None):
+        """As GPT.forward."""
+        if targets is None:
+            return self.logits(self.hidden(idx)), None
         if self.n_stages > 1:
-            squares = norm**2
-            dist.all_reduce(squares, group=self.pp_group)
-            norm = squares.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-        return norm
+            return None, self.run_pipeline(idx, targets)
+        if self.run.dp_size > 1:
+            self.stage.set_requires_gradient_sync(self.require_backward_grad_sync)
+        return None, self.stage(idx, targets)
+
+    def run_pipeline(self, idx, targets):
+        """Forward and backward pass of all micro-batches of a step. Returns their mean loss."""
+        self.loss_sum = torch.zeros((), device=idx.device)
+        if len(idx) not in self.schedules:  # the batch may grow
+            self.schedules[len(idx)] = self.make_schedule(*idx.shape)
+        with torch.autocast(idx.device.type, enabled=False):  # Stage.forward has its own
+            self.schedules[len(idx)].step(
+                idx.contiguous(), targets=targets, target=targets, return_outputs=False)
+        if self.is_first or self.is_last:
+            # Sums the gradient of embedding and head.
+            p = self.whole["transformer.wte.weight"]
+            if is_dtensor(p):  # RowwiseParallel gives the gradient of all rows
+                p.grad = p.grad.redistribute(placements=p.placements)
+            dist.all_reduce(p.grad.to_local() if is_dtensor(p) else p.grad, group=self.tied_group)
+        dist.broadcast(self.loss_sum, group=self.pp_group, group_src=self.n_stages - 1)
+        return self.loss_sum.requires_grad_()
+
+    def make_schedule(self, n, T):
+        """1F1B for the micro-batches of a step of n sequences."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        B = min(self.batch_size, n // self.n_stages)  # every stage gets work
+        n_micro = n // B
+        print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
+        stream = torch.empty((B, T, self.config.n_embd), device="meta", requires_grad=True)
+        x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else stream
+        y = torch.empty((), device="meta") if self.is_last else stream
+        stage = PipelineStage(self.stage, self.index, self.n_stages, self.run.device, input_args=x,
+                              output_args=y, group=self.pp_group)
+
+        def scaled_loss(loss, _):
+            self.loss_sum += loss.detach() / n_micro
+            return self.scaler.scale(loss / n_micro)
+
+        return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
 
     def hidden(self, idx, *args, **kwargs):
-        """GPT.hidden: ids (B, T) -> (B, T, C)."""
+        """As GPT.hidden: ids (B, T) -> (B, T, C)."""
         x, shape = idx, (*idx.shape, self.config.n_embd)
-        for stage in range(self.n_stages):
-            x = self.on_stage(stage, shape, self.model.hidden, x, *args, **kwargs)  # (B, T, C)
+        for index in range(self.n_stages):
+            x = self.on_stage(index, shape, "hidden", x, *args, **kwargs)  # (B, T, C)
         return x
 
     def logits(self, x):
-        """GPT.logits: (..., C) -> (..., vocab_size)."""
-        # GPT.logits pads the matrix on a GPU, which a DTensor does not support.
-        method = self.model.lm_head if self.tp.size() > 1 else self.model.logits
+        """As GPT.logits: (..., C) -> (..., vocab_size)."""
         shape = (*x.shape[:-1], self.config.vocab_size)
-        return self.on_stage(self.n_stages - 1, shape, method, x)
+        return self.on_stage(self.n_stages - 1, shape, "logits", x)
 
     def loss(self, x, targets, reduction="mean"):
-        """GPT.loss: (B, T, C) and (B, T) -> scalar, or (B, T)."""
+        """As GPT.loss: (B, T, C) and (B, T) -> scalar, or (B, T)."""
         shape = () if reduction == "mean" else targets.shape
-        return self.on_stage(self.n_stages - 1, shape, self.model.loss, x, targets, reduction)
+        return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
-    stream = GPT.stream
-
-    def generate(self, *args, **kwargs):
-        """GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
-        with self.autocast:  # FSDP gathers parameters in autocast's dtype
-            return GPT.generate(self, *args, **kwargs)
-
-    def on_stage(self, stage, shape, method, *args, **kwargs):
+    def on_stage(self, index, shape, method, *args, **kwargs):
         """Calls a method on one stage. Returns its result, of this shape, on all stages."""
-        if stage == self.stage:
-            with torch.compiler.set_stance("force_eager"):  # the inputs have many shapes
-                result = method(*args, **kwargs).float().contiguous()
+        if index == self.index:
+            result = self.stage.call(method, *args, **kwargs)
         else:
-            result = torch.empty(shape, device=self.device)
-        if self.n_stages > 1:
-            dist.broadcast(result, group=self.pp_group, group_src=stage)
+            result = torch.empty(shape, device=self.run.device)
+        dist.broadcast(result, group=self.pp_group, group_src=index)
         return result
 
-    @torch.no_grad()
-    def full_state(self):
-        """Returns (model state dict, list of optimizer state dicts), whole on rank 0's CPU."""
-        own = dict(self.model.named_parameters())
-        model_state = {name: self.gather(name, own.get(name)) for name in self.shapes}
-        model_state["lm_head.weight"] = model_state["transformer.wte.weight"]
-        return model_state, list(map(self.gather_optimizer, self.optimizers, self.groups))
-
-    def gather_optimizer(self, optimizer, groups):
+    def gather_optimizer(self, optimizer):
         """The state dict that one process with the whole model would have."""
-        own = {name: optimizer.state[p] for name, p in by_name(optimizer.param_groups).items()}
-        example = next(iter(own.values()))  # all parameters have the same entries
-        state = {}
-        for name, i in by_name(groups).items():
-            part = own.get(name, {})
-            state[i] = {key: self.gather(name, part.get(key)) if value.dim() else value.clone()
-                        for key, value in example.items()}
-        groups = [{**group, "lr": now["lr"]} for group, now in zip(groups, optimizer.param_groups)]
-        return dict(state=state, param_groups=groups)
+        whole = optimizer.state_dict()  # has all groups, but the moments of this process
+        example = next(iter(optimizer.state.values()), {})  # all parameters have the same entries
+        for i, (name, p) in enumerate(named_params(optimizer)):
+            part = optimizer.state.get(p, {})
+            whole["state"][i] = {k: self.gather(name, part.get(k)) if value.dim() else value.clone()
+                                 for k, value in example.items()}
+        return whole
 
     def gather(self, name, part):
-        """Returns a whole tensor on rank 0's CPU, else None. part: of this stage, or None."""
-        whole = torch.zeros(self.shapes[name], device=self.device)
-        if part is not None:
-            part = part.full_tensor() if isinstance(part, DTensor) else part
-            whole += by_heads(name, part, self.tp.size(), back=True)
-        if self.n_stages > 1:
-            dist.all_reduce(whole, group=self.pp_group)  # the other stages add zeros
-        return whole.cpu() if dist.get_rank() == 0 else None
+        """The inverse of scatter. Returns a whole tensor on rank 0's CPU, else None."""
+        if is_dtensor(part):
+            part = by_heads(name, part.full_tensor(), part.device_mesh, back=True)
+        whole = torch.zeros(self.whole[name].shape, device=self.run.device)
+        if name in self.own and part is not None:
+            whole += part
+        dist.all_reduce(whole, group=self.pp_group)  # the other stages add zeros
+        return whole.cpu() if self.run.rank == 0 else None
 
-    def load_optimizer_states(self, states):
-        """Loads the moments of each optimizer: the parts that this process has."""
-        for optimizer, groups, state in zip(self.optimizers, self.groups, states):
-            numbers = by_name(groups)
-            for name, p in by_name(optimizer.param_groups).items():
-                entry = state.get(numbers[name.replace("lm_head", "transformer.wte")], {})
-                optimizer.state[p] = {k: self.scatter(name, v, p) for k, v in entry.items()}
 
-    def scatter(self, name, whole, p):
-        """The inverse of gather: this process's part of a whole tensor, split like parameter p."""
-        if whole.dim() == 0 or not isinstance(p, DTensor):
-            return whole.to(self.device)
-        whole = by_heads(name, whole, self.tp.size())
-        return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
+def is_dtensor(tensor):
+    return hasattr(tensor, "placements")
+
+
+def share_muon(optimizers):
+    """Replaces Muon by one that shares its work among the processes of DDP."""
+    return [Muon(optimizer.param_groups) if isinstance(optimizer, torch.optim.Muon) else optimizer
+            for optimizer in optimizers]
 
 
 class Muon(torch.optim.Muon):
@@ -290,19 +317,19 @@ class Absent(nn.Module):
 
 
 def keep_stage(model, stage, n_stages):
-    """Removes the modules of other stages. The rest keeps its names."""
+    """Removes the modules of other stages. The rest keeps its names. Returns its blocks."""
     t, n = model.transformer, len(model.transformer.h)
     cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # blocks + head; unit: a block
     # Each stage gets at least one block.
     ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
     own = range(ends[stage], [*ends, n][stage + 1])
-    for i in range(n):
-        if i not in own:
-            t.h[i] = Absent()
+    for i in set(range(n)) - set(own):
+        t.h[i] = Absent()
     if stage > 0:
         t.wte, t.wpe, t.drop = Absent(), Absent(), Absent()
     if stage < n_stages - 1:
         t.ln_f, model.lm_head = Absent(), Absent()
+    return [t.h[i] for i in own]
 
 
 def split_layers(model, mesh):
@@ -312,34 +339,32 @@ def split_layers(model, mesh):
     random numbers, because dropout on the residual stream must be equal. So the attention dropout
     of their heads is equal, too.
     """
-    replicate = Replicate()
+    import torch.distributed.tensor.parallel as tp
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+
     styles = dict(
         # For a short time, its backward holds the gradient of all rows.
-        wte=RowwiseParallel(input_layouts=replicate, output_layouts=replicate),
-        c_attn=ColwiseParallel(), c_fc=ColwiseParallel(), c_proj=RowwiseParallel(),
-        lm_head=ColwiseParallel(output_layouts=replicate))
+        wte=tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        c_attn=tp.ColwiseParallel(), c_fc=tp.ColwiseParallel(), c_proj=tp.RowwiseParallel(),
+        lm_head=tp.ColwiseParallel(output_layouts=Replicate()))
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
     for name, module in modules.items():
         if style := styles.get(name.rpartition(".")[2]):
             # All processes have the same weights, so none are sent.
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            tp.parallelize_module(module, mesh, style, src_data_rank=None)
         else:  # norms and positions: whole on every process
             distribute_module(
                 module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
-                    inputs[0], mesh, [replicate], run_check=False),
+                    inputs[0], mesh, [Replicate()], run_check=False),
                 output_fn=lambda _, output, mesh: output.to_local())
     if "lm_head" in modules and "transformer.wte" in modules:
         model.transformer.wte.weight = model.lm_head.weight  # tied again
 
 
-def by_heads(name, tensor, tp, back=False):
+def by_heads(name, tensor, mesh, back=False):
     """Reorders c_attn's rows (first q, then k, then v) into tp parts of whole heads, or back."""
-    if ".c_attn." not in name:
+    if ".c_attn." not in name or "tp" not in mesh.mesh_dim_names:
         return tensor
+    tp = mesh["tp"].size()
     shape = (tp, 3, -1) if back else (3, tp, -1)
     return tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2)  # (3C, ...)
-
-
-def by_name(groups):
-    """Groups of an optimizer -> {name: parameter}; groups of a state dict -> {name: index}."""
-    return {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}

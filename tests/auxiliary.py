@@ -1,6 +1,6 @@
 """train_gpt2.py with a GPT whose forward adds a second loss.
 
-Checks that parallelism replaces no method or attribute of the model.
+Checks that ShardedGPT replaces no method or attribute of the model.
 """
 
 import sys
@@ -9,10 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt2  # noqa: E402
 from model import GPT  # noqa: E402
-from plaingpt.cli import run  # noqa: E402
-from plaingpt.runlog import RunLog  # noqa: E402
+from plaingpt.cli import run_program  # noqa: E402
+from plaingpt.parallel import ShardedGPT  # noqa: E402
 
-prepare = train_gpt2.prepare
+init = ShardedGPT.__init__
 
 
 def forward(self, idx, targets=None):
@@ -22,20 +22,18 @@ def forward(self, idx, targets=None):
     return None, self.loss(x, targets) + 0.1 * x.square().mean()
 
 
-def checked_prepare(model, *args):
+def checked_init(self, model, *args):
     methods = dict(vars(GPT))
     before = {module: dict(vars(module)) for module in model.modules()}
-    trainer = prepare(model, *args)
+    init(self, model, *args)
     assert dict(vars(GPT)) == methods
     for module, attributes in before.items():
         for key, value in vars(module).items():
             # PyTorch may add an attribute to a module, but none may hide a method of its class.
             hides = key not in attributes and hasattr(type(module), key)
             assert not hides and attributes.get(key, value) is value, f"{type(module)}.{key}"
-    return trainer
 
 
 GPT.forward = forward
-train_gpt2.prepare = checked_prepare
-RunLog.write_samples = lambda *args: None  # saves time
-run(train_gpt2.main)
+ShardedGPT.__init__ = checked_init
+run_program(train_gpt2.main)

@@ -3,9 +3,9 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from forked import Program  # isort: skip  before torch, whose number of threads it sets
 
@@ -20,8 +20,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
 # A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
 # AdamW, because Muon computes in bfloat16.
-TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 --max_steps 10 "
-        "--warmup_steps 2 --val_tokens 1024 --val_every 5 --sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "
+TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
+        "--batch_size 4 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
+        "--sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "
         "--optimizer adamw --max_lr 4e-3").split()
 
 
@@ -33,23 +34,25 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
     """Starts a program in several processes with torchrun's environment -> list of Program.
 
     fresh: start a new Python interpreter and return a Popen. online: may use the hub; also fresh,
-    because the packages of Hugging Face read this when they are imported. options: passed to Program.
+    because the packages of Hugging Face read this when they are imported. options: of Program.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    running, path, flags, more = [], ROOT / program, list(map(str, flags)), env or {}
+    path, flags = ROOT / program, list(map(str, flags))
+    env = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+           "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": str(int(not online))}
     for rank in range(processes):
-        env = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
-               "HF_HUB_OFFLINE": str(int(not online))}
         if processes > 1:
-            env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT=str(port))
-        running.append(subprocess.Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                       if fresh or online else Program(path, flags, cwd, env, **options))
-        STARTED.append(running[-1])
-    return running
+            env = dict(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if fresh or online:
+            started = Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
+                            stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        else:
+            started = Program(path, flags, cwd, env, **options)
+        STARTED.append(started)
+    return STARTED[-processes:]
 
 
 def program(*flags, cwd, status=0, **options):
@@ -97,7 +100,7 @@ def overfit(model, rows, last, steps=40, lr=0.01):
     at = torch.tensor([[len(row) - last + i for i in range(last)] for row in rows])  # (B, last)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     for _ in range(steps):
-        x = model.hidden(idx[:, :-1]).gather(1, (at - 1)[..., None].expand(-1, -1, model.config.n_embd))
+        x = model.hidden(idx[:, :-1]).take_along_dim((at - 1)[..., None], dim=1)  # (B, last, C)
         model.loss(x, idx.gather(1, at)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -133,11 +136,12 @@ def full_precision():
 
 @pytest.fixture
 def shards(tmp_path):
-    """A directory with three training shards of uneven length and one for validation, ids below 256."""
+    """A directory with three training shards of uneven length and one for validation, of bytes."""
     directory = tmp_path / "shards"
     directory.mkdir()
     rng = np.random.default_rng(0)
-    for name, n in (("a_val_000000", 700), ("a_train_000001", 1001), ("a_train_000002", 333), ("a_train_000003", 2047)):
-        np.save(directory / f"{name}.npy", rng.integers(0, 256, n).astype(np.uint16))
+    for name, n in (("val_000000", 700), ("train_000001", 1001), ("train_000002", 333),
+                    ("train_000003", 2047)):
+        np.save(directory / f"a_{name}.npy", rng.integers(0, 256, n).astype(np.uint16))
     (directory / "meta.json").write_text('{"tokenizer": "bytes"}')
     return directory

@@ -1,54 +1,30 @@
-"""Runs train_gpt2.py and injects a fault at a fixed moment: faulty.py FAULT FLAGS…"""
+"""Runs train_gpt2.py and sends it SIGTERM at a fixed moment: faulty.py MOMENT FLAGS…"""
 
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt2  # noqa: E402
-from plaingpt import (
-    checkpoint,  # noqa: E402
-    cli,  # noqa: E402
-)
+from plaingpt.cli import run_program  # noqa: E402
 
-calls = 0
-
-
-def nth(n, function, then):
-    """The function, but its n-th call runs `then` first."""
-    def wrapped(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == n:
-            then(*args)
-        return function(*args, **kwargs)
-
-    return wrapped
+MOMENTS = {  # the function during whose n-th call the signal arrives
+    "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches
+    "evaluation": (train_gpt2, "estimate_loss", 2),
+    "save": (os, "fsync", 2),
+}
+owner, name, n = MOMENTS[sys.argv.pop(1)]
+function, calls = getattr(owner, name), 0
 
 
-def terminate(*_):
-    os.kill(os.getpid(), signal.SIGTERM)
+def interrupted(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == n:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return function(*args, **kwargs)
 
 
-def jump(trainer, _):
-    for p in trainer.model.parameters():
-        p.grad *= 1000
-
-
-fault, Trainer = sys.argv.pop(1), train_gpt2.Trainer
-if fault == "signal in a step":  # a step has four micro-steps
-    Trainer.forward_backward = nth(10, Trainer.forward_backward, terminate)
-elif fault == "signal in an evaluation":
-    train_gpt2.estimate_loss = nth(2, train_gpt2.estimate_loss, terminate)
-elif fault == "signal in a save":
-    checkpoint.os.fsync = nth(2, os.fsync, terminate)
-elif fault == "jump":
-    Trainer.clip = nth(31, Trainer.clip, jump)
-elif fault == "clock":
-    now, ticks = time.time(), iter(range(10**9))
-    time.time = lambda: now - 3600 * next(ticks)
-else:
-    sys.exit(f"no such fault: {fault}")
-cli.run(train_gpt2.main)
+setattr(owner, name, interrupted)
+run_program(train_gpt2.main)

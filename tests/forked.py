@@ -12,30 +12,34 @@ import resource
 import runpy
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
-                                "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm",
-                                "transformers.models.gpt2.modeling_gpt2", "tokenizers", "matplotlib.figure", "matplotlib.backends.backend_agg"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
+     "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm",
+     "transformers.models.gpt2.modeling_gpt2", "tokenizers", "matplotlib.figure",
+     "matplotlib.backends.backend_agg"])
 
 
 class Program:
     """limits: {resource of setrlimit: bytes}. root: if False, file modes also apply to root."""
 
     def __init__(self, path, flags, cwd, env, limits=None, root=True):
-        self.args, ends = [str(path), *flags], [CONTEXT.Pipe(duplex=False) for _ in range(2)]
-        writers = [writer for _, writer in ends]
-        self.process = CONTEXT.Process(target=become, args=(self.args, str(cwd), env, *writers, limits or {}, root))
+        self.args = [str(path), *flags]
+        readers, writers = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(2)))
+        self.process = CONTEXT.Process(
+            target=become, args=(self.args, str(cwd), env, writers, limits or {}, root))
         self.process.start()
-        self.stdout, self.stderr = (open(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader, _ in ends)
-        for end in (end for pair in ends for end in pair):
-            end.close()
         self.pid = self.process.pid
+        self.stdout, self.stderr = (
+            open(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader in readers)
+        for end in (*readers, *writers):
+            end.close()
 
     @property
     def returncode(self):
@@ -52,38 +56,33 @@ class Program:
 
     def communicate(self, timeout=None):
         """-> (stdout, stderr). On a timeout, kills the process and raises TimeoutExpired."""
-        texts = {}
-        readers = [threading.Thread(target=lambda name=name: texts.update({name: getattr(self, name).read()}), daemon=True)
-                   for name in ("stdout", "stderr")]
-        for reader in readers:
-            reader.start()
+        pool = ThreadPoolExecutor(2)
+        texts = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
         self.process.join(timeout)
         if self.returncode is None:
             self.process.kill()
-            self.process.join()
-            readers[0].join(10)
-            raise subprocess.TimeoutExpired(self.args, timeout, texts.get("stdout"))
-        for reader in readers:
-            reader.join()
-        return texts["stdout"], texts["stderr"]
+            raise subprocess.TimeoutExpired(self.args, timeout, texts[0].result(10))
+        return tuple(text.result() for text in texts)
 
 
-def become(argv, cwd, env, out, err, limits, root):
+def become(argv, cwd, env, outputs, limits, root):
     """Sets up the new process as a shell and Python do, then runs the program."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    for end, number in ((out, 1), (err, 2)):
+    for number, end in enumerate(outputs, start=1):
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = open(
+        2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False)
     for name, size in limits.items():
         resource.setrlimit(name, (size, size))
     if not root and os.geteuid() == 0:
         drop_override()
     gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
-    sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *(p for p in sys.path if "tests" not in p)]
+    rest = [place for place in sys.path if "tests" not in place]
+    sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *rest]
     runpy.run_path(argv[0], run_name="__main__")
 
 

@@ -1,30 +1,33 @@
 """plaingpt/parallel.py: every way to split a model gives the same training run. Uses gloo."""
 
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, program, read_log, spawn
-from test_training import checkpoint
+from conftest import assert_close_logs, program, read_log, spawn
+
+from model import GPT
+from plaingpt.parallel import ShardedGPT
 
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
 SMALL = ("--preset baby --n_layer 3 --n_head 2 --n_embd 32 --block_size 32 --vocab_size 251 "
          "--total_batch_size 512 --batch_size 4 --max_steps 20 --warmup_steps 2 --val_tokens 640 "
-         "--val_every 10 --sample_every 0 --sample_tokens 12 --dtype float32 --device cpu --optimizer adamw "
-         "--max_lr 4e-3 --grad_clip 0.5 --log_every 1 --evals lambada=examples.jsonl").split()
+         "--val_every 10 --sample_every 0 --sample_tokens 12 --dtype float32 --device cpu "
+         "--optimizer adamw --max_lr 4e-3 --grad_clip 0.5 --log_every 1 "
+         "--evals lambada=examples.jsonl").split()
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
-AUXILIARY = [*SMALL, "--max_steps", 5, "--evals", ""]
+RECOMPUTE = ["--activation_checkpointing"]
 WAYS = {"ddp": (2, []), "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP), "tp x pp": (4, TP + PP),
-        "fsdp x tp": (4, FSDP + TP)}
+        "fsdp x tp": (4, FSDP + TP), "fsdp x pp": (4, FSDP + PP), "ddp x pp": (4, PP),
+        "recompute, ddp": (2, RECOMPUTE), "recompute, fsdp": (2, RECOMPUTE + FSDP),
+        "recompute, tp x pp": (4, RECOMPUTE + TP + PP)}
+
+
+def checkpoint(directory, step):
+    return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)
 
 
 def run_small(directory, processes, *flags, status=0):
@@ -47,28 +50,24 @@ def largest_difference(a, b):
     return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in b)
 
 
-def assert_same_run(run, reference, steps=20, rel=1e-5):
-    a, b = read_log(run), read_log(reference)
-    assert a.keys() == b.keys() and (0, "train") in a
-    for key, value in b.items():
-        assert float(a[key]) == pytest.approx(float(value), rel=rel), key
+def assert_same_run(run, reference, steps=20):
+    assert_close_logs(reference, run, rel=1e-5)
     a, b = checkpoint(run, steps), checkpoint(reference, steps)
     # Adam divides a gradient by its size. A gradient that is only rounding error therefore changes
     # a weight as much as any other gradient.
     assert largest_difference(a["model"], b["model"]) < 1e-4
-    assert {k: a[k] for k in ("step", "position", "tokenizer", "model_config", "scaler")} == \
-        {k: b[k] for k in ("step", "position", "tokenizer", "model_config", "scaler")}
+    for key in ("step", "position", "tokenizer", "model_config", "scaler"):
+        assert a[key] == b[key]
     a, b = a["optimizer"]["adamw"], b["optimizer"]["adamw"]
     assert a["param_groups"] == b["param_groups"] and a["state"].keys() == b["state"].keys()
     for i, state in b["state"].items():
         assert largest_difference(a["state"][i], state) < 1e-4
 
 
-@pytest.mark.parametrize("extra", [[], ["--activation_checkpointing"]], ids=["", "checkpointing"])
 @pytest.mark.parametrize("way", WAYS)
-def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way, extra):
+def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
     processes, flags = WAYS[way]
-    out, _ = run_small(tmp_path, processes, *flags, *extra, "--log_dir", "run")
+    out, _ = run_small(tmp_path, processes, *flags, "--log_dir", "run")
     assert_same_run(tmp_path / "run", alone[0])
     norms = [float(v) for (_, stream), v in read_log(alone[0]).items() if stream == "norm"]
     assert min(norms) > 0.5  # clipping was active
@@ -77,9 +76,9 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way, extra)
 
 
 def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path, alone):
-    """FSDP -> one process -> TP x PP -> DDP, five steps each: the same curve, in one log."""
+    """FSDP x TP -> one process -> TP x PP -> DDP, five steps each: the same curve, in one log."""
     run = tmp_path / "run"
-    for start, way in ((0, "fsdp"), (5, None), (10, "tp x pp"), (15, "ddp")):
+    for start, way in ((0, "fsdp x tp"), (5, None), (10, "tp x pp"), (15, "ddp")):
         # Each run goes to step 20. The next run resumes five steps after the start of this one.
         for path in run.glob("model_*.pt"):
             if path.name > f"model_{start:06d}.pt":
@@ -122,19 +121,15 @@ def test_parallel_muon_with_bfloat16(tmp_path, flags):
     muon = ["--optimizer", "muon", "--muon_lr", 4e-3, "--dtype", "bfloat16", "--max_steps", 10]
     run_small(tmp_path, 1, *muon, "--log_dir", "one")
     run_small(tmp_path, 2, *muon, *flags, "--log_dir", "two")
-    one, two = (checkpoint(tmp_path / name, 10)["optimizer"] for name in ("one", "two"))
-    for name in ("muon", "adamw"):
-        assert one[name]["param_groups"] == two[name]["param_groups"]
-        assert one[name]["state"].keys() == two[name]["state"].keys()
-    one, two = read_log(tmp_path / "one"), read_log(tmp_path / "two")
-    assert one.keys() == two.keys()
-    for key in one:
-        assert float(two[key]) == pytest.approx(float(one[key]), rel=2e-2), key
+    assert_close_logs(tmp_path / "one", tmp_path / "two", rel=2e-2)
+    one, two = ({name: (saved["param_groups"], saved["state"].keys()) for name, saved
+                 in checkpoint(tmp_path / run, 10)["optimizer"].items()} for run in ("one", "two"))
+    assert one == two and one.keys() == {"muon", "adamw"}
 
 
-def test_a_signal_to_one_process_stops_all_and_the_run_resumes(tmp_path, alone):
-    flags = [*SMALL, "--log_dir", "run", "--max_steps", 10**6, "--evals", ""]
-    running = spawn(*flags, *PP, cwd=tmp_path, processes=2)
+def test_a_signal_to_one_process_stops_all_and_the_run_resumes(tmp_path):
+    flags = [*SMALL, *PP, "--log_dir", "run", "--evals="]
+    running = spawn(*flags, "--max_steps", 10**6, cwd=tmp_path, processes=2)
     for line in running[0].stdout:
         if line.startswith("step     3/"):
             running[1].send_signal(signal.SIGTERM)
@@ -142,49 +137,10 @@ def test_a_signal_to_one_process_stops_all_and_the_run_resumes(tmp_path, alone):
     outputs = [p.communicate(timeout=300) for p in running]
     assert [p.returncode for p in running] == [0, 0], outputs
     assert "stopped by a signal" in outputs[0][0] and not outputs[1][0].startswith("step")
-    step = max(int(path.stem[6:]) for path in (tmp_path / "run").glob("model_*.pt"))
-    out, _ = program(*flags, "--resume", "--max_steps", step + 2, cwd=tmp_path)
+    (saved,) = (tmp_path / "run").glob("model_*.pt")
+    step = int(saved.stem[6:])
+    out, _ = program(*flags, "--resume", "--max_steps", step + 2, cwd=tmp_path, processes=2)
     assert f"resumed from step {step} " in out
-
-
-def agents(directory, *flags):
-    """Starts torchrun twice, like two machines with one process each -> list of Popen."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-               "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
-               "--local_addr=127.0.0.1", str(ROOT / "train_gpt2.py"), *map(str, flags)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-           "CUDA_VISIBLE_DEVICES": ""}
-    return [subprocess.Popen(command, cwd=directory, env=env, text=True, start_new_session=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
-
-
-@pytest.mark.slow
-def test_two_machines_one_killed_both_restarted(tmp_path, alone):
-    flags = [*SMALL, *FSDP, "--log_dir", "run", "--save_every", 1, "--keep", 0, "--evals", "",
-             "--resume"]
-    running = agents(tmp_path, *flags)
-    deadline = time.time() + 300
-    while not (tmp_path / "run" / "model_000004.pt").exists() and time.time() < deadline:
-        time.sleep(0.01)
-    # Kill one machine: torchrun and its children, which have their own process groups.
-    parent = running[1].pid
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    for pid in (parent, *children):
-        os.kill(int(pid), signal.SIGKILL)
-    out, _ = running[0].communicate(timeout=300)
-    running[1].communicate()
-    assert running[0].returncode != 0, out[-3000:]
-    assert not (tmp_path / "run" / "model_000020.pt").exists(), out[-3000:]
-    running = agents(tmp_path, *flags)
-    outputs = [p.communicate(timeout=300)[0] for p in running]
-    assert [p.returncode for p in running] == [0, 0], outputs
-    resumed = re.search(r"resumed from step (\d+) ", "".join(outputs))
-    assert int(resumed[1]) >= 4
-    a, b = read_log(tmp_path / "run"), read_log(alone[0])
-    assert all(float(a[key]) == pytest.approx(float(b[key]), rel=1e-5) for key in a) and len(a) > 60
 
 
 @pytest.mark.slow
@@ -195,18 +151,14 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
     half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes.
     """
-    flags = ("--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --batch_size 1 "
-             "--total_batch_size 64 --max_steps 2 --val_tokens 32 --sample_tokens 1 --evals").split()
+    flags = ("--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --batch_size 1 --evals= "
+             "--total_batch_size 64 --max_steps 2 --val_tokens 32 --sample_tokens 1").split()
     start, whole = {}, {}
     for way in ("ddp", "fsdp"):
-        running = spawn(*SMALL, *WAYS[way][1], *flags, "", "--log_dir", way, cwd=tmp_path,
-                        processes=2, program="tests/memory.py")
-        outputs = [p.communicate(timeout=300) for p in running]
-        assert all(p.returncode == 0 for p in running), outputs
-        taken = [re.search(r"MEMORY (\S+) (\S+)\n", out).groups() for out, _ in outputs]
-        start[way] = [float(at_start) for at_start, _ in taken]
-        whole[way] = float(taken[1][1])  # of rank 1, because rank 0 also gathers the checkpoint
-    assert min(start["ddp"]) > 4 and max(start["fsdp"]) < 2.6, start
+        out, _ = program(*SMALL, *WAYS[way][1], *flags, "--log_dir", way, cwd=tmp_path,
+                         processes=2, program="tests/memory.py")
+        start[way], whole[way] = map(float, re.search(r"MEMORY (\S+) (\S+)\n", out).groups())
+    assert start["ddp"] > 4 and start["fsdp"] < 2.6, start
     assert 16 < whole["ddp"] < 20 and 8 < whole["fsdp"] < 8 + 2 + 2, whole
 
 
@@ -224,9 +176,9 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
                      "allreduce float32 4096": 2 * 2, "allreduce float32 64": 2,
                      "allreduce float32 128": 2, "allreduce float32 40": 1}),
     # Per micro-batch, sends the residual stream forward and its gradient backward. Per step,
-    # all-reduces the gradient of the embedding.
+    # all-reduces the gradient of the embedding, and sends the loss to all stages.
     (("ddp", 1, 2), {"send float32 4096": 2, "recv float32 4096": 2, "allreduce float32 16384": 1,
-                     "allreduce float32 1": 1}),
+                     "allreduce float32 1": 1, "broadcast float32 1": 1}),
 ], ids=["fsdp", "tp", "pp"])
 def test_collectives_of_a_step(tmp_path, way, expected):
     """Two micro-steps of 2 x 32 tokens, 64 wide: 4,096 numbers.
@@ -239,20 +191,35 @@ def test_collectives_of_a_step(tmp_path, way, expected):
     assert json.loads(out.splitlines()[-1]) == expected
 
 
-@pytest.fixture(scope="module")
-def alone_with_auxiliary_loss(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("auxiliary")
-    program(*AUXILIARY, "--log_dir", "run", cwd=directory, program="tests/auxiliary.py")
-    return directory / "run"
+def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
+    """On all processes, before and after a step. All stages of a pipeline return one loss."""
+    def results(way, processes):
+        program(*way, "results", cwd=tmp_path, processes=processes, program="tests/methods.py")
+        return [torch.load(tmp_path / f"results.{rank}") for rank in range(processes)]
+
+    (alone,) = results(["ddp", 1, 1], 1)  # parallel, tp, pp
+    for way, processes in ((["fsdp", 1, 1], 2), (["ddp", 2, 1], 2), (["ddp", 1, 2], 2),
+                           (["ddp", 1, 3], 3)):
+        found = results(way, processes)
+        for result in found:
+            torch.testing.assert_close(result, alone, rtol=1e-4, atol=1e-5)
+            assert result["training loss"] == found[0]["training loss"]
 
 
-@pytest.mark.parametrize("way", ["fsdp", "tp", "pp"])
-def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone, alone_with_auxiliary_loss, way):
+def test_a_sharded_model_has_the_methods_of_gpt():
+    """A new method of GPT must be split, too, unless it uses config, named_parameters, these."""
+    public = {name for name in vars(GPT) if not name.startswith("_")}
+    assert public - vars(ShardedGPT).keys() == \
+        {"init_weight", "stream", "generate", "configure_optimizers", "flops_per_token"}
+
+
+def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
     """Each kind of parallelism calls an edited GPT.forward and replaces no method or attribute."""
-    program(*AUXILIARY, *WAYS[way][1], "--log_dir", "run", cwd=tmp_path, processes=2,
-            program="tests/auxiliary.py")
-    assert_same_run(tmp_path / "run", alone_with_auxiliary_loss, steps=5)
-    first, plain = (float(read_log(run)[0, "train"]) for run in (tmp_path / "run", alone[0]))
+    for way, flags in dict(one=[], fsdp=FSDP, tp=TP, pp=PP).items():
+        program(*SMALL, *flags, "--max_steps", 5, "--evals=", "--log_dir", way, cwd=tmp_path,
+                processes=2 if flags else 1, program="tests/auxiliary.py")
+        assert_same_run(tmp_path / way, tmp_path / "one", steps=5)
+    first, plain = (float(read_log(run)[0, "train"]) for run in (tmp_path / "one", alone[0]))
     assert first > plain + 0.05  # the mean square after the last norm is about 1
 
 

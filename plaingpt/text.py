@@ -1,0 +1,258 @@
+"""Texts from files and from the Hugging Face hub, as a stream of records or documents.
+
+Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a
+document that may not be cut, and a benchmark's .csv or text file are read whole.
+"""
+
+import codecs
+import csv
+import io
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.cli import UserError, first_line
+from plaingpt.megatron import find_index, read_index
+
+BLOCK = 2**20  # bytes that are read at a time
+TABLES = (".parquet", ".arrow")
+SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
+# Up to a place that is never inside a token of GPT-2: before a space or line break that follows
+# printable ASCII or a byte that ends no Unicode space.
+CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
+LONG_SPACE = 500_000
+
+
+@dataclass
+class Document:
+    """A document, or a piece of a large one."""
+
+    where: str  # its place, such as "a.jsonl, line 7"; the line where it begins
+    text: str | None = None  # None: it is damaged, or has ids
+    problem: str = ""  # why it is damaged
+    ids: np.ndarray | None = None  # the tokens of a document of Megatron's data
+    begins: bool = True  # False: a piece that continues the one before it
+    done: int = 0  # bytes on disk of all files that were read so far
+
+
+def find_files(patterns):
+    """Files and globs -> list of paths. Raises UserError for what cannot be read."""
+    paths = []
+    for pattern in patterns:
+        paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
+    paths = [path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths]
+    for path in paths:
+        if not (path.is_file() and os.access(path, os.R_OK)):
+            raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
+        if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES) and not find_index(path):
+            raise UserError(f"{path}: unknown format; give a .jsonl, .json or .txt file (also with "
+                            ".gz or .zst), .parquet, or Megatron's .idx")
+    return paths
+
+
+def kind_of(path):
+    """A file's kind and compression, by its name: (".jsonl", "gzip")."""
+    path = Path(path.name.lower())
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    return Path(path.stem).suffix if compression else path.suffix, compression
+
+
+def load_hub(dataset, name=None, split="train", patient=True):
+    """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
+
+    If not patient, and the hub does not answer in five seconds, only the cache is used: `datasets`
+    would wait for minutes. Raises UserError.
+    """
+    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
+    import datasets
+
+    try:
+        data = datasets.load_dataset(dataset, name, split=split)
+    except Exception as error:  # network errors come from several libraries
+        raise UserError(f"{dataset}: {first_line(error.__cause__ or error)}; check the name and "
+                        "the network, or set HF_ENDPOINT to a mirror") from error
+    files = [Path(file["filename"]) for file in data.cache_files]
+    return files, data.num_rows, files[0].parent.name if files else None
+
+
+def hub_answers():
+    """Whether the hub, or its mirror, gives any answer in five seconds."""
+    try:
+        url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        urllib.request.urlopen(url, timeout=5).close()
+    except (OSError, ValueError) as error:
+        return isinstance(error, urllib.error.HTTPError)
+    return True
+
+
+def read_items(path, file, column=None):
+    """Yields (where, item): a place such as "line 7", and a dict, or JSON as bytes.
+
+    CSV begins with a line of names. In a file of an unknown kind, each line is {"text": line}.
+    Empty lines of JSON are left out. column: as in read_table.
+    """
+    kind, unit = kind_of(path)[0], "line"
+    if kind in TABLES:
+        items, unit = read_table(kind, file, column), "row"
+    elif kind == ".json" and file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        items = json.loads(file.read())
+    elif kind in (".jsonl", ".json"):
+        items = map(bytes.strip, file)
+    else:
+        lines = io.StringIO(file.read().decode("utf-8-sig").replace("\r\n", "\n"))
+        items = ({"text": line} for line in lines)
+        if kind == ".csv":
+            items = [b"", *csv.DictReader(lines)]  # b"" for the line of names
+    for n, item in enumerate(items, start=1):
+        if item != b"":
+            yield f"{unit} {n}", item
+
+
+def read_table(kind, file, column):
+    """Yields the rows of Parquet, or of an Arrow file of `datasets`, as dicts.
+
+    column: only this one, if there is one of this name. The file is not memory-mapped: mapped pages
+    would count as memory of the process.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == ".parquet":
+        table = pq.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
+        batches = table.iter_batches(256, use_threads=False)
+    else:
+        batches = pa.ipc.open_stream(file)
+    for batch in batches:
+        yield from (batch.select([column]) if column in batch.schema.names else batch).to_pylist()
+
+
+def decompress(path, file):
+    """An open file of bytes -> a file with its uncompressed contents."""
+    compression = kind_of(path)[1]
+    if not compression:
+        return file
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file), compression), BLOCK)
+
+
+def parse_record(item):
+    """An item of read_items -> a dict. Raises ValueError."""
+    if isinstance(item, bytes):
+        try:
+            item = json.loads(item.decode("utf-8-sig"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(item, dict):
+        raise ValueError(f"not an object with fields, but a {type(item).__name__}")
+    return item
+
+
+def read_records(path):
+    """Yields (where, record): a place such as "line 7", and a dict. Raises UserError.
+
+    JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
+    """
+    path = place = Path(path)
+    try:
+        with open(path, "rb") as file:
+            for where, item in read_items(path, decompress(path, file)):
+                place = f"{path}, {where}"
+                yield where, parse_record(item)
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{place}: {first_line(error)}; correct it, or give another file "
+                        "(.jsonl, .csv, .parquet or text)") from error
+
+
+def read_documents(paths, text_key="text", cut=False):
+    """Yields the Documents of the files, in order. Raises UserError.
+
+    text_key: field or column that holds the text. cut: yield a document above 4 MB of a .txt file
+    in pieces; joined, their GPT-2 tokens are those of the whole document.
+    """
+    n_before = 0  # bytes of the files before this one
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                for document in read_file(path, decompress(path, file), text_key, cut):
+                    document.done = n_before + file.tell()
+                    yield document
+            n_before += path.stat().st_size
+        except (OSError, ValueError, RecursionError, NotImplementedError) as error:
+            raise UserError(f"{path}: cannot be read ({first_line(error)}); "
+                            "repair it, or choose another file or --text_key") from error
+
+
+def read_file(path, file, text_key, cut):
+    """Yields the Documents of an open file."""
+    kind = kind_of(path)[0]
+    if kind == ".bin":
+        dtype, starts = read_index(find_index(path))
+        for n, length in enumerate(np.diff(starts).tolist(), start=1):
+            ids = np.frombuffer(file.read(length * np.dtype(dtype).itemsize), dtype)
+            yield Document(f"{path}, document {n}", ids=ids)
+    elif kind == ".txt":
+        n, begins = 1, True
+        for data, ends in split_text(file, cut):
+            document = make_document(f"{path}, line {n}", dict(text=data), "text")
+            document.begins = begins
+            yield document
+            n += data.count(b"\n")
+            begins = ends or (begins and document.text is None)
+    else:
+        for where, item in read_items(path, file, text_key):
+            yield make_document(f"{path}, {where}", item, text_key)
+
+
+def split_text(file, cut):
+    """Yields (bytes, whether a document ends here) of a .txt file."""
+    data, rest = file.read(BLOCK).removeprefix(codecs.BOM_UTF8), b""
+    if not data:
+        return
+    while data:
+        *documents, rest = (rest + data).split(SEPARATOR)
+        yield from ((document, True) for document in documents)
+        piece = CUT.match(rest) if cut and len(rest) > 4 * BLOCK else None
+        if piece:
+            yield piece[0], False
+            rest = rest[piece.end() :]
+        data = file.read(BLOCK)
+    yield rest, True
+
+
+def make_document(where, item, text_key):
+    """An item of read_items -> Document, with its text or the problem of a damaged record."""
+    try:
+        text = find_text(parse_record(item), text_key)
+        check_spaces(text)
+        return Document(where, text)
+    except ValueError as error:
+        return Document(where, problem=first_line(error))
+
+
+def find_text(record, text_key):
+    """The text of a record, a dict. Raises ValueError with the reason if it has none."""
+    if text_key not in record:
+        raise ValueError(f"no key {text_key!r}, but {', '.join(record) or 'none at all'}")
+    text = record[text_key]
+    if isinstance(text, bytes):  # of a .txt file, or a column of a table
+        text = text.decode()
+    if not isinstance(text, str):
+        raise ValueError(f"{text_key!r} is not a string, but a {type(text).__name__}")
+    if not text.isascii():  # half a surrogate pair becomes U+FFFD, as in tiktoken
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def check_spaces(text):
+    """Raises ValueError for so many spaces that tiktoken's regex would overflow its stack."""
+    if len(text) >= LONG_SPACE and re.search(rf"\s{{{LONG_SPACE}}}", text):
+        raise ValueError(f"{LONG_SPACE:,} or more white spaces in a row")
