@@ -63,7 +63,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
         hs = C // self.n_head
-        # For speed: autocast's own cast would be kept twice if DDP splits the compiled graph here.
+        # For memory: if DDP splits the compiled graph here, autocast would keep x in two formats.
         x = x.to(matmul_dtype(x))
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         # -1: all heads, or with tensor parallelism the heads of this process
@@ -130,7 +130,7 @@ class GPT(nn.Module):
             self.init_weight(name, p)
 
     def init_weight(self, name, p):
-        """Fills a parameter of this name with fresh values. load_weights calls it, too."""
+        """Fills a parameter of this name with fresh values. load_weights fills meta models so."""
         if name.endswith("c_proj.weight"):
             # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
             # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
@@ -166,7 +166,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """The head: (..., C) -> (..., vocab_size)."""
+        """The head: (..., C) -> (..., vocab_size). ShardedGPT has its own hidden, logits, loss."""
         return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):

@@ -13,7 +13,8 @@ default. A preset overrides the defaults, and a flag overrides the preset.
 
 A run writes into --log_dir: run.json at its start, log.txt in every step,
 model_STEP.pt every save_every steps, after the last step and when it is
-stopped. A new run first moves the files of an old one to log/PRESET.1.
+stopped, model_best.pt with --keep_best. A new run first moves the files of an
+old one to another directory: log/baby.1.
 """
 
 import math
@@ -111,7 +112,7 @@ TEXT = Path(__file__).with_name("input.txt")
 
 
 def find_data(given):
-    """--data. Without it: the shards if they exist, but input.txt for a small preset."""
+    """--data. Without it: the shards if there are any; for mini, baby, fine-tuning: input.txt."""
     for_text = given.get("preset") in ("baby", "mini", "finetune") or "init_from" in given
     no_shards = given.get("preset", "auto") == "auto" and not Path(SHARDS).is_dir()
     text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)  # short in the log
@@ -136,7 +137,7 @@ def make_configs(given, data):
         preset = choose_preset(given, data)
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
-        # 10 epochs of this batch, or 200 steps if that is more.
+        # 10 epochs of the data at this batch size, but from 200 steps to those of the recipe.
         steps = 10 * data.count_train_tokens() // recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(steps, recipe["max_steps"]))
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), "log_dir": f"log/{preset}", **recipe}
@@ -205,8 +206,8 @@ class DataLoaderLite:
         and have the same batches.
         """
         while step < config.max_steps:
-            # n is a multiple of dp_size x B. A ramp has smaller n at first, and B is at most the
-            # share of a process in its first step. With --pp, B is n / dp_size.
+            # n is a multiple of dp_size x B. A ramp has smaller n at first, and then B is at most
+            # n / dp_size of its first step. With --pp, B is n / dp_size.
             n, B = sequences_in_step(step, config, self.T, run.dp_size)
             starts = range(position + run.dp_rank * B, position + n, run.dp_size * B)
             yield [self.batch(start, B, run.device) for start in starts]
@@ -262,7 +263,7 @@ def estimate_loss(model, loader, text_bytes, config, run):
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
         sums += parts[:, :rows].sum(dim=(1, 2))
     model.train()
-    nats, text_nats, n_bytes = run.sum(sums).tolist()
+    nats, text_nats, n_bytes = run.sum(sums).tolist()  # each sequence counts once, also with TP
     return nats / (n_sequences * T), text_nats / max(1, n_bytes) / math.log(2)
 
 
@@ -277,7 +278,8 @@ def train_step(model, optimizers, scaler, micro_batches, grad_clip, run):
         # DDP and ShardedGPT average the gradients over the processes if this is True, in backward.
         model.require_backward_grad_sync = i == len(micro_batches)
         with run.autocast:
-            # With --pp there is one micro-batch, and this is also its backward pass.
+            # With --pp there is one micro-batch. This is also its backward pass: the loss has no
+            # graph, and loss.backward() below does nothing.
             _, loss = model(x, y)
         loss = loss / len(micro_batches)  # cross-entropy is a mean: average over the micro-batches
         scaler.scale(loss).backward()
@@ -285,8 +287,8 @@ def train_step(model, optimizers, scaler, micro_batches, grad_clip, run):
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
-    # Floats. Here, and only here, the CPU waits for the device. The same message to all processes
-    # sets run.stopping, if one of them has a stop signal.
+    # Floats. Here, and only here, the CPU waits for the device. run.mean also sets run.stopping on
+    # all processes, if one of them was told to stop.
     loss, norm = run.mean(loss_sum, norm)
     for optimizer in optimizers:
         if math.isfinite(norm):
@@ -328,13 +330,13 @@ def main(argv=None):
     load_weights(raw_model, weights, config.seed, run.device)  # moves; without weights: random
     optimizers = raw_model.configure_optimizers(
         config.weight_decay, config.max_lr, config.optimizer, config.muon_lr)
-    model = raw_model  # with torch.compile or DDP around it, model trains; raw_model does the rest
+    model = raw_model  # model: for training, wrapped below; raw_model: for everything else
     if config.compile and not is_sharded:
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
-        raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # for validation: saves its memory
+        raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # validation calls it alone
     if run.world_size > 1 and not is_sharded:
         model = DDP(model, gradient_as_bucket_view=True)  # the view saves a copy of the gradients
-        optimizers = parallel.share_muon(optimizers)  # each process computes some of the matrices
+        optimizers = parallel.share_muon(optimizers)  # Muon: each process updates some matrices
     scaler = parallel.grad_scaler(raw_model, run)
 
     saver = Saver(raw_model, optimizers, scaler, data, config, run)
@@ -349,7 +351,7 @@ def main(argv=None):
             last = step == config.max_steps  # all updates are done
             # A signal or max_minutes makes run.stopping true in train_step, on all processes alike.
             # A run that stops here leaves what is due below to its resume. A resumed run removes
-            # the lines after its step from log.txt, and does not write the others again.
+            # the lines after its step from log.txt. What log.txt has is not written twice.
             if step > first_step and (last or run.stopping or due(step, config.save_every)):
                 saver.save(step, position)
             if run.stopping and not last:
