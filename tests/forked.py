@@ -73,7 +73,8 @@ def become(argv, cwd, env, outputs, limits, root):
     for number, end in enumerate(outputs, start=1):
         os.dup2(end.fileno(), number)
         end.close()
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
+    encoding = env.get("PYTHONIOENCODING", "utf-8")
+    sys.stdout = open(1, "w", encoding=encoding, buffering=1, closefd=False)
     sys.stderr = open(
         2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False)
     for name, size in limits.items():

@@ -147,5 +147,5 @@ def test_programs_load_files_safely_and_never_call_a_shell():
 
 def test_text_for_a_terminal_of_ascii(world):
     out, _ = program("--checkpoint", "log/baby", "--prompt", "caf\xe9", cwd=world,
-                     program="generate.py", fresh=True, env=dict(PYTHONIOENCODING="ascii"))
+                     program="generate.py", env=dict(PYTHONIOENCODING="ascii"))
     assert "caf\\xe9" in out

@@ -132,7 +132,7 @@ def test_a_document_without_an_end_is_cut(tmp_path):
 # Mixtures
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
 def test_each_set_is_within_one_of_its_share(parts):
     shares, counts = [Fraction(part, sum(parts)) for part in parts], [0] * len(parts)

@@ -52,7 +52,7 @@ def test_resume_after_kills_at_random_times(tmp_path):
              "--val_every", 100, "--val_tokens", 256]
     train(*flags, "--log_dir", "whole", cwd=tmp_path)
     rng, n_torn = random.Random(0), 0
-    for _ in range(15):
+    for _ in range(10):
         (process,) = spawn(*TINY, *flags, "--log_dir", "run", "--resume", cwd=tmp_path)
         for _ in range(rng.randrange(1, 6)):
             wait_for(process, "step ")

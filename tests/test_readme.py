@@ -157,13 +157,15 @@ def test_run_the_code_of_all_pages(tmp_path):
            "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def run(code):
-        """Runs commands in their order: those of Python fast, all others in bash -> output."""
+        """Runs commands in their order: those of Python and torchrun fast, others in bash."""
         output, code = "", re.sub(r"--max_steps \d+", "--max_steps 2", code.replace("\\\n", ""))
         code = code.replace("train_gpt2.py", "train_gpt2.py --val_tokens 1024 --sample_tokens 20")
-        for command in re.split(r"^(python .*)\n", code, flags=re.M):
-            if command.startswith("python "):
-                path, *flags = shlex.split(command, comments=True)[1:]
-                output += program(*flags, cwd=tmp_path, program=tmp_path / path)[0]
+        for command in re.split(r"^((?:python|torchrun) .*)\n", code, flags=re.M):
+            if command.startswith(("python ", "torchrun ")):
+                first, path, *flags = shlex.split(command.removeprefix("torchrun "), comments=True)
+                processes = 1 if first == "python" else int(first[-1])  # --nproc_per_node=2
+                output += program(*flags, cwd=tmp_path, program=tmp_path / path,
+                                  processes=processes)[0]
             else:
                 done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path,
                                       env=env, capture_output=True, text=True, timeout=600)
