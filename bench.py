@@ -93,7 +93,7 @@ def make_step(name, gpt_config, config, run):
         model = torch.compile(raw_model, dynamic=False, fullgraph=name == "plaingpt")
     if run.world_size > 1 and not is_sharded:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizers = parallel.share_muon(optimizers)
+        optimizers[0].n_shares = run.world_size  # of Muon
     return model, optimizers, parallel.grad_scaler(raw_model, run)
 
 

@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,8 +68,6 @@ def read_progress(directory, name, settings):
         return facts
     old = read_meta(directory)
     differ = [key for key in settings if old.get(key) != settings[key]]
-    if len(old.get("next") or [0, 0]) != 2:
-        differ = ["version of fineweb.py"]
     if differ:
         raise UserError(f"--output_dir {directory}: holds other shards (another "
                         f"{', '.join(differ)}); choose another directory")
@@ -240,11 +237,7 @@ def main(argv=None):
             temporary.unlink()
         facts = read_progress(directory, name, settings)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
-            start, n_before = time.monotonic(), facts["tokens"]
             write_shards(facts, config, paths, tokenizer)
-            seconds = time.monotonic() - start
-            speed = (facts["tokens"] - n_before) / seconds / 1e6
-            print(f"{seconds:.0f} seconds, {speed:.1f} million tokens per second")
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
     print_result(config, facts)

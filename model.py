@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype
+from plaingpt.muon import Muon
 from plaingpt.sampling import KVCache, sample
 
 
@@ -220,7 +221,7 @@ class GPT(nn.Module):
         if optimizer == "muon":
             in_blocks = [(n, p) for n, p in matrices if ".h." in n]  # transformer.h.0, ...
             matrices = [(n, p) for n, p in matrices if ".h." not in n]
-            optimizers.append(torch.optim.Muon(
+            optimizers.append(Muon(
                 in_blocks, lr=muon_lr or learning_rate, weight_decay=weight_decay,
                 adjust_lr_fn="match_rms_adamw"))
         groups = [dict(params=matrices, weight_decay=weight_decay),

@@ -30,8 +30,6 @@ from plaingpt.tokenizer_json import MAX_IDS, build, is_byte_level, is_gpt2, pars
 
 END_OF_TEXT = "<|endoftext|>"
 MERGES = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
-# tiktoken pins the same hash for r50k_base, its name for this encoding.
-MERGES_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # GPT-2 splits text before it merges bytes: contractions, words, numbers, other symbols, spaces.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -167,18 +165,6 @@ def read_sample(config):
     return texts
 
 
-def hold_out(texts):
-    """Splits texts 19:1 -> (texts to train on, text to measure on).
-
-    Fewer than 20 texts are joined and cut.
-    """
-    if len(texts) >= 20:
-        return [text for i, text in enumerate(texts) if i % 20 != 19], "".join(texts[19::20])
-    text = "".join(texts)
-    cut = len(text) * 19 // 20
-    return [text[:cut]], text[cut:]
-
-
 def train_vocabulary(texts, config):
     """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) -> text of its JSON."""
     hf = require("tokenizers")
@@ -198,14 +184,16 @@ def main(argv=None):
     if not config.input:
         raise UserError("--input: is missing; give text files")
     check_output("--output", config.output)
-    texts, held_out = hold_out(read_sample(config))
+    texts = read_sample(config)
+    held_out = "".join(texts[19::20] or texts)
+    del texts[19::20]
     text = train_vocabulary(texts, config)
     tokenizer = get_tokenizer(text)
     Path(config.output).write_text(text, "utf-8")
     ours, gpt2 = (len(held_out.encode()) / len(each.encode(held_out))  # bytes per token
                   for each in (tokenizer, get_tokenizer("gpt2")))
     print(f"{config.output}: {tokenizer.n_vocab:,} ids, {ours:.2f} bytes per token (gpt2: "
-          f"{gpt2:.2f}) on text that was not used for training")
+          f"{gpt2:.2f}) on every 20th piece, which was not used for training")
 
 
 if __name__ == "__main__":

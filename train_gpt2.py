@@ -253,15 +253,14 @@ def estimate_loss(model, loader, text_bytes, config, run):
     sums = torch.zeros(3, device=run.device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, run.dp_size * B):
         first = start + run.dp_rank * B
-        rows = min(B, max(0, n_sequences - first))
-        # A process without rows of its own computes one and ignores it, because every process must
-        # take part in the collectives of a sharded model.
-        x, y = loader.batch(min(first, n_sequences - 1), max(rows, 1), run.device)  # (B, T) each
+        # Always B sequences, although the last ones may be beyond the end: torch.compile compiles
+        # each shape, and every process must take part in the collectives of a sharded model.
+        x, y = loader.batch(first, B, run.device)  # (B, T) each
         with run.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
         n_bytes = text_bytes[y]  # (B, T)
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
-        sums += parts[:, :rows].sum(dim=(1, 2))
+        sums += parts[:, : max(0, n_sequences - first)].sum(dim=(1, 2))
     model.train()
     nats, text_nats, n_bytes = run.sum(sums).tolist()  # each sequence counts once, also with TP
     return nats / (n_sequences * T), text_nats / max(1, n_bytes) / math.log(2)
@@ -336,7 +335,7 @@ def main(argv=None):
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # validation calls it alone
     if run.world_size > 1 and not is_sharded:
         model = DDP(model, gradient_as_bucket_view=True)  # the view saves a copy of the gradients
-        optimizers = parallel.share_muon(optimizers)  # Muon: each process updates some matrices
+        optimizers[0].n_shares = run.world_size  # Muon: each process updates some matrices
     scaler = parallel.grad_scaler(raw_model, run)
 
     saver = Saver(raw_model, optimizers, scaler, data, config, run)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from plaingpt.cli import UserError, first_line
+from plaingpt.muon import has_bfloat16
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
 
@@ -128,11 +129,8 @@ def set_malloc(keep_memory):
 def choose_dtype(name, device):
     """--dtype -> torch.dtype. auto: bfloat16 where it is fast, else float16 on CUDA or float32."""
     if name == "auto":
-        cpu = torch.cpu.get_capabilities()
-        fast, slow = cpu.get("avx512_bf16") or cpu.get("amx_bf16"), "float32"
-        if device.type == "cuda":  # GPUs before Ampere emulate bfloat16 slowly
-            fast, slow = torch.cuda.is_bf16_supported(including_emulation=False), "float16"
-        name = "bfloat16" if fast else slow
+        slow = "float16" if device.type == "cuda" else "float32"
+        name = "bfloat16" if has_bfloat16(device) else slow
     # Allows float32 products to round their inputs: on CUDA to TF32, on a CPU to bfloat16. Sums
     # stay float32. A CPU without bfloat16 rounds nothing, but oneDNN replaces MKL and is twice as
     # fast.

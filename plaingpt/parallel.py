@@ -279,36 +279,6 @@ def is_dtensor(tensor):
     return hasattr(tensor, "placements")
 
 
-def share_muon(optimizers):
-    """Replaces Muon by one that shares its work among the processes of DDP."""
-    return [Muon(optimizer.param_groups) if isinstance(optimizer, torch.optim.Muon) else optimizer
-            for optimizer in optimizers]
-
-
-class Muon(torch.optim.Muon):
-    """Muon for DDP: each process updates its share of the matrices and sends them to the others.
-
-    The orthogonalization takes most of the time, and DDP would repeat it on every process. All
-    processes keep the momentum of all matrices: a checkpoint fits any number of processes.
-    """
-
-    @torch.no_grad()
-    def step(self):
-        (group,) = self.param_groups
-        matrices = sorted(group["params"], key=lambda p: -p.numel())
-        owners = [i % dist.get_world_size() for i in range(len(matrices))]
-        for p, owner in zip(matrices, owners):
-            if owner != dist.get_rank():
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                p.grad = None  # torch.optim.Muon skips it
-        super().step()
-        sent = [dist.broadcast(p, owner, async_op=True) for p, owner in zip(matrices, owners)]
-        for work in sent:
-            work.wait()
-
-
 class Absent(nn.Module):
     """Replaces a module of another stage. Returns the residual stream x, or 0 for positions."""
 

@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
 # A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
-# AdamW, because Muon computes in bfloat16.
+# AdamW, because Muon computes in bfloat16 if the CPU can.
 TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
         "--batch_size 4 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
         "--sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "

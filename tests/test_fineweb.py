@@ -169,7 +169,7 @@ def test_several_files_and_threads(documents, vocabulary, tmp_path, num_proc):
     flags = ["--input", "table.parquet", "jsonl*", "--num_proc", num_proc]
     out, _ = fineweb_py(*flags, cwd=tmp_path)
     assert shards_in(tmp_path / "out") == reference(documents)
-    assert "million tokens per second" in out and "python train_gpt2.py --data out" in out
+    assert "python train_gpt2.py --data out" in out
     fineweb_py(*flags, "--tokenizer", vocabulary[0], directory="own", cwd=tmp_path)
     assert shards_in(tmp_path / "own") == reference(documents, library=vocabulary[1])
     assert (tmp_path / "own/tokenizer.json").is_file()
@@ -286,11 +286,6 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     before = everything_in(out)
     with pytest.raises(UserError, match=r"other shards \(another shard_size\); choose another"):
         fine("--input", path, directory=out, shard_size=600)
-    old = facts_of(out) | dict(next=[0, 3, 7, 20], crc32=[1, 2])  # of an older version
-    (out / "meta.json").write_text(json.dumps(old))
-    with pytest.raises(UserError, match=r"\(another version of fineweb\.py\); choose another dir"):
-        fine("--input", path, directory=out, shard_size=500)
-    (out / "meta.json").write_bytes(before["meta.json"])
     write(path, documents[:60])
     with pytest.raises(UserError, match=r"\(another source\)"):
         fine("--input", path, directory=out, shard_size=500)

@@ -13,6 +13,7 @@ from model import GPT, PRESETS, GPTConfig
 from plaingpt import loss as loss_module
 from plaingpt.cli import UserError
 from plaingpt.huggingface import load_gpt2, save_gpt2
+from plaingpt.muon import Muon
 from plaingpt.sampling import sample
 from tokenizer import get_tokenizer
 
@@ -181,21 +182,26 @@ def test_optimizer_decays_matrices_only():
     assert "transformer.h.1.mlp.c_proj.bias" in free["param_names"]
 
 
-def test_muon_updates_the_hidden_matrices_and_adamw_the_rest():
+@pytest.mark.parametrize("has_bfloat16, tolerance", [(True, 0), (False, 5e-5)])
+def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bfloat16, tolerance):
+    """In bfloat16 as torch.optim.Muon, bit for bit; in float32 up to rounding of the update."""
+    monkeypatch.setattr("plaingpt.muon.has_bfloat16", lambda device: has_bfloat16)
     model = randomise(GPT(SMALL))
     muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)
-    assert type(muon) is torch.optim.Muon and type(adamw) is torch.optim.AdamW
+    assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
     names = [[n for group in o.param_groups for n in group["param_names"]] for o in (muon, adamw)]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert {*names[0]} == {f"transformer.h.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
     assert sorted(names[0] + names[1]) == sorted(n for n, _ in model.named_parameters())
     assert [g["lr"] for o in (muon, adamw) for g in o.param_groups] == [2e-3, 1e-3, 1e-3]
     p = model.transformer.h[0].mlp.c_fc.weight
-    before = p.detach().double().clone()
-    p.grad = torch.randn(128, 32)
+    before, q = p.detach().double().clone(), torch.nn.Parameter(p.detach().clone())
+    p.grad = q.grad = torch.randn(128, 32)
     muon.step()
+    torch.optim.Muon([q], 2e-3, 0.1, adjust_lr_fn="match_rms_adamw").step()
+    torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
     # The first momentum has the direction of the gradient. The nearest orthogonal matrix to U S V'
-    # is U V'. The iteration in bfloat16 brings its singular values to 0.7 ... 1.2. An orthogonal
+    # is U V'. The iteration brings its singular values to 0.7 ... 1.2. An orthogonal
     # matrix of shape (128, 32) has an RMS of 1/sqrt(128). Updates of AdamW have about 0.2.
     U, _, V = torch.linalg.svd(p.grad.double(), full_matrices=False)
     step = (before * (1 - 2e-3 * 0.1) - p.detach().double()) / (2e-3 * 0.2 * math.sqrt(128))
