@@ -106,7 +106,7 @@ def main(argv=None):
     cuda = run.device.type == "cuda"
     values = {**RECIPES[bench.preset], **given}
     config = TrainConfig(**{k: v for k, v in values.items() if hasattr(TrainConfig, k)})
-    config.compile = cuda if bench.compile is None else bench.compile
+    config.compile = devices.choose_compile(bench.compile, run.device)
     gpt_config = GPTConfig(**PRESETS[bench.preset])  # no dropout: all models compute the same
     B = config.batch_size = bench.batch_size or (64 if cuda else 4)
     T = gpt_config.block_size = bench.block_size or gpt_config.block_size

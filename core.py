@@ -79,8 +79,7 @@ def load(path, limit=0, **options):
 def read_bundle(path, names):
     """Directory with core.yaml -> Tasks. names: as in --tasks. Raises UserError."""
     if not (path / "core.yaml").is_file():
-        raise UserError(f"{path}: has no core.yaml; give a directory like the unpacked "
-                        "eval_bundle, or a .jsonl file")
+        raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         tasks[task["label"]] = Task(

@@ -69,8 +69,8 @@ def read_progress(directory, name, settings):
     old = read_meta(directory)
     differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
-        raise UserError(f"--output_dir {directory}: holds other shards (another "
-                        f"{', '.join(differ)}); choose another directory")
+        raise UserError(f"{directory}: has shards of another {', '.join(differ)}; choose another "
+                        "--output_dir")
     facts.update(old)  # its name, too: the directory may have been renamed
     for i in range(facts["shards"]):
         path = shard_path(directory, facts, i)

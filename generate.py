@@ -15,9 +15,10 @@ from typing import Annotated
 
 import torch
 
-from plaingpt.checkpoint import find_model, load_model
+from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, write_json
 from plaingpt.device import Dtype, memory_advice, start
+from plaingpt.sampling import attention_for_many_shapes
 
 
 @dataclass
@@ -41,23 +42,21 @@ class GenerateConfig:
 
 
 def read_prompts(config):
-    """Returns the prompts of --prompt or --prompts: pairs (where it is from, text)."""
+    """Returns the prompts of --prompt or --prompts: a list of texts."""
     if config.prompts is None:
-        return [("--prompt", config.prompt or "")]
-    where = f"--prompts {config.prompts}"
+        return [config.prompt or ""]
     try:
         with open(config.prompts, encoding="utf-8-sig", errors="replace") as file:
-            lines = [line.rstrip("\n") for line in file]
+            return [line.rstrip("\n") for line in file]
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror}); give a text file") from error
-    return [(f"{where}, line {n}", line) for n, line in enumerate(lines, start=1)]
+        raise UserError(f"{error.filename}: {error.strerror}; give a text file") from error
 
 
-def tokenize_prompt(where, prompt, tokenizer, T):
+def tokenize_prompt(prompt, tokenizer, T):
     """Prompt -> list of at most T ids, with end_of_text first. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     if len(ids) > T:
-        raise UserError(f"{where}: has {len(ids) - 1} tokens; give at most {T - 1}")
+        raise UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
     return ids
 
 
@@ -68,7 +67,7 @@ def ask_prompts(tokenizer, config, T):
     print("Ctrl-C ends a text, Ctrl-D the program")
     while True:
         try:
-            yield tokenize_prompt("the prompt", input("> "), tokenizer, T)
+            yield tokenize_prompt(input("> "), tokenizer, T)
             config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
         except (UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
             print(message)
@@ -107,7 +106,8 @@ def write_texts(model, tokenizer, ids, config):
     texts, shown = [""] * n, ""  # what follows the prompt
     print(f"--- sample 0 ---\n{prompt}", end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
-    with suppress(*stops), memory_advice(f"--num_samples {n}: out of memory; give fewer"):
+    with (suppress(*stops), attention_for_many_shapes(),
+          memory_advice(f"--num_samples {n}: out of memory; give fewer")):
         for new in model.stream(idx, config.max_new_tokens, config.temperature, config.top_k,
                                 config.top_p, config.seed):
             idx = torch.cat([idx, new], dim=1)
@@ -139,13 +139,13 @@ def main(argv=None):
     if config.interactive or config.temperature == 0:
         config.num_samples = given.get("num_samples", 1)
     check_output("--json", config.json)
-    prompts, name = read_prompts(config), find_model(config)
+    prompts, name = read_prompts(config), config.model or newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     model, tokenizer = load_model(name)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:
         store_by_columns(model)
-    prompts = [tokenize_prompt(*prompt, tokenizer, model.config.block_size) for prompt in prompts]
+    prompts = [tokenize_prompt(prompt, tokenizer, model.config.block_size) for prompt in prompts]
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
            f"{str(process.dtype).removeprefix('torch.')} on {process.device}\n")
     if config.interactive:

@@ -130,8 +130,7 @@ def load_tokenizer(place, end_of_text=None):
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
     except Exception as error:  # those of the network and of `tokenizers` have no common class
         reason = f"no usable tokenizer.json ({first_line(error)})"
-        raise UserError(f"--tokenizer {place}: {reason}; give another file, its directory or name "
-                        "on the hub, and --end_of_text") from error
+        raise UserError(f"--tokenizer {place}: {reason}; give another, or --end_of_text") from error
 
 
 PIECE = 10_000  # characters; large documents are sampled in pieces

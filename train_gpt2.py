@@ -13,8 +13,9 @@ default. A preset overrides the defaults, and a flag overrides the preset.
 
 A run writes into --log_dir: run.json at its start, log.txt in every step,
 model_STEP.pt every save_every steps, after the last step and when it is
-stopped, model_best.pt with --keep_best. A new run first moves the files of an
-old one to another directory: log/baby.1.
+stopped, model_best.pt with --keep_best. Rank 0 writes them. Samples are only
+printed. --tensorboard and --wandb get all figures and samples, too. A new run
+first moves the files of an old one to another directory: log/baby.1.
 """
 
 import math
@@ -61,11 +62,11 @@ class TrainConfig:
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
-    val_every: Annotated[int | None, "steps between validations [up to 250]", "at least 0"] = None
+    val_every: Annotated[int, "steps between validations; less in a short run", "at least 0"] = 500
     val_tokens: Annotated[int, "tokens of a validation", "above 0"] = 20 * 2**19
-    eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 250
+    eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
-    sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 250
+    sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 500
     sample_tokens: Annotated[int | None, "length of a sample [64; bytes: 500]", "above 0"] = None
     save_every: Annotated[int, "steps between saves; 0: last step only", "at least 0"] = 1000
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
@@ -90,7 +91,7 @@ class TrainConfig:
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 HUGE = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
 SMALL = dict(optimizer="muon", max_lr=4e-3, batch_size=16, warmup_steps=100, val_tokens=65536,
-             eval_every=0, save_every=500, log_every=100)
+             val_every=250, eval_every=0, save_every=500, log_every=100)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
@@ -146,8 +147,8 @@ def make_configs(given, data):
     values.update(given, preset=preset, data=data.sources)
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
-    if values["val_every"] is None:
-        values["val_every"] = min(250, max(1, values["max_steps"] // 10))
+    if "val_every" not in given:
+        values["val_every"] = min(values["val_every"], max(1, values["max_steps"] // 10))
     if "warmup_steps" not in given:  # leaves steps for the decay in a short run
         values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"] // 5)
     print0(f"preset {preset} on {', '.join(data.shares)}, {values['max_steps']:,} steps; --preset "
@@ -206,8 +207,8 @@ class DataLoaderLite:
         and have the same batches.
         """
         while step < config.max_steps:
-            # n is a multiple of dp_size x B. A ramp has smaller n at first, and then B is at most
-            # n / dp_size of its first step. With --pp, B is n / dp_size.
+            # n is a multiple of dp_size x B. A ramp begins with a smaller n. All its steps have one
+            # B, which is at most n / dp_size of the first. With --pp, B is n / dp_size.
             n, B = sequences_in_step(step, config, self.T, run.dp_size)
             starts = range(position + run.dp_rank * B, position + n, run.dp_size * B)
             yield [self.batch(start, B, run.device) for start in starts]
@@ -253,8 +254,8 @@ def estimate_loss(model, loader, text_bytes, config, run):
     sums = torch.zeros(3, device=run.device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, run.dp_size * B):
         first = start + run.dp_rank * B
-        # Always B sequences, although the last ones may be beyond the end: torch.compile compiles
-        # each shape, and every process must take part in the collectives of a sharded model.
+        # Always B sequences; those from n_sequences on do not count. torch.compile compiles each
+        # shape, and every process must take part in the collectives of a sharded model.
         x, y = loader.batch(first, B, run.device)  # (B, T) each
         with run.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
@@ -270,15 +271,15 @@ def train_step(model, optimizers, scaler, micro_batches, grad_clip, run):
     """One step: forward, backward, clip, update -> (mean loss, norm of the mean gradient).
 
     micro_batches: list of (x, y), (B, T) each. scaler: does nothing unless the dtype is float16. A
-    step with a non-finite gradient leaves parameters and optimizers as they are.
+    step with a non-finite gradient leaves parameters and optimizers as they are, but counts.
     """
     loss_sum = 0.0
     for i, (x, y) in enumerate(micro_batches, start=1):
         # DDP and ShardedGPT average the gradients over the processes if this is True, in backward.
         model.require_backward_grad_sync = i == len(micro_batches)
         with run.autocast:
-            # With --pp there is one micro-batch. This is also its backward pass: the loss has no
-            # graph, and loss.backward() below does nothing.
+            # With --pp there is one micro-batch, and this call also computes its gradients, scaled
+            # by the same scaler. backward() below then only reaches the loss itself, a leaf.
             _, loss = model(x, y)
         loss = loss / len(micro_batches)  # cross-entropy is a mean: average over the micro-batches
         scaler.scale(loss).backward()
@@ -286,8 +287,8 @@ def train_step(model, optimizers, scaler, micro_batches, grad_clip, run):
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
-    # Floats. Here, and only here, the CPU waits for the device. run.mean also sets run.stopping on
-    # all processes, if one of them was told to stop.
+    # Floats. Here, and only here, the CPU waits for the device. The norm is the same on all
+    # processes. run.mean also sets run.stopping on all of them, if one was told to stop.
     loss, norm = run.mean(loss_sum, norm)
     for optimizer in optimizers:
         if math.isfinite(norm):
@@ -306,7 +307,7 @@ def main(argv=None):
     data = Data(find_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, data)
     run = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
-    config.compile = run.device.type == "cuda" if config.compile is None else config.compile
+    config.compile = devices.choose_compile(config.compile, run.device)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
     # Shape and weights: of `saved`, else of --init_from, else of the flags, with weights None.
     gpt_config, weights = choose_start(saved, gpt_config, config, given, data)
@@ -334,8 +335,8 @@ def main(argv=None):
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # validation calls it alone
     if run.world_size > 1 and not is_sharded:
-        model = DDP(model, gradient_as_bucket_view=True)  # the view saves a copy of the gradients
-        optimizers[0].n_shares = run.world_size  # Muon: each process updates some matrices
+        model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
+        optimizers[0].n_shares = run.world_size  # for Muon: each updates some matrices
     scaler = parallel.grad_scaler(raw_model, run)
 
     saver = Saver(raw_model, optimizers, scaler, data, config, run)

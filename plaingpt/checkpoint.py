@@ -73,27 +73,23 @@ class Saver:
         config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]
         place, saved = config.log_dir, checkpoint["optimizer"]
         if step > config.max_steps:
-            raise UserError(f"the run in {place} is at step {step}, beyond --max_steps "
-                            f"{config.max_steps}; give more steps")
+            raise UserError(f"the run in {place} is at step {step}; give a larger --max_steps")
         changed = [f"the {split} was {before[split]} and is {now}"
                    for split, now in self.data.fingerprints.items()
                    if before.get(split, now) != now]
         if changed:
-            raise UserError(f"--data {' '.join(config.data)} is not the data of the run in "
-                            f"{place}: {', '.join(changed)}; for a new run: --init_from {place}, "
-                            "not --resume")
+            raise UserError(f"the run in {place} had other --data: {', '.join(changed)}; for a new "
+                            f"run: --init_from {place}, not --resume")
         if saved.keys() != {*self.names}:
-            raise UserError(f"the run in {place} has --preset {before.get('preset')} and "
-                            f"--optimizer {before.get('optimizer')}, not {config.optimizer}; give "
-                            "its flags again")
+            raise UserError(f"the run in {place} has --optimizer {before.get('optimizer')}; give "
+                            "all its flags again")
         states = [saved[name]["state"] for name in self.names]
         parallel.load_optimizers(self.optimizers, states)
         for optimizer in self.optimizers:
             for p, moments in optimizer.state.items():
                 # PyTorch's fused optimizers write beyond the end of a short tensor.
                 if any(m.dim() and m.shape != p.shape for m in moments.values()):
-                    raise UserError(f"the optimizer of the checkpoint in {place} does not fit its "
-                                    f"model; for a new run: --init_from {place}, not --resume")
+                    raise UserError(f"{place}: the optimizer's state is damaged; use --init_from")
         if checkpoint["scaler"]:  # empty unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
@@ -172,11 +168,6 @@ def unpack(checkpoint):
     return config, checkpoint["model"], get_tokenizer(checkpoint["tokenizer"])
 
 
-def find_model(config):
-    """The source that --model or else --checkpoint names. Raises UserError if there is none."""
-    return config.model or newest_model(config.checkpoint)
-
-
 def newest_model(place=None):
     """Path of the newest checkpoint. place: a file, a run, a directory of runs [log], or an export.
 
@@ -187,8 +178,7 @@ def newest_model(place=None):
         return place
     newest = [path for d in (place, *place.glob("*/")) for path in checkpoints(d)[-1:]]
     if not newest:
-        raise UserError(f"no checkpoint in {place}; python train_gpt2.py makes one, or give "
-                        "--checkpoint FILE")
+        raise UserError(f"no checkpoint in {place}; train a model, or give --checkpoint FILE")
     return max(newest, key=lambda path: path.stat().st_mtime)
 
 
@@ -209,8 +199,7 @@ def choose_start(checkpoint, gpt_config, config, given, data):
         if "vocab_size" not in given:
             g.vocab_size = n_vocab
         if g.vocab_size > n_vocab:
-            raise UserError(f"--vocab_size {g.vocab_size} is more than the data's {n_vocab} ids; "
-                            "leave it out, the model pads by itself")
+            raise UserError(f"--vocab_size: the data have {n_vocab} ids; the model pads by itself")
         return g, None
     source = c.log_dir if checkpoint else c.init_from
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
@@ -222,9 +211,8 @@ def choose_start(checkpoint, gpt_config, config, given, data):
             wpe = weights["transformer.wpe.weight"]  # (T, C)
             weights = {**weights, "transformer.wpe.weight": wpe[: g.block_size]}
     if not data.is_plain_text and data.tokenizer.name != tokenizer.name:
-        raise UserError(f"--data {' '.join(c.data)}: has tokens of {data.tokenizer.name}, but "
-                        f"{source} was trained on {tokenizer.name}; give the data as a text file, "
-                        "without --tokenizer")
+        raise UserError(f"--data has tokens of {data.tokenizer.name}, but {source} those of "
+                        f"{tokenizer.name}; give the data as a text file, without --tokenizer")
     data.tokenizer = tokenizer
     wrong = [f"{k} is {value}, not {getattr(g, k)}" for k, value in asdict(have).items()
              if k in given and value != getattr(g, k)]

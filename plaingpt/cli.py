@@ -90,8 +90,6 @@ def read_annotation(name, hint, default):
 
 def run_program(main):
     """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # the shell has closed it
-    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # escape what the terminal's encoding cannot print
             stream.reconfigure(errors="backslashreplace")
@@ -124,6 +122,7 @@ def catch_stop_signals(message, max_minutes=None):
     After max_minutes a 0 is appended.
     """
     received = []
+    others = " if all processes still run" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
     def handle(number, frame):
         if any(received):
@@ -132,17 +131,15 @@ def catch_stop_signals(message, max_minutes=None):
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 # print is not reentrant
-                os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
+                os.write(1, f"{message}{others}; Ctrl-C again to quit now\n".encode())
 
     timer = threading.Timer(60 * (max_minutes or 0), received.append, [0])
     if max_minutes:
         timer.start()
     numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in numbers
+              if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
     try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, handle)
         yield received
     finally:
         timer.cancel()
@@ -203,8 +200,7 @@ def lock(directory, flag):
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"{flag} {directory}: another process is writing there; stop it, or choose "
-                        "another directory") from error
+        raise UserError(f"{flag} {directory}: another process writes there; stop it") from error
     except (ImportError, OSError) as error:  # Windows and some network file systems: no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
     return descriptor

@@ -74,8 +74,7 @@ def read_shares(items):
             except (ValueError, ZeroDivisionError):
                 weight = 0
             if weight <= 0:
-                raise UserError(f"--data {item}: the weight must be a number above 0, as in "
-                                f"{path}=0.5")
+                raise UserError(f"--data {item}: the weight must be above 0, as in {path}=0.5")
         weights[path] = weights.get(path, 0) + weight
     total = sum(weights.values())
     shares = {path: weight / total for path, weight in weights.items()}
@@ -91,8 +90,8 @@ def find_common_tokenizer(paths, place):
     first, *others = [(path, find_tokenizer(path, place)) for path in paths]
     for path, tokenizer in others:
         if tokenizer.name != first[1].name:
-            raise UserError(f"--data {path}: has tokens of {tokenizer.name}, but {first[0]} has "
-                            f"those of {first[1].name}; use one tokenizer for all")
+            raise UserError(f"--data: {path} has tokens of {tokenizer.name}, {first[0]} those of "
+                            f"{first[1].name}; use one tokenizer for all")
     return first[1]
 
 
@@ -113,8 +112,7 @@ def find_tokenizer(data, place=None):
     elif name and not (given and given.name == name):
         own = get_tokenizer(name)
     if own and given and own.name != given.name:
-        raise UserError(f"--tokenizer {place}: is {given.name}, but {data} has tokens of "
-                        f"{own.name}; leave out --tokenizer")
+        raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
     return own or given or get_tokenizer("bytes" if is_text(path) else "gpt2")
 
 
@@ -147,11 +145,9 @@ def check_batch_size(config, T, n_sequences, dp_size):
         size = tokens_in_step(step, config)
         name = "rampup_batch_size" if step < config.rampup_steps else "total_batch_size"
         if size % unit or not config.pp * unit <= size <= most:
-            raise UserError(f"--{name} {getattr(config, name)}: must be a multiple of {unit} "
-                            f"(block_size {T} x {dp_size} processes), from {config.pp * unit} to "
-                            f"the {most} tokens of the data")
+            raise UserError(f"--{name}: must be a multiple of {unit} (block_size {T} x {dp_size} "
+                            f"processes), from {config.pp * unit} to {most}, the data's tokens")
         share = size // unit  # sequences of a process in this step
         if share % min(config.batch_size, share // config.pp):
-            raise UserError(
-                f"--batch_size {config.batch_size}: each process has {share} sequences in a step; "
-                f"give a divisor of {share}, at most {share // config.pp}")
+            raise UserError(f"--batch_size: each process has {share} sequences in a step; give a "
+                            f"divisor of {share}, at most {share // config.pp}")

@@ -8,17 +8,20 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from plaingpt.cli import UserError, first_line
+from plaingpt.cli import UserError, first_line, print0
 from plaingpt.muon import has_bfloat16
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
@@ -85,8 +88,8 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     model_size = pp * tp  # processes that share one model
     if world_size % model_size:
-        raise UserError(f"--tp {tp} x --pp {pp}: needs a multiple of {model_size} processes, not "
-                        f"{world_size}; use torchrun --nproc_per_node={model_size}")
+        raise UserError(f"--tp {tp} --pp {pp}: use torchrun --nproc_per_node={model_size}, or a "
+                        f"multiple of {model_size} processes")
     device = find_device(device, local_rank, world_size)
     set_malloc(keep_memory=parallel != "fsdp")
     cuda = device.type == "cuda"
@@ -102,15 +105,38 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
 
 def find_device(name, local_rank=0, world_size=1):
     """--device -> the torch.device of this process. Raises UserError if it cannot be used."""
+    n_gpus = torch.cuda.device_count()
     if name == "auto":
         name = "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
-        name = "cuda" if torch.cuda.is_available() else name
+        # With a GPU that torch cannot use, --device cuda fails below and says why.
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        name = "cuda" if n_gpus or Path("/dev/nvidia0").exists() and not hidden else name
+    if name.startswith("cuda") and world_size > 1 and (":" in name or local_rank >= n_gpus > 0):
+        raise UserError(f"--device {name}: each process needs its own GPU, and there are {n_gpus}; "
+                        f"use --device cuda and at most --nproc_per_node={n_gpus}")
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        torch.empty(1, device=device)
+        torch.ones(1, device=device)  # starts a kernel: the GPU may be too old for this torch
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {first_line(error)}; try --device cpu") from error
+        text = "".join(p.read_text() for p in Path("/proc/driver/nvidia").glob("version"))
+        driver = (re.findall(r"\d+\.[\d.]+", text) or ["none"])[0]
+        raise UserError(f"--device {name}: {first_line(error)} (torch {torch.__version__}, driver "
+                        f"{driver}); install one that fits, or try --device cpu") from error
     return device
+
+
+def choose_compile(wanted, device):
+    """--compile -> bool; by default on for CUDA. Raises UserError without a compiler."""
+    if wanted is None:
+        wanted = device.type == "cuda"
+    if wanted:
+        compilers = os.environ.get("CC", "gcc clang cl").split()
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if not (any(map(shutil.which, compilers)) and header.exists()):
+            raise UserError("--compile: needs a C++ compiler and Python's headers (Debian: apt "
+                            "install g++ python3-dev); install them, or use --no-compile")
+        print0("torch.compile: the first validation and the first step take a minute or more each")
+    return wanted
 
 
 def set_malloc(keep_memory):
@@ -193,9 +219,8 @@ def hardware_name(device):
 
 # Dense 16-bit peak in FLOP/s, from NVIDIA's data sheets. The first name that matches counts.
 PEAK_FLOPS = {
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
-    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12,
-    "V100": 125e12, "T4": 65e12}
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12, "T4": 65e12}
 
 
 def peak_flops(run):

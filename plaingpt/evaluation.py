@@ -21,18 +21,16 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import plaingpt.device as devices
-from plaingpt.checkpoint import find_model, load_model
+from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, check_output, parse_flags, print0, show_progress, write_json
+from plaingpt.sampling import attention_for_many_shapes
 from plaingpt.text import load_hub, read_records
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)  # of a forward pass; the caches of a CPU are small
 ROUND = dict(cpu=1, cuda=64, mps=64)  # row lengths are padded to a multiple: few shapes on a GPU
-# Without cuDNN's attention, which prepares a plan for each new shape.
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -178,7 +176,7 @@ def score(model, examples, rows, run, tokens_per_forward):
     rows = sorted(rows, key=lambda row: -row.length)  # first the one that needs most memory
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    with run.autocast, sdpa_kernel(KERNELS):  # entered once: the weights are converted once
+    with run.autocast, attention_for_many_shapes():  # entered once: the weights are converted once
         while first < len(rows):
             L = rows[first].length
             L += -L % ROUND[run.device.type]
@@ -312,7 +310,7 @@ def main(benchmark, argv=None):
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
     check_output("--json", config.json)
-    source = find_model(config)
+    source = config.model or newest_model(config.checkpoint)
     run = devices.start(config.device, config.dtype)
     examples = devices.on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = load_model(source)

@@ -34,8 +34,7 @@ def load_gpt2(name):
             raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys']))}")
     except Exception as error:  # transformers and its file formats raise exceptions of many kinds
         raise UserError(f"{name}: transformers cannot load a GPT-2 from it ({first_line(error)}); "
-                        "give a checkpoint, a run directory, a name such as gpt2, or a directory "
-                        "of transformers") from error
+                        "give a name such as gpt2, a directory, or a checkpoint") from error
     model = GPT(GPTConfig(c.n_layer, c.n_head, c.n_embd, c.n_positions, c.vocab_size))
     model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
     return model

@@ -19,6 +19,7 @@ import torch
 from plaingpt import cli
 from plaingpt.cli import UserError, print0
 from plaingpt.device import hardware_name, peak_flops
+from plaingpt.sampling import attention_for_many_shapes
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
 LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))\n", re.M)  # of log.txt
@@ -143,7 +144,7 @@ class RunLog:
         model.eval()
         idx = torch.full((2, 1), tokenizer.end_of_text, device=device)  # (B, T)
         n = self.config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
-        with self.run.autocast:  # FSDP gathers parameters in its dtype
+        with self.run.autocast, attention_for_many_shapes():  # FSDP gathers in its dtype
             idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
         model.train()
         for i, ids in enumerate(idx.tolist()):
@@ -175,8 +176,8 @@ class RunLog:
                 f"{flops / 1e12:.2f} TFLOP/s{mfu}"))
         cli.show_progress(step + 1, c.max_steps, progress)
         if self.bad_in_a_row == MAX_BAD_STEPS:
-            raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row, up to step "
-                            f"{step}; continue with --resume --max_lr {c.max_lr / 2:g}")
+            raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row; continue with "
+                            f"--resume --max_lr {c.max_lr / 2:g}")
 
     def finish(self, step):
         """Prints how the run has ended."""

@@ -3,6 +3,13 @@
 import math
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def attention_for_many_shapes():
+    """Context without cuDNN's attention, which would prepare a plan for every new shape."""
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class KVCache:

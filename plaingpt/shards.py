@@ -55,8 +55,8 @@ class Tokens:
         """Number of sequences of T+1 tokens that share their ends. Raises UserError if none."""
         n = (len(self) - 1) // T
         if n < 1:
-            raise UserError(f"{self.name}: {len(self)} tokens are too few for one sequence of "
-                            f"block_size {T} + 1; give more data, or a smaller --block_size")
+            raise UserError(f"{self.name}: has {len(self)} tokens, fewer than block_size {T} + 1; "
+                            "give more data, or a smaller --block_size")
         return n
 
     def fingerprint(self):

@@ -52,8 +52,7 @@ def find_files(patterns):
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
         if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES) and not find_index(path):
-            raise UserError(f"{path}: unknown format; give a .jsonl, .json or .txt file (also with "
-                            ".gz or .zst), .parquet, or Megatron's .idx")
+            raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths
 
 
@@ -168,8 +167,7 @@ def read_records(path):
                 place = f"{path}, {where}"
                 yield where, parse_record(item)
     except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{place}: {first_line(error)}; correct it, or give another file "
-                        "(.jsonl, .csv, .parquet or text)") from error
+        raise UserError(f"{place}: {first_line(error)}; correct it, or leave it out") from error
 
 
 def read_documents(paths, text_key="text", cut=False):
@@ -187,8 +185,7 @@ def read_documents(paths, text_key="text", cut=False):
                     yield document
             n_before += path.stat().st_size
         except (OSError, ValueError, RecursionError, NotImplementedError) as error:
-            raise UserError(f"{path}: cannot be read ({first_line(error)}); "
-                            "repair it, or choose another file or --text_key") from error
+            raise UserError(f"{path}: {first_line(error)}; repair it, or leave it out") from error
 
 
 def read_file(path, file, text_key, cut):

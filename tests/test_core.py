@@ -217,7 +217,7 @@ def test_training_logs_core(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     ("", "error: no data; give --bundle, as core.py --help explains"),
-    ("--bundle missing", "missing: has no core.yaml; give a directory like the unpacked"),
+    ("--bundle missing", "missing: has no core.yaml; give the eval_bundle"),
     ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
     ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
     ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),

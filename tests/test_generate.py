@@ -42,8 +42,8 @@ def test_generates_from_the_newest_checkpoint(trained):
 @pytest.mark.parametrize("flags, sentence", [
     (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts and --interactive exclude each"),
     (["--prompt", "a", "--interactive"], "--prompt, --prompts and --interactive exclude each"),
-    (["--prompt", "a" * 32], "--prompt: has 32 tokens; give at most 31"),
-    (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read (No such file"),
+    (["--prompt", "a" * 32], "...: has 32 tokens; give at most 31"),
+    (["--prompts", "nowhere.txt"], "nowhere.txt: No such file or directory; give a text file"),
 ])
 def test_each_mistake_gives_a_one_sentence_error(flags, sentence, trained):
     _, err = generate(*flags, cwd=trained, status=2)
@@ -114,7 +114,7 @@ def test_interactive_mode_reads_prompts_until_the_end(trained):
     assert process.returncode == 0, err
     results = json.loads((trained / "chat.json").read_text())
     assert [result["prompt"] for result in results] == ["MARLOW: ", "你好"]
-    assert "the prompt: has 40 tokens; give at most 31\n" in out and out.count("> ") == 4
+    assert "...: has 40 tokens; give at most 31\n" in out and out.count("> ") == 4
 
 
 def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
