@@ -143,7 +143,7 @@ def main(argv=None):
            f"{statistics.median(ms):,.0f} ms ({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s "
            f"| {tok_s * flops / 1e12:.2f} TFLOP/s{share} | {memory / 1e9:.2f} GB | "
            f"first step {first:.1f} s")
-    run.close()
+    run.barrier()
 
 
 if __name__ == "__main__":

@@ -233,8 +233,6 @@ def main(argv=None):
         directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, cli.lock(directory, "--output_dir"))
-        for temporary in directory.glob("*.tmp"):  # of a killed process
-            temporary.unlink()
         facts = read_progress(directory, name, settings)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(facts, config, paths, tokenizer)

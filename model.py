@@ -63,12 +63,10 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
-        hs = C // self.n_head
-        # For memory: if DDP splits the compiled graph here, autocast would keep x in two formats.
-        x = x.to(matmul_dtype(x))
-        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # -1: all heads, or with tensor parallelism the heads of this process
-        q, k, v = (t.view(B, T, -1, hs).transpose(1, 2) for t in qkv)  # (B, nh, T, hs) each
+        # .to: if DDP splits the compiled graph here, autocast would keep x in two formats.
+        qkv = self.c_attn(x.to(matmul_dtype(x))).chunk(3, dim=2)  # 3 x (B, T, C)
+        # (B, nh, T, hs) each. -1: all heads, or with tensor parallelism those of this process
+        q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
         dropout = self.dropout if self.training else 0.0
@@ -156,6 +154,8 @@ class GPT(nn.Module):
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
+        if x.is_cuda and matmul_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # for speed: half the bytes; norms and their statistics stay float32
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
                 # For memory: keeps the input of a block only, and computes the block again in
@@ -230,13 +230,12 @@ class GPT(nn.Module):
             groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))  # fused: for speed
         return optimizers
 
-    def flops_per_token(self, causal=False):
+    def flops_per_token(self):
         """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).
 
         Matrix products: 6 for each weight; the loss pads the head to a multiple of 128 rows.
-        Attention: 12 n_layer n_embd T for all T x T scores; causal=True counts only half of them.
+        Attention: 12 n_layer n_embd T for all T x T scores, although the mask needs only half.
         """
         c = self.config
         weights = 12 * c.n_layer * c.n_embd**2 + (c.vocab_size + -c.vocab_size % 128) * c.n_embd
-        attention = 12 * c.n_layer * c.n_embd * c.block_size
-        return 6 * weights + (attention // 2 if causal else attention)
+        return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size

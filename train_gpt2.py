@@ -145,13 +145,14 @@ def make_configs(given, data):
     if "evals" in given:
         values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune have 0
     values.update(given, preset=preset, data=data.sources)
+    steps = values["max_steps"]
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
-    if "val_every" not in given:
-        values["val_every"] = min(values["val_every"], max(1, values["max_steps"] // 10))
-    if "warmup_steps" not in given:  # leaves steps for the decay in a short run
-        values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"] // 5)
-    print0(f"preset {preset} on {', '.join(data.shares)}, {values['max_steps']:,} steps; --preset "
+    # In a short run: ten validations, and steps for the decay.
+    for name, most in ("val_every", max(1, steps // 10)), ("warmup_steps", steps // 5):
+        if name not in given:
+            values[name] = min(values[name], most)
+    print0(f"preset {preset} on {', '.join(data.shares)}, {steps:,} steps; --preset "
            "chooses another one: mini is small, gpt2 is GPT-2 124M")
     return [kind(**{f.name: values[f.name] for f in fields(kind)})
             for kind in (GPTConfig, TrainConfig)]
@@ -378,7 +379,7 @@ def main(argv=None):
                            norm=norm, tokens=position * T)
             step += 1
     log.finish(step)
-    run.close()
+    run.barrier()
 
 
 if __name__ == "__main__":

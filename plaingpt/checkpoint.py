@@ -85,11 +85,6 @@ class Saver:
                             "all its flags again")
         states = [saved[name]["state"] for name in self.names]
         parallel.load_optimizers(self.optimizers, states)
-        for optimizer in self.optimizers:
-            for p, moments in optimizer.state.items():
-                # PyTorch's fused optimizers write beyond the end of a short tensor.
-                if any(m.dim() and m.shape != p.shape for m in moments.values()):
-                    raise UserError(f"{place}: the optimizer's state is damaged; use --init_from")
         if checkpoint["scaler"]:  # empty unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))

@@ -192,7 +192,10 @@ def replacing(path):
 
 
 def lock(directory, flag):
-    """Locks a directory until the returned file descriptor is closed. Raises UserError."""
+    """Locks a directory until the returned file descriptor is closed. Raises UserError.
+
+    Removes the temporary files of a process that was killed.
+    """
     # On the directory itself, so that no lock file stays behind.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:
@@ -203,6 +206,8 @@ def lock(directory, flag):
         raise UserError(f"{flag} {directory}: another process writes there; stop it") from error
     except (ImportError, OSError) as error:  # Windows and some network file systems: no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
+    for temporary in Path(directory).glob("*.*.[0-9]*.tmp"):  # as named by `replacing`
+        temporary.unlink()
     return descriptor
 
 

@@ -4,6 +4,7 @@ Bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7, FP16
 small range: small gradients become zero unless a scaler enlarges them.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -70,12 +71,10 @@ class Run:
         dist.all_reduce(tensor)
         return tensor / (self.world_size // self.dp_size)  # each group has the same rows
 
-    def close(self):
-        """Waits for all processes, then closes the process group."""
+    def barrier(self):
+        """Waits for all processes."""
         if self.world_size > 1:
             dist.barrier()
-            dist.destroy_process_group()
-            time.sleep(0.5)  # exiting at once may crash in gloo's threads (pytorch/pytorch#179291)
 
 
 def start(device, dtype, tp=1, pp=1, parallel="ddp"):
@@ -96,8 +95,14 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
+        # Else NCCL warns about the messages of PyTorch's pipelines.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None,
                                 timeout=timedelta(hours=1))  # rank 0 may download for long
+        # At exit, also after an error. The last one comes first: gloo's threads need some time
+        # afterwards, else they may crash (pytorch/pytorch#179291).
+        atexit.register(time.sleep, 0.5)
+        atexit.register(dist.destroy_process_group)
     dp_size = world_size // model_size
     dp_rank = rank // tp % dp_size  # tp varies fastest, then dp, then pp
     return Run(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))

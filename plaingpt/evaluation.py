@@ -343,5 +343,5 @@ def main(benchmark, argv=None):
             for result, own in zip(results, split(examples, values)):
                 result[name] = own.tolist()
         write_json(config.json, dict(**facts, figures=figures, examples=results))
-    run.close()
+    run.barrier()
     return figures

@@ -216,7 +216,10 @@ class ShardedGPT(GPT):
         B = min(self.batch_size, n // self.n_stages)  # every stage gets work
         n_micro = n // B
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
-        stream = torch.empty((B, T, self.config.n_embd), device="meta", requires_grad=True)
+        half = self.run.device.type == "cuda" and self.run.dtype == torch.bfloat16
+        dtype = torch.bfloat16 if half else torch.float32  # as in GPT.hidden
+        shape = (B, T, self.config.n_embd)
+        stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else stream
         y = torch.empty((), device="meta") if self.is_last else stream
         stage = PipelineStage(self.stage, self.index, self.n_stages, self.run.device, input_args=x,

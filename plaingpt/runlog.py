@@ -60,8 +60,6 @@ class RunLog:
         with cli.writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, cli.lock(directory, "--log_dir"))
-            for temporary in directory.glob("*.tmp"):  # of a process that was killed
-                temporary.unlink()
             old = read_log(self.path) if step > 0 else []
             kept = [line for line in old
                     if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]

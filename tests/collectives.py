@@ -46,4 +46,4 @@ for counting in (False, True):  # do not count the first step, which includes th
         train_step(*step, batches, 1.0, run)
 if run.rank == 0:
     print(json.dumps(counts))
-run.close()
+run.barrier()

@@ -34,4 +34,4 @@ for step in range(2):  # the second time with the weights after a step
     found[step]["norm"] = train_step(model, *rest, [(x, y)], 0.5, run)[1]
 found["training loss"] = model(x, y)[1].detach()
 torch.save(found, f"{sys.argv[4]}.{run.rank}")
-run.close()
+run.barrier()

@@ -22,4 +22,4 @@ for _ in range(2):
         muon.step()
     model.zero_grad()
 print(counter.get_total_flops())
-run.close()
+run.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 import pytest
 from conftest import ROOT, program
 
-from plaingpt.cli import UserError, parse_flags
+from plaingpt.cli import UserError, catch_stop_signals, parse_flags
 
 
 @dataclass
@@ -140,5 +141,9 @@ def test_help_fits_80_columns(name, tmp_path):
     assert not list(tmp_path.iterdir())  # --help makes no file
 
 
-def test_there_are_programs():
-    assert {"train_gpt2.py", "fineweb.py", "generate.py", "bench.py", "plot.py"} <= set(PROGRAMS)
+def test_what_a_signal_prints_in_one_of_several_processes(monkeypatch, capfd):
+    """If another one has failed, this one cannot finish its step."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with catch_stop_signals("saving"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().out.startswith("saving if all processes still run; Ctrl-C again")

@@ -1,4 +1,4 @@
-"""Property tests: shards, the order of the data, sizes of batches, JSON lines, tokenizers."""
+"""Property tests: shards, the order of the data, JSON lines, tokenizers."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from plaingpt import text as texts
 from plaingpt.cli import UserError
-from plaingpt.data import check_batch_size, sequences_in_step, tokens_in_step
+from plaingpt.data import tokens_in_step
 from plaingpt.device import Run
 from plaingpt.order import order_of_sets, permute
 from plaingpt.shards import Tokens, open_shard, open_splits
@@ -157,36 +157,6 @@ def test_a_mixture_has_each_set_as_often_as_its_share_says_and_in_its_own_order(
         counts[k] += 1
         assert all(abs(count - (position + 1) * share) < 1 for count, share in zip(counts, shares))
     assert counts == [2 * period * share for share in shares]
-
-
-# Sizes of batches
-
-
-@fuzz(600, st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6),
-      st.integers(1, 6), st.integers(0, 6), st.sampled_from([(0, 0)] * 3 + [(0, 1), (1, 0)]),
-      st.integers(1, 20), st.integers(1, 400))
-def test_accepted_batches_can_be_divided(
-        T, dp, pp, share, times, rampup_steps, odd, batch_size, n_sequences):
-    first = share * T * dp + odd[0]
-    total = first * times + odd[1]
-    config = TrainConfig(batch_size=batch_size, total_batch_size=total, pp=pp,
-                         rampup_batch_size=first, rampup_steps=rampup_steps)
-    ramp = [first * (1 + (total // first - 1) * i // rampup_steps) for i in range(rampup_steps)]
-    sizes = [*ramp, total, total]
-    shares = [size // (T * dp) for size in sizes]
-    good = (max(sizes) <= n_sequences * T and not any(size % (T * dp) for size in sizes)
-            and min(shares) >= pp
-            and not any(share % min(batch_size, share // pp) for share in shares))
-    try:
-        check_batch_size(config, T, n_sequences, dp)
-        assert good
-    except UserError as error:
-        assert_sentence(error, "--")
-        assert not good
-    for step, size in enumerate(sizes if good else []):
-        n, B = sequences_in_step(step, config, T, dp)
-        assert n * T == size and n % (B * dp) == 0
-        assert B * dp == n if pp > 1 else 1 <= B <= batch_size
 
 
 # Texts

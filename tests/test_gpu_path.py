@@ -3,17 +3,19 @@
 import math
 import re
 import threading
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import program, spawn
 
+import plaingpt.device as devices
 import plaingpt.evaluation as evaluation
 from bench import make_step
 from model import GPT, PRESETS, GPTConfig
-from plaingpt.device import Run, prefetch
+from plaingpt.cli import UserError
+from plaingpt.device import Run
 from plaingpt.loss import CHUNK_SIZE, LinearCrossEntropyLoss
 from plaingpt.order import permute
 from tokenizer import get_tokenizer
@@ -143,6 +145,54 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
     assert found[64][1] == 1 < 20 < found[1][1]
 
 
+# The device
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
+    """A driver too old for torch: is_available() is False and only warns. Hidden GPUs are fine."""
+    exists = Path.exists
+
+    def ones(size, device):
+        if device.type == "cuda":
+            raise RuntimeError("The NVIDIA driver on your system is too old\nlonger text")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(Path, "exists", lambda path: path.name == "nvidia0" or exists(path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"is too old \(torch 2.*, driver .*\);.* --device cpu$"):
+        devices.find_device("auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.find_device("auto", world_size=2).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, local_rank in (("cuda:1", 0), ("cuda", 2), ("auto", 2)):
+        with pytest.raises(UserError, match="own GPU, and there are 2; .* --nproc_per_node=2$"):
+            devices.find_device(name, local_rank, world_size=3)
+
+
+def test_compile_says_what_it_needs_and_that_it_takes_long(monkeypatch, capsys):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert not devices.choose_compile(None, cpu) and not devices.choose_compile(False, cuda)
+    assert not capsys.readouterr().out
+    assert devices.choose_compile(None, cuda) and devices.choose_compile(True, cpu)
+    assert "take a minute or more" in capsys.readouterr().out
+    monkeypatch.setenv("CC", "missing")
+    with pytest.raises(UserError, match="needs a C.. compiler .* or use --no-compile$"):
+        devices.choose_compile(None, cuda)
+
+
+def test_the_residual_stream_is_bfloat16_on_cuda(monkeypatch):
+    """Only with products in bfloat16: float16 would overflow. A CPU plays CUDA here."""
+    model, dtypes = GPT(SMALL), []
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+    for is_cuda, dtype in ((True, torch.bfloat16), (True, torch.float16), (False, torch.bfloat16)):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda, raising=False)
+        with torch.autocast("cpu", dtype):
+            model.hidden(torch.zeros(2, 32, dtype=torch.long))
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 4
+
+
 # The data
 
 
@@ -151,7 +201,7 @@ def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
     used, device = [], torch.device("cuda:3")
     monkeypatch.setattr(torch.cuda, "set_device",
                         lambda device: used.append((device, threading.current_thread())))
-    assert list(prefetch(iter([1, 2]), device)) == [1, 2]
+    assert list(devices.prefetch(iter([1, 2]), device)) == [1, 2]
     assert [place for place, _ in used] == [device]
     assert used[0][1] is not threading.main_thread()
 
@@ -177,12 +227,6 @@ def test_permute_is_uniform():
         assert abs(chi - degrees) < 5 * (2 * degrees)**0.5, (chi, degrees)
 
 
-def test_the_order_of_a_trillion_tokens_takes_no_memory_and_no_time():
-    n, start = 10**12 // 1024, time.perf_counter()
-    images = {permute(n - 1 - i, n, 1337, 7) for i in range(1000)}
-    assert len(images) == 1000 and max(images) < n and time.perf_counter() - start < 5
-
-
 # Large models
 
 
@@ -194,7 +238,6 @@ def test_presets_of_gpt3(preset, millions):
     with torch.device("meta"):
         model = GPT(GPTConfig(**PRESETS[preset]))
     assert round(sum(p.numel() for p in model.parameters()) / 10**6) == millions
-    assert model.config.block_size == 2048
     config = TrainConfig(**RECIPES[preset])
     assert 9.9e9 < config.total_batch_size * config.max_steps < 10.1e9
     assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=2e-3)

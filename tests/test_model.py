@@ -303,7 +303,6 @@ def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
 
 def test_flops_per_token(gpt2):
     assert gpt2.flops_per_token() == 6 * 123_568_128 + 12 * 12 * 768 * 1024  # 854.65M
-    assert gpt2.flops_per_token(causal=True) / 1e6 == pytest.approx(798.03, abs=0.01)
 
 
 def test_a_mask_hides_tokens_also_with_activation_checkpointing():
