@@ -113,8 +113,8 @@ def find_device(name, local_rank=0, world_size=1):
     n_gpus = torch.cuda.device_count()
     if name == "auto":
         name = "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
-        # With a GPU that torch cannot use, --device cuda fails below and says why.
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        # With a GPU that a CUDA build of torch cannot use, --device cuda fails below and says why.
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not torch.version.cuda
         name = "cuda" if n_gpus or Path("/dev/nvidia0").exists() and not hidden else name
     if name.startswith("cuda") and world_size > 1 and (":" in name or local_rank >= n_gpus > 0):
         raise UserError(f"--device {name}: each process needs its own GPU, and there are {n_gpus}; "

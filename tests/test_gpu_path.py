@@ -149,7 +149,7 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
-    """A driver too old for torch: is_available() is False and only warns. Hidden GPUs are fine."""
+    """A driver too old for torch: is_available() only warns. A hidden GPU is no error."""
     exists = Path.exists
 
     def ones(size, device):
@@ -157,13 +157,14 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
             raise RuntimeError("The NVIDIA driver on your system is too old\nlonger text")
 
     monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(Path, "exists", lambda path: path.name == "nvidia0" or exists(path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=r"is too old \(torch 2.*, driver .*\);.* --device cpu$"):
         devices.find_device("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.find_device("auto", world_size=2).type == "cpu"
+    assert devices.find_device("auto", world_size=2).type == "cpu"  # hidden
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, local_rank in (("cuda:1", 0), ("cuda", 2), ("auto", 2)):
         with pytest.raises(UserError, match="own GPU, and there are 2; .* --nproc_per_node=2$"):
@@ -173,9 +174,8 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
 def test_compile_says_what_it_needs_and_that_it_takes_long(monkeypatch, capsys):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert not devices.choose_compile(None, cpu) and not devices.choose_compile(False, cuda)
-    assert not capsys.readouterr().out
     assert devices.choose_compile(None, cuda) and devices.choose_compile(True, cpu)
-    assert "take a minute or more" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("take a minute or more") == 2  # once for each True
     monkeypatch.setenv("CC", "missing")
     with pytest.raises(UserError, match="needs a C.. compiler .* or use --no-compile$"):
         devices.choose_compile(None, cuda)
