@@ -37,21 +37,21 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
     # On a CPU, Inductor stores results of exp that are used twice. On a GPU it does not.
     monkeypatch.setattr(ir, "is_cpu", lambda device: False)
     monkeypatch.setattr(inductor, "fx_graph_cache", False)
-    monkeypatch.setitem(CHUNK_SIZE, "cpu", 64)
     V, loss_fn = 1000, LinearCrossEntropyLoss()
-    x, w = torch.randn(2, 64, 32, requires_grad=True), (0.02 * torch.randn(V, 32)).requires_grad_()
-    y = torch.randint(V, (2, 64))
+    x, w = torch.randn(8, 64, 32, requires_grad=True), (0.02 * torch.randn(V, 32)).requires_grad_()
+    y = torch.randint(V, (8, 64))
     compiled = torch.compile(loss_fn, fullgraph=True, dynamic=False)
 
-    def run(function):
+    def run(function, rows):
+        monkeypatch.setitem(CHUNK_SIZE, "cpu", rows)
         x.grad = w.grad = None
         with torch.autocast("cpu", torch.bfloat16):
             loss = function(x, w, y)
         loss.backward()
         return loss, x.grad, w.grad
 
-    expected = run(loss_fn)
-    found, code = run_and_get_code(lambda: run(compiled))
+    expected = run(loss_fn, 256)
+    found, code = run_and_get_code(lambda: run(compiled, 64))  # 4 x 64 if compiled
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert buffers(code) == ["torch.bfloat16"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
@@ -60,8 +60,8 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 
 
 def buffers(code):
-    """The dtypes of the buffers for logits, (64, 1024), in Inductor's code."""
-    return re.findall(r"empty_strided_cpu\(\(64, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
+    """The dtypes of the buffers for logits of 4 x 64 positions in Inductor's code."""
+    return re.findall(r"empty_strided_cpu\(\(256, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
 
 
 def test_sums_of_one_process_stay_where_they_are():
