@@ -40,7 +40,7 @@ def read_run(directory):
     streams = {}
     for step, stream, value in read_log(Path(directory, "log.txt")):
         streams.setdefault(stream, []).append((step, float(value)))
-    if not streams:
+    if not streams.keys() & {*PANELS, *LOSSES}:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
     facts = read_json(Path(directory, "run.json"))  # build-nanogpt writes none
     return {stream: np.array(pairs).T for stream, pairs in streams.items()}, facts

@@ -177,7 +177,7 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
 
 
 @pytest.mark.parametrize("log, facts, message", [
-    ("1 train x\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+    ("1 train x\n1 foo 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
     ("1 train 2\n", "{", "run.json: is damaged (Expecting")])
 def test_plot_of_a_strange_run(tmp_path, log, facts, message):
     (tmp_path / "log.txt").write_text(log)
