@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype
+from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype, stream_dtype
 from plaingpt.muon import Muon
 from plaingpt.sampling import KVCache, sample
 
@@ -154,8 +154,7 @@ class GPT(nn.Module):
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
-        if x.is_cuda and matmul_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # for speed: half the bytes; norms and their statistics stay float32
+        x = x.to(stream_dtype(x))  # for speed, on CUDA; norms and their statistics stay float32
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
                 # For memory: keeps the input of a block only, and computes the block again in

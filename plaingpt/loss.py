@@ -104,6 +104,11 @@ def matmul_dtype(x):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def stream_dtype(x):
+    """The dtype of the residual stream x: bfloat16 on CUDA if products are, else that of x."""
+    return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
+
+
 def all_reduce(tensor, op, group):
     """Reduces the tensor in place over the group, if there is one, and returns it."""
     if group is not None:

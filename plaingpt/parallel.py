@@ -21,6 +21,7 @@ import torch.nn as nn
 
 from model import GPT
 from plaingpt.cli import UserError, print0
+from plaingpt.loss import stream_dtype
 
 
 def grad_scaler(model, run):
@@ -216,8 +217,8 @@ class ShardedGPT(GPT):
         B = min(self.batch_size, n // self.n_stages)  # every stage gets work
         n_micro = n // B
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
-        half = self.run.device.type == "cuda" and self.run.dtype == torch.bfloat16
-        dtype = torch.bfloat16 if half else torch.float32  # as in GPT.hidden
+        with self.run.autocast:
+            dtype = stream_dtype(self.loss_sum)
         shape = (B, T, self.config.n_embd)
         stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else stream
