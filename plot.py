@@ -1,11 +1,20 @@
-"""Plots the log of a run, or several runs in one picture.
+"""Plots the logs of runs in one picture, and prints their final validation losses.
 
-  python plot.py log/baby log/baby.1              writes plot.png
+  python plot.py log/baby log/baby-wide           writes plot.png
+  python plot.py log/base-? log/rms-?             two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
 
-The training loss is a running mean. Dotted lines show published scores.
+Runs that differ in the number after a last "-", "_" or "." form a group: its
+mean is a line, its mean ± standard deviation a band. The table compares each
+group with the first one. Its 95 % interval of the difference is Student's, for
+groups of equal variance.
+
+The training loss is a running mean. The axis of the loss fits the losses after
+the first tenth of the runs. Dotted lines show published scores.
 """
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +25,7 @@ from plaingpt.cli import UserError, parse_flags, read_json, require, run_program
 from plaingpt.runlog import read_log
 
 # Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
+# Streams that are not here follow in panels of their own.
 PANELS = {
     "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
     "bpb": ("bits per byte", {}),
@@ -27,6 +37,8 @@ PANELS = {
     "norm": ("gradient norm before clipping", {}),
     "tok_s": ("tokens per second", {})}
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
+# Student's t for a 95 % interval, from 1 to 10 degrees of freedom. With more, it is a bit smaller.
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass
@@ -36,65 +48,128 @@ class PlotConfig:
 
 
 def read_run(directory):
-    """Reads a run directory -> ({stream: array of (steps, values)}, run.json or {})."""
+    """Reads a run directory -> ({stream: {step: value}}, run.json or {}). Raises UserError."""
     streams = {}
     for step, stream, value in read_log(Path(directory, "log.txt")):
-        streams.setdefault(stream, []).append((step, float(value)))
-    if not streams.keys() & {*PANELS, *LOSSES}:
+        streams.setdefault(stream, {})[step] = float(value)
+    if not streams:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    facts = read_json(Path(directory, "run.json"))  # build-nanogpt writes none
-    return {stream: np.array(pairs).T for stream, pairs in streams.items()}, facts
+    return streams, read_json(Path(directory, "run.json"))  # build-nanogpt writes none
 
 
-def draw_run(panels, name, color, streams, position):
-    """Draws one run into {panel: Axes}. position[step]: the step's place on the x axis."""
-    for stream, (steps, values) in streams.items():
+def group_runs(runs):
+    """{directory: (streams, facts)} -> {group: list of streams}. rms-1 and rms-2 are in rms."""
+    groups = {}
+    for name, (streams, _) in runs.items():
+        groups.setdefault(re.sub(r"(?<=[-_])\d+$", "", name), {})[name] = streams
+    return {key.rstrip("-_") if len(members) > 1 else [*members][0]: [*members.values()]
+            for key, members in groups.items()}
+
+
+def compare(groups):
+    """The rows of the table: final validation losses, and differences to the first group."""
+    rows, first = [], None
+    for name, runs in groups.items():
+        ends = [[*run["val"].items()][-1] for run in runs if "val" in run]  # (step, loss)
+        if not ends:
+            continue
+        losses = np.array([loss for _, loss in ends])
+        n, mean, squares = len(ends), losses.mean(), ((losses - losses.mean()) ** 2).sum()
+        spread = f" ± {math.sqrt(squares / (n - 1)):.4f}" if n > 1 else ""
+        difference, interval = "", ""
+        if first:
+            n0, mean0, squares0 = first
+            difference = f"{mean - mean0:+.4f}"
+            if df := n + n0 - 2:  # degrees of freedom
+                error = math.sqrt((squares + squares0) / df * (1 / n + 1 / n0))
+                half = T95[min(df, len(T95)) - 1] * error
+                interval = f"{mean - mean0 - half:+.4f} to {mean - mean0 + half:+.4f}"
+        first = first or (n, mean, squares)
+        steps = ", ".join(map(str, sorted({step for step, _ in ends})))
+        rows.append((name, str(n), steps, f"{mean:.4f}{spread}", difference, interval))
+    return rows
+
+
+def running_mean(values):
+    """Means over the last hundredth of the run. Ignores values that are not finite."""
+    window = np.ones(max(1, len(values) // 100))
+    finite = np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0), window)[: len(values)]
+    counts = np.convolve(finite, window)[: len(values)]
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def draw_group(panels, name, color, runs, position):
+    """Draws a group into {panel: Axes}. position[step]: the step's place on the x axis."""
+    for stream in runs[0]:
         panel = panels.get("loss" if stream in LOSSES else stream)
-        label = f"{name}, {LOSSES[stream]}" if stream in LOSSES else name
-        x = position[steps.astype(int)]
-        if panel and stream in ("train", "norm", "tok_s"):
-            panel.plot(x, values, color=color, alpha=0.15, linewidth=0.6)
-            window = np.ones(max(1, len(values) // 100))
-            finite = np.isfinite(values)
-            sums = np.convolve(np.where(finite, values, 0), window)[: len(x)]
-            counts = np.convolve(finite, window)[: len(x)]
-            means = np.divide(sums, counts, out=np.full(len(x), np.nan), where=counts > 0)
-            panel.plot(x, means, color=color, label=label)
-        elif panel:
-            marker = "" if stream == "lr" else "."
-            panel.plot(x, values, color=color, linewidth=0.8, marker=marker, label=label)
+        steps = sorted(set.intersection(*({*run.get(stream, ())} for run in runs)))  # all have them
+        if not (panel and steps):
+            continue
+        x = position[steps]
+        values = np.array([[run[stream][step] for step in steps] for run in runs])  # (runs, steps)
+        noisy = stream in ("train", "norm", "tok_s")
+        if noisy:
+            if len(runs) == 1:
+                panel.plot(x, values[0], color=color, alpha=0.15, linewidth=0.6)
+            values = np.array([running_mean(row) for row in values])
+        mean = values.mean(axis=0)
+        panel.plot(x, mean, color=color, linewidth=1.5 if noisy else 0.8,
+                   marker="" if noisy or stream == "lr" else ".",
+                   label=f"{name}, {LOSSES[stream]}" if stream in LOSSES else name)
+        if len(runs) > 1:
+            sd = values.std(axis=0, ddof=1)
+            panel.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, linewidth=0)
+
+
+def fit_to_the_end(panel):
+    """Sets the y axis to the values after the first tenth of each line."""
+    lines = [line.get_data() for line in panel.lines if not line.get_label().startswith("_")]
+    values = np.concatenate([y[x >= 0.1 * x[-1]] for x, y in lines])
+    low, high = np.nanmin(values), np.nanmax(values)
+    margin = 0.05 * (high - low) or 0.1
+    panel.set_ylim(low - margin, high + margin)
 
 
 def draw(runs, x):
-    """{name: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
-    found = {"loss" if s in LOSSES else s for streams, _ in runs.values() for s in streams}
-    names = [name for name in PANELS if name in found]
+    """{directory: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
+    found = [stream for streams, _ in runs.values() for stream in streams]
+    found = dict.fromkeys("loss" if stream in LOSSES else stream for stream in found)
+    names = [name for name in (*PANELS, *(found.keys() - PANELS.keys() - {"tokens"}))
+             if name in found]
     rows = (len(names) + 1) // 2
+    ticker = require("matplotlib.ticker")
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
-    for i, (name, (streams, _)) in enumerate(runs.items()):
-        last = int(max(steps[-1] for steps, _ in streams.values()))
-        position = np.arange(last + 1)
+    for i, (name, group) in enumerate(group_runs(runs).items()):
+        last = max(max(steps) for run in group for steps in run.values())
+        position = np.arange(last + 2)
         if x == "tokens":
-            if "tokens" not in streams:
+            if "tokens" not in group[0]:
                 raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
-            steps, consumed = streams["tokens"]
             position = np.zeros(last + 2)
-            position[steps.astype(int) + 1] = consumed  # after the step
-        draw_run(panels, name.replace("$", r"\$"), f"C{i}", streams, position)
+            for step, consumed in group[0]["tokens"].items():
+                position[step + 1] = consumed  # after the step
+        draw_group(panels, name.replace("$", r"\$"), f"C{i}", group, position)
     fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
     for name, panel in panels.items():
-        label, scores = PANELS[name]
+        label, scores = PANELS.get(name, (name, {}))
+        if name in ("loss", "bpb"):
+            fit_to_the_end(panel)
         for model, score in scores.items() if name != "loss" or fineweb else []:
             panel.axhline(score, color="black", linestyle=":", linewidth=1)
             panel.text(1, score, f"{model}: {score:g}", ha="right", va="bottom", size=8,
-                       transform=panel.get_yaxis_transform())
-        yscale = "log" if name in ("norm", "wikitext") else "linear"
-        panel.set(xlabel=x, ylabel=label, yscale=yscale)
+                       transform=panel.get_yaxis_transform(), clip_on=True)
+        panel.set(xlabel=x, ylabel=label)
+        if name in ("norm", "wikitext"):
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_minor_formatter("")
         panel.grid(alpha=0.25)
         panel.legend(fontsize=8)
-        panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
+        panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 1.5M
+        panel.yaxis.set_major_formatter("{x:,.9g}")  # plain numbers: 0.0006, not 6 and 1e-4
     return figure
 
 
@@ -104,9 +179,16 @@ def main(argv=None):
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--output {config.output}: must be a .png, .svg or .pdf")
-    figure = draw({directory: read_run(directory) for directory in directories}, config.x)
+    runs = {directory: read_run(directory) for directory in directories}
+    figure = draw(runs, config.x)
     with writing(config.output):
         figure.savefig(config.output)
+    rows = compare(group_runs(runs))
+    if rows:
+        rows = [("group", "runs", "step", "val loss", "difference", "95 % interval"), *rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     print(f"{config.output}: {', '.join(directories)}")
 
 

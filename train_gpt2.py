@@ -11,7 +11,8 @@ The same command with --resume continues a run. Every flag is a field of
 GPTConfig (model.py) or TrainConfig (this file). Brackets [] contain its
 default. A preset overrides the defaults, and a flag overrides the preset.
 
-A run writes into --log_dir: run.json at its start, log.txt in every step,
+A run writes into --log_dir: run.json at its start (and changes.patch, if files
+of this clone differ from its commit), log.txt in every step,
 model_STEP.pt every save_every steps, after the last step and when it is
 stopped, model_best.pt with --keep_best. Rank 0 writes them. Samples are only
 printed. --tensorboard and --wandb get all figures and samples, too. A new run
@@ -380,6 +381,7 @@ def main(argv=None):
             step += 1
     log.finish(step)
     run.barrier()
+    return log.figures  # {stream: last value}
 
 
 if __name__ == "__main__":

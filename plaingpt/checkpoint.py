@@ -1,5 +1,8 @@
 """Finds, loads, saves and resumes checkpoints. Also loads the weights that a run starts from."""
 
+import ast
+import hashlib
+import inspect
 import math
 import os
 import zipfile
@@ -27,6 +30,7 @@ class Saver:
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
         self.data, self.config, self.run = data, config, run
         self.names = [type(optimizer).__name__.lower() for optimizer in optimizers]  # adamw, muon
+        self.model_code = hash_of_model_code()  # now: somebody may edit the file during the run
         self.best_val = math.inf  # the lowest validation loss of the run
 
     def save(self, step, position, name=None):
@@ -42,7 +46,7 @@ class Saver:
             model=model_state, optimizer=dict(zip(self.names, optimizer_states)),
             scaler=self.scaler.state_dict(), step=step, position=position,
             best_val=self.best_val, tokenizer=self.data.tokenizer.source,
-            model_config=asdict(self.model.config),
+            model_code=self.model_code, model_config=asdict(self.model.config),
             train_config={k: v for k, v in settings.items() if k not in NOT_STORED})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         remedy = "the older checkpoints are complete: free some space, then continue with --resume"
@@ -103,6 +107,8 @@ def load_checkpoint(path):
                 raise ValueError(f"the checksum of {damaged} is wrong")
         # mmap: the processes of a machine share the memory.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint.get("model_code", code := hash_of_model_code()) != code:
+            print0(f"note: {path} was written by another model.py")
         with torch.device("meta"):
             model = GPT(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
@@ -112,6 +118,12 @@ def load_checkpoint(path):
         raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); give another "
                         "one, or delete it to resume from the one before") from error
     return checkpoint
+
+
+def hash_of_model_code():
+    """A hash of the code of model.py. Comments and blanks do not count."""
+    code = ast.unparse(ast.parse(inspect.getsource(inspect.getmodule(GPT))))
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def checkpoints(directory):
@@ -199,7 +211,10 @@ def choose_start(checkpoint, gpt_config, config, given, data):
     source = c.log_dir if checkpoint else c.init_from
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
     have.dropout = g.dropout
-    if not checkpoint:
+    if checkpoint:  # a new --max_steps does not change what was derived from the old one
+        for name in {"warmup_steps", "val_every", "min_lr"} - given.keys():
+            setattr(c, name, checkpoint["train_config"].get(name, getattr(c, name)))
+    else:
         print0(f"starting from the weights in {source}")
         if "block_size" in given and g.block_size < have.block_size:
             have.block_size = g.block_size  # fine-tuning with a shorter context

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 from model import GPT, GPTConfig
 from plaingpt.cli import UserError, first_line, require, write_json
 
@@ -43,6 +45,7 @@ def load_gpt2(name):
 def save_gpt2(model, directory, tokenizer=None, dtype=None):
     """Writes a GPT as a Hugging Face GPT-2 into a directory. Raises OSError, UserError.
 
+    First compares logits: a model.py that was changed may no longer compute GPT-2.
     tokenizer: its files are written too, and the model gets its end-of-text token.
     dtype: torch.dtype of the weights; the default is the model's.
     """
@@ -54,16 +57,31 @@ def save_gpt2(model, directory, tokenizer=None, dtype=None):
         # Pipelines put the prefix before a prompt, as generate.py does. A text of bytes has no end.
         tokens = dict(bos_token_id=end, eos_token_id=end if tokenizer.special else None,
                       prefix=tokenizer.decode([end]))
-        save_tokenizer(tokenizer, directory, c.block_size)
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
         n_positions=c.block_size, n_ctx=c.block_size,  # n_ctx: the old name, for llama.cpp
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **tokens))
-    hf.load_state_dict(transpose_conv1d(model.state_dict()))
+    if not same_logits(model, hf):
+        raise UserError("model.py no longer computes GPT-2, so transformers cannot run this model; "
+                        "use generate.py, or export with the model.py of plainGPT")
+    if tokenizer:
+        save_tokenizer(tokenizer, directory, c.block_size)
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
     hf.to(dtype).save_pretrained(directory)
     for path in Path(directory).glob("*.safetensors"):  # only the owner could read it
         path.chmod(Path(directory, "config.json").stat().st_mode)
+
+
+@torch.no_grad()
+def same_logits(model, hf):
+    """Loads the weights of a GPT into a GPT-2 of transformers. Whether both compute the same."""
+    try:
+        hf.load_state_dict(transpose_conv1d(model.state_dict()))
+    except RuntimeError:  # names or shapes differ
+        return False
+    idx = torch.randint(model.config.vocab_size, (2, min(64, model.config.block_size)))  # (B, T)
+    expected, _ = model(idx)  # (B, T, vocab_size)
+    return (hf(idx).logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def save_tokenizer(tokenizer, directory, block_size):

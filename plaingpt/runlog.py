@@ -45,6 +45,7 @@ class RunLog:
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
         self.pace = deque(maxlen=10)  # seconds per token of the last steps
         self.bad_in_a_row = self.skipped = 0  # steps with a non-finite gradient
+        self.figures = {}  # the last value of each stream
         self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(run)
         if run.rank == 0:
             self.open_directory(Path(config.log_dir), step, model.config)
@@ -82,21 +83,28 @@ class RunLog:
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
 
     def write_facts(self, model):
-        """Writes run.json, which has what one needs to repeat the run, and prints a summary."""
+        """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
+
+        changes.patch: how the tracked files differ from the commit, if they do.
+        """
         c, g, run = self.config, model.config, self.run
         facts = dict(
             model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
             parameters=sum(p.numel() for p in model.parameters()),
             train_tokens=self.data.train_tokens, device=hardware_name(run.device),
             dtype=str(run.dtype).removeprefix("torch."), processes=run.world_size,
-            git_commit=git_commit(), started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            git_commit=ask_git("describe", "--always", "--abbrev=40", "--dirty").strip() or None,
+            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
         cli.write_json(self.path.with_name("run.json"), facts)
+        if changes := ask_git("diff", "HEAD"):
+            self.path.with_name("changes.patch").write_text(changes, "utf-8")
         print0(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, "
                f"{facts['dtype']} on {facts['device']}, {run.world_size} processes, in {c.log_dir}")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
+        self.figures.update(values)
         if self.run.rank > 0:
             return
         new = {k: v for k, v in values.items() if (step, k) not in self.known}
@@ -185,18 +193,19 @@ class RunLog:
         print0(f"{how}: steps skipped: {self.skipped}; python generate.py --checkpoint {directory}")
 
 
-def git_commit():
-    """The commit of this clone, with "-dirty" if files are changed; None without git."""
-    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--abbrev=40", "--dirty"]
+def ask_git(*command):
+    """What a command of git prints about this clone; "" without git."""
+    git = ["git", "-C", Path(__file__).parent, *command]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return ""
 
 
 def move_aside(directory):
     """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
-    patterns = ("log.txt", "run.json", "model_*.pt", "events.out.tfevents.*", "wandb")
+    patterns = ("log.txt", "run.json", "changes.patch", "model_*.pt", "events.out.tfevents.*",
+                "wandb")
     old = [path for pattern in patterns for path in directory.glob(pattern)]
     if old:
         base, i = directory.resolve(), 1  # resolve() gives "." a name

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaingpt.checkpoint import load_model
+from plaingpt.cli import UserError
+from plaingpt.huggingface import save_gpt2
 
 transformers = pytest.importorskip("transformers")
 KINDS = ("bytes", "gpt2", "own")
@@ -127,6 +129,19 @@ def test_bfloat16_model_card_and_a_second_export(exported):
     for fact in ("# own-hf\n", "| checkpoint | model_000008.pt |", "| dtype | float32 |",
                  "weights | bfloat16 |", "| data | t.txt |", "| max_steps | 8 |", run["started"]):
         assert fact in card, fact
+
+
+@pytest.mark.parametrize("change", ["activation", "norm"])
+def test_a_model_that_is_not_gpt2_is_refused(exported, change, tmp_path):
+    model, tokenizer = load_model(exported / "bytes")
+    block = model.transformer.h[0]
+    if change == "norm":
+        block.ln_1 = torch.nn.RMSNorm(model.config.n_embd)
+    else:
+        block.mlp.gelu = torch.nn.ReLU()
+    with pytest.raises(UserError, match="model.py no longer computes GPT-2"):
+        save_gpt2(model, tmp_path / "out", tokenizer)
+    assert names(tmp_path) == []
 
 
 def test_an_older_run_json_and_none(exported):

@@ -170,6 +170,43 @@ def test_resume_reports_what_differs(tmp_path):
     assert max(step for step, _ in read_log(tmp_path / "run")) == 4
 
 
+def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
+    derived = {"warmup_steps": 4, "val_every": 2, "min_lr": 4e-4}
+    flags = [*TINY, "--log_dir", "run", "--max_steps"]
+    for flag in ("--warmup_steps", "--val_every"):  # without these and their values
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+
+    def found():
+        config = json.loads((tmp_path / "run" / "run.json").read_text())["train_config"]
+        return {name: config[name] for name in derived}
+
+    program(*flags, 20, "--max_minutes", 1e-9, cwd=tmp_path)  # stops after a step
+    assert found() == derived
+    program(*flags, 100, "--resume", "--max_lr", 8e-3, "--max_minutes", 1e-9, cwd=tmp_path)
+    assert found() == derived
+    program(*flags, 22, "--resume", "--warmup_steps", 3, cwd=tmp_path)
+    assert found() == derived | {"warmup_steps": 3}
+
+
+def test_a_checkpoint_knows_the_code_of_its_model(tmp_path):
+    """Another model.py gives one note, also before an error of its own."""
+    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
+    path, note = tmp_path / "run" / "model_000001.pt", "was written by another model.py\n"
+    again, _ = train("--log_dir", "run", "--max_steps", 2, "--resume", cwd=tmp_path)
+    assert note not in again
+    torch.save(checkpoint(path.parent, 1) | {"model_code": "0"}, path)
+    out, _ = program("--checkpoint", path, "--max_new_tokens", 1, program="generate.py",
+                     cwd=tmp_path)
+    assert out.count(note) == 1
+
+
+def test_main_returns_the_last_figures(tmp_path):
+    figures = train_gpt2.main([*TINY, "--log_dir", str(tmp_path / "run")])
+    log = read_log(tmp_path / "run")
+    assert {name: f"{figures[name]:.8g}" for name in ("val", "train", "lr", "norm")} == {
+        name: log[step, name] for name, step in [("val", 10), ("train", 9), ("lr", 9), ("norm", 9)]}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number):
     flags = ["--max_steps", 2000, "--val_every", 0, "--save_every", 0, "--log_dir", "run"]
