@@ -43,6 +43,28 @@ def test_the_token_axis_follows_the_batch_size(tmp_path):
     assert lines["b, validation"][0].tolist() == [0, ramp + 512, ramp + 6 * 512]
 
 
+def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
+    """The interval by hand: 0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
+    for name, final in (("base-1", 1.0), ("base-2", 1.1), ("base-3", 1.2), ("new-1", 0.8),
+                        ("new-2", 0.9), ("new-3", 1.0), ("new.3", 0.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.txt").write_text(
+            f"0 val 5.5\n50 val 2\n50 mine 7\n100 val {final}\n100 mine {final}\n")
+    paths = sorted(tmp_path.iterdir())
+    out, _ = program(*paths, cwd=tmp_path, program="plot.py")
+    rows = [re.split(r"  +", line) for line in out.replace(f"{tmp_path}/", "").splitlines()[1:4]]
+    assert rows == [["base", "3", "100", "1.1000 ± 0.1000"],
+                    ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4270 to +0.0270"],
+                    ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0965 to -0.1035"]]
+    figure = plot.draw({path.name: plot.read_run(path) for path in paths}, "steps")
+    loss, mine = figure.axes
+    assert mine.get_ylabel() == "mine"
+    assert [line.get_ydata()[-1] for line in loss.lines] == pytest.approx([1.1, 0.9, 0.5])
+    spread = mine.collections[0].get_paths()[0].vertices[:, 1]  # the band of "base"
+    assert spread.min() == pytest.approx(1.0) and spread.max() == 7
+    assert loss.get_ylim()[0] < 0.5 and 2 < loss.get_ylim()[1] < 2.2  # without step 0
+
+
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_writes_every_format(tmp_path, kind):
     program(BABY, BABY, "--output", f"x.{kind}", cwd=tmp_path, program="plot.py")
