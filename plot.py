@@ -99,14 +99,16 @@ def running_mean(values):
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
-def draw_group(panels, name, color, runs, position):
-    """Draws a group into {panel: Axes}. position[step]: the step's place on the x axis."""
+def draw_group(panels, name, color, runs, x_kind):
+    """Draws a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
+    # The tokens consumed before a step. The log has them after the step.
+    tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
         panel = panels.get("loss" if stream in LOSSES else stream)
         steps = sorted(set.intersection(*({*run.get(stream, ())} for run in runs)))  # all have them
         if not (panel and steps):
             continue
-        x = position[steps]
+        x = steps if x_kind == "steps" else [tokens.get(step, 0) for step in steps]
         values = np.array([[run[stream][step] for step in steps] for run in runs])  # (runs, steps)
         noisy = stream in ("train", "norm", "tok_s")
         if noisy:
@@ -142,15 +144,9 @@ def draw(runs, x):
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
     for i, (name, group) in enumerate(group_runs(runs).items()):
-        last = max(max(steps) for run in group for steps in run.values())
-        position = np.arange(last + 2)
-        if x == "tokens":
-            if "tokens" not in group[0]:
-                raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
-            position = np.zeros(last + 2)
-            for step, consumed in group[0]["tokens"].items():
-                position[step + 1] = consumed  # after the step
-        draw_group(panels, name.replace("$", r"\$"), f"C{i}", group, position)
+        if x == "tokens" and "tokens" not in group[0]:
+            raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
+        draw_group(panels, name.replace("$", r"\$"), f"C{i}", group, x)
     fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
     for name, panel in panels.items():

@@ -42,6 +42,7 @@ class Data:
             tokens.vocab_size = vocab_size
         train, val = map(list, zip(*pairs))
         self.train_tokens = sum(map(len, train))
+        self.val_tokens = min(map(len, val))  # of the smallest set
         self.fingerprints = {"training split": self.fingerprint(train),
                              "validation split": self.fingerprint(val)}
         return train, val

@@ -23,6 +23,8 @@ from plaingpt.sampling import attention_for_many_shapes
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
 LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))\n", re.M)  # of log.txt
+MANY_EPOCHS = 30  # more are worth a note
+FEW_TOKENS = 4096  # fewer validation tokens are worth a note
 MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops
 
 
@@ -46,6 +48,7 @@ class RunLog:
         self.pace = deque(maxlen=10)  # seconds per token of the last steps
         self.bad_in_a_row = self.skipped = 0  # steps with a non-finite gradient
         self.figures = {}  # the last value of each stream
+        self.rises = 0  # of the validation loss, in a row
         self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(run)
         if run.rank == 0:
             self.open_directory(Path(config.log_dir), step, model.config)
@@ -99,8 +102,15 @@ class RunLog:
         cli.write_json(self.path.with_name("run.json"), facts)
         if changes := ask_git("diff", "HEAD"):
             self.path.with_name("changes.patch").write_text(changes, "utf-8")
-        print0(f"{facts['parameters']:,} parameters, {facts['train_tokens']:,} training tokens, "
+        n_train, n_val = self.data.train_tokens, self.data.val_tokens
+        print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, "
                f"{facts['dtype']} on {facts['device']}, {run.world_size} processes, in {c.log_dir}")
+        if (epochs := c.max_steps * c.total_batch_size // n_train) > MANY_EPOCHS:
+            print0(f"note: the run reads the training data {epochs} times, and may learn them by "
+                   "heart; more data, or a smaller --max_steps, would be better")
+        if n_val < FEW_TOKENS:
+            print0(f"note: the validation data have only {n_val:,} tokens, so their loss is "
+                   "inexact; give a larger --val_fraction, or more data")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
@@ -141,6 +151,10 @@ class RunLog:
                 epochs = position * float(loader.shares[i]) / loader.lengths[i]
                 text += f" | {name}: loss {val_i:.4f}, {bpb_i:.4f} bits, epoch {epochs:.2f}"
         print0(text)
+        self.rises = self.rises + 1 if val > self.figures.get("val", math.inf) else 0
+        if self.rises == 3:
+            print0("note: the validation loss has risen three times in a row, so the model learns "
+                   "the training data by heart; --keep_best keeps the best checkpoint")
         self.write(step, **streams)
         return val
 

@@ -200,6 +200,17 @@ def test_a_checkpoint_knows_the_code_of_its_model(tmp_path):
     assert out.count(note) == 1
 
 
+def test_small_data_get_a_note_each(tmp_path):
+    (tmp_path / "t.txt").write_bytes((ROOT / "input.txt").read_bytes()[:3000])
+    out, _ = train("--data", "t.txt", "--max_steps", 200, "--val_every", 20, "--n_embd", 128,
+                   "--log_dir", "run", cwd=tmp_path)
+    assert "reads the training data 37 times" in out
+    assert "the validation data have only 300 tokens" in out
+    assert out.count("the validation loss has risen three times in a row") == 1
+    out, _ = train("--log_dir", "run", cwd=tmp_path)  # input.txt
+    assert "note: " not in out
+
+
 def test_main_returns_the_last_figures(tmp_path):
     figures = train_gpt2.main([*TINY, "--log_dir", str(tmp_path / "run")])
     log = read_log(tmp_path / "run")
