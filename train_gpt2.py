@@ -91,8 +91,9 @@ class TrainConfig:
 # gpt2-xl has half of its batch. mini and baby: the best recipes that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 HUGE = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
-SMALL = dict(optimizer="muon", max_lr=4e-3, batch_size=16, warmup_steps=100, val_tokens=65536,
-             val_every=250, eval_every=0, save_every=500, log_every=100)
+SMALL = dict(optimizer="muon", max_lr=8e-3, min_lr=0.0, schedule="linear", batch_size=16,
+             warmup_steps=100, val_tokens=65536, val_every=250, eval_every=0, save_every=500,
+             log_every=100)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
@@ -105,7 +106,7 @@ RECIPES = {
     "gpt3-6.7b": dict(max_lr=1.2e-4, batch_size=2, **HUGE),
     "gpt3-13b": dict(max_lr=1e-4, batch_size=1, **HUGE),
     "baby": dict(total_batch_size=1024, max_steps=2700, sample_every=900, **SMALL),
-    "mini": dict(total_batch_size=2048, max_steps=2500, dropout=0.1, **SMALL),
+    "mini": dict(total_batch_size=2048, max_steps=2500, **SMALL),
     "finetune": dict(SMALL, optimizer="adamw", max_lr=5e-5, batch_size=4, total_batch_size=4096,
                      max_steps=100, warmup_steps=10, dropout=0.1, log_every=10),
 }
@@ -140,8 +141,10 @@ def make_configs(given, data):
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
         # 10 epochs of the data at this batch size, but from 200 steps to those of the recipe.
-        steps = 10 * data.count_train_tokens() // recipe["total_batch_size"]
-        recipe["max_steps"] = max(200, min(steps, recipe["max_steps"]))
+        n_tokens, batch = data.count_train_tokens(), recipe["total_batch_size"]
+        recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
+        # The more often the data are read, the more dropout: 0.1 for 10 epochs.
+        recipe["dropout"] = round(min(0.1, recipe["max_steps"] * batch / n_tokens / 100), 2)
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), "log_dir": f"log/{preset}", **recipe}
     if "evals" in given:
         values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune have 0
@@ -153,8 +156,8 @@ def make_configs(given, data):
     for name, most in ("val_every", max(1, steps // 10)), ("warmup_steps", steps // 5):
         if name not in given:
             values[name] = min(values[name], most)
-    print0(f"preset {preset} on {', '.join(data.shares)}, {steps:,} steps; --preset "
-           "chooses another one: mini is small, gpt2 is GPT-2 124M")
+    print0(f"preset {preset} on {', '.join(data.shares)} ({data.tokenizer.n_vocab:,} ids), "
+           f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return [kind(**{f.name: values[f.name] for f in fields(kind)})
             for kind in (GPTConfig, TrainConfig)]
 

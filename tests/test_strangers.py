@@ -75,7 +75,7 @@ def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
     (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])
     out, _ = program("--data", "my.txt", "--init_from", "run", "--max_steps", 3, "--device", "cpu",
                      "--sample_tokens", 1, cwd=tmp_path)
-    assert out.startswith("preset finetune on my.txt, 3 steps; --preset chooses another one: ")
+    assert out.startswith("preset finetune on my.txt (256 ids), 3 steps; --preset chooses another one: ")
     assert "starting from the weights in run" in out
     log = read_log(tmp_path / "log/finetune")
     assert float(log[3, "val"]) < float(log[0, "val"])
@@ -128,7 +128,7 @@ def test_the_last_line_of_fineweb_works_as_printed(tmp_path):
     command = re.search(r"^to train on it: python train_gpt2.py (.+)\n\Z", out, re.M)[1]
     small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 2 --val_tokens 512 --sample_tokens 1"
     out, _ = program(*command.split(), *small.split(), cwd=tmp_path)
-    assert "preset mini on mine, 2 steps; " in out and "step     1/2" in out
+    assert "preset mini on mine (" in out and "step     1/2" in out
     assert (tmp_path / "log/mini/model_000002.pt").is_file()
 
 

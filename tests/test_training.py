@@ -530,16 +530,16 @@ def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     text = str(ROOT / "input.txt")
     _, c = configs()
     assert (c.preset, c.data, c.log_dir) == ("baby", [text], "log/baby")
-    assert capsys.readouterr().out == f"preset baby on {text}, 2,700 {hint}"
+    assert capsys.readouterr().out == f"preset baby on {text} (256 ids), 2,700 {hint}"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, c = configs()
     assert (c.preset, c.data) == ("mini", ["edu_fineweb10B"])
-    assert capsys.readouterr().out == f"preset mini on edu_fineweb10B, 200 {hint}"
+    assert capsys.readouterr().out == f"preset mini on edu_fineweb10B (256 ids), 200 {hint}"
     found = [configs("--preset", name)[1].data for name in ("gpt2", "mini", "finetune")]
     assert found == [["edu_fineweb10B"], [text], [text]]
 
 
 def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     g, c = configs("--preset", "baby", "--n_layer", "2", "--max_lr", "1e-3", "--no-shuffle")
-    assert (g.n_layer, g.n_embd, c.max_lr, c.min_lr) == (2, 128, 1e-3, 1e-4)
+    assert (g.n_layer, g.n_embd, c.max_lr, c.min_lr) == (2, 128, 1e-3, 0)
     assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
