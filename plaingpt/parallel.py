@@ -53,7 +53,7 @@ def whole_state(model, optimizers):
     if not isinstance(model, ShardedGPT):
         return model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]
     model_state = {name: model.gather(name, p) for name, p in model.named_parameters()}
-    model_state["lm_head.weight"] = model_state["transformer.wte.weight"]
+    model_state.setdefault("lm_head.weight", model_state["transformer.wte.weight"])  # if tied
     return model_state, [model.gather_optimizer(optimizer) for optimizer in optimizers]
 
 
@@ -143,11 +143,12 @@ class ShardedGPT(GPT):
             mesh_dim_names=("pp", "copies", "shards", "tp"))
         self.pp_group, self.index = mesh.get_group("pp"), mesh.get_local_rank("pp")
         self.is_first, self.is_last = self.index == 0, self.index == config.pp - 1
-        if config.pp > 1:  # embedding and head are one matrix, on the first and the last stage
+        self.whole = {name: Elsewhere(p) for name, p in model.named_parameters()}
+        self.is_tied = "lm_head.weight" not in self.whole  # embedding and head are one matrix,
+        if config.pp > 1:  # on the first and the last stage
             ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2)
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
-        self.whole = {name: Elsewhere(p) for name, p in model.named_parameters()}
         blocks = keep_stage(model, self.index, self.n_stages)
         if config.tp > 1:
             split_layers(model, mesh["tp"])
@@ -201,7 +202,7 @@ class ShardedGPT(GPT):
         with torch.autocast(idx.device.type, enabled=False):  # Stage.forward has its own
             self.schedules[len(idx)].step(
                 idx.contiguous(), targets=targets, target=targets, return_outputs=False)
-        if self.is_first or self.is_last:
+        if self.is_tied and (self.is_first or self.is_last):
             # Sums the gradient of embedding and head.
             p = self.whole["transformer.wte.weight"]
             if is_dtensor(p):  # RowwiseParallel gives the gradient of all rows
@@ -322,6 +323,7 @@ def split_layers(model, mesh):
         c_attn=tp.ColwiseParallel(), c_fc=tp.ColwiseParallel(), c_proj=tp.RowwiseParallel(),
         lm_head=tp.ColwiseParallel(output_layouts=Replicate()))
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+    is_tied = "lm_head" in modules and "lm_head.weight" not in dict(model.named_parameters())
     for name, module in modules.items():
         if style := styles.get(name.rpartition(".")[2]):
             # All processes have the same weights, so none are sent.
@@ -331,7 +333,7 @@ def split_layers(model, mesh):
                 module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
                     inputs[0], mesh, [Replicate()], run_check=False),
                 output_fn=lambda _, output, mesh: output.to_local())
-    if "lm_head" in modules and "transformer.wte" in modules:
+    if is_tied:
         model.transformer.wte.weight = model.lm_head.weight  # tied again
 
 
