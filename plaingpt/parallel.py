@@ -37,6 +37,9 @@ def clip_grad_norm(model, max_norm):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     # The last stage's copy of the embedding is not counted: its own name is lm_head.weight.
     own = [p for name, p in model.named_parameters() if name in model.own]
+    if not model.is_compared:
+        compare_gradients(model.own)
+        model.is_compared = True
     norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
     norm = norm.full_tensor() if is_dtensor(norm) else norm
     if model.n_stages > 1:
@@ -45,6 +48,22 @@ def clip_grad_norm(model, max_norm):
         norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
+
+
+def compare_gradients(parameters):
+    """Raises UserError if TP gives different gradients to the copies of a whole parameter.
+
+    The copies would drift apart. parameters: {name: parameter}.
+    """
+    norms = [(name, p.grad.full_tensor().norm().item()) for name, p in parameters.items()
+             if p.placements[-1].is_replicate() and p.grad is not None]  # -1: tp
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, norms)  # of all processes, so that all of them stop
+    found = sorted(sum(found, []))
+    for (name, a), (other, b) in zip(found, found[1:]):
+        if name == other and b - a > 1e-4 * b:
+            raise UserError(f"--tp: each process has its own gradient of {name}, which must be the "
+                            "same on all; leave out --tp")
 
 
 @torch.no_grad()
@@ -133,6 +152,7 @@ class ShardedGPT(GPT):
         nn.Module.__init__(self)  # GPT.__init__ would make a second model
         self.config, self.run = model.config, run
         self.n_stages, self.batch_size, self.schedules = config.pp, config.batch_size, {}
+        self.is_compared = config.tp == 1  # whether compare_gradients is done, or not needed
         self.scaler = ShardedGradScaler(run.device.type, enabled=run.dtype == torch.float16)
 
         # PyTorch would warn that FSDP and TP gather a tensor in two steps.
@@ -315,7 +335,7 @@ def split_layers(model, mesh):
     of their heads is equal, too.
     """
     import torch.distributed.tensor.parallel as tp
-    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
     styles = dict(
         # For a short time, its backward holds the gradient of all rows.
@@ -329,10 +349,14 @@ def split_layers(model, mesh):
             # All processes have the same weights, so none are sent.
             tp.parallelize_module(module, mesh, style, src_data_rank=None)
         else:  # norms and positions: whole on every process
+            # So is their input. But in attention, (B, nh, T, hs) has the heads of this process.
+            # Their weight's gradient is then the sum over the processes.
             distribute_module(
                 module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
-                    inputs[0], mesh, [Replicate()], run_check=False),
+                    inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]),
                 output_fn=lambda _, output, mesh: output.to_local())
+    if direct := [name for name, p in model.named_parameters() if not is_dtensor(p)]:
+        raise UserError(f"--tp: {direct[0]} is in no layer; make it the weight of an nn.Module")
     if is_tied:
         model.transformer.wte.weight = model.lm_head.weight  # tied again
 
