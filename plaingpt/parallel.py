@@ -100,7 +100,7 @@ def named_params(optimizer):
 
 def scatter(name, whole, p, device):
     """The part that this process has of a whole tensor, on the device, split like parameter p."""
-    if whole.dim() == 0 or not is_dtensor(p):
+    if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
         return whole.to(device)
     from torch.distributed.tensor import distribute_tensor
 
