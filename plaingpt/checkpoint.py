@@ -218,8 +218,8 @@ def choose_start(checkpoint, gpt_config, config, given, data):
         print0(f"starting from the weights in {source}")
         if "block_size" in given and g.block_size < have.block_size:
             have.block_size = g.block_size  # fine-tuning with a shorter context
-            wpe = weights["transformer.wpe.weight"]  # (T, C)
-            weights = {**weights, "transformer.wpe.weight": wpe[: g.block_size]}
+            weights = {name: w[: g.block_size] if name == "transformer.wpe.weight" else w
+                       for name, w in weights.items()}  # a model need not have this one, (T, C)
     if not data.is_plain_text and data.tokenizer.name != tokenizer.name:
         raise UserError(f"--data has tokens of {data.tokenizer.name}, but {source} those of "
                         f"{tokenizer.name}; give the data as a text file, without --tokenizer")

@@ -37,6 +37,9 @@ def clip_grad_norm(model, max_norm):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     # The last stage's copy of the embedding is not counted: its own name is lm_head.weight.
     own = [p for name, p in model.named_parameters() if name in model.own]
+    if not model.is_compared:
+        compare_gradients(model.own)
+        model.is_compared = True
     norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
     norm = norm.full_tensor() if is_dtensor(norm) else norm
     if model.n_stages > 1:
@@ -47,13 +50,29 @@ def clip_grad_norm(model, max_norm):
     return norm
 
 
+def compare_gradients(parameters):
+    """Raises UserError if TP gives different gradients to the copies of a whole parameter.
+
+    The copies would drift apart. parameters: {name: parameter}.
+    """
+    norms = [(name, p.grad.full_tensor().norm().item()) for name, p in parameters.items()
+             if p.placements[-1].is_replicate() and p.grad is not None]  # -1: tp
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, norms)  # of all processes, so that all of them stop
+    found = sorted(sum(found, []))
+    for (name, a), (other, b) in zip(found, found[1:]):
+        if name == other and b - a > 1e-4 * b:
+            raise UserError(f"--tp: each process has its own gradient of {name}, which must be the "
+                            "same on all; leave out --tp")
+
+
 @torch.no_grad()
 def whole_state(model, optimizers):
     """(model state dict, list of optimizer state dicts), whole on rank 0; all processes call it."""
     if not isinstance(model, ShardedGPT):
         return model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]
     model_state = {name: model.gather(name, p) for name, p in model.named_parameters()}
-    model_state["lm_head.weight"] = model_state["transformer.wte.weight"]
+    model_state.setdefault("lm_head.weight", model_state["transformer.wte.weight"])  # if tied
     return model_state, [model.gather_optimizer(optimizer) for optimizer in optimizers]
 
 
@@ -81,7 +100,7 @@ def named_params(optimizer):
 
 def scatter(name, whole, p, device):
     """The part that this process has of a whole tensor, on the device, split like parameter p."""
-    if whole.dim() == 0 or not is_dtensor(p):
+    if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
         return whole.to(device)
     from torch.distributed.tensor import distribute_tensor
 
@@ -133,6 +152,7 @@ class ShardedGPT(GPT):
         nn.Module.__init__(self)  # GPT.__init__ would make a second model
         self.config, self.run = model.config, run
         self.n_stages, self.batch_size, self.schedules = config.pp, config.batch_size, {}
+        self.is_compared = config.tp == 1  # whether compare_gradients is done, or not needed
         self.scaler = ShardedGradScaler(run.device.type, enabled=run.dtype == torch.float16)
 
         # PyTorch would warn that FSDP and TP gather a tensor in two steps.
@@ -143,11 +163,12 @@ class ShardedGPT(GPT):
             mesh_dim_names=("pp", "copies", "shards", "tp"))
         self.pp_group, self.index = mesh.get_group("pp"), mesh.get_local_rank("pp")
         self.is_first, self.is_last = self.index == 0, self.index == config.pp - 1
-        if config.pp > 1:  # embedding and head are one matrix, on the first and the last stage
+        self.whole = {name: Elsewhere(p) for name, p in model.named_parameters()}
+        self.is_tied = "lm_head.weight" not in self.whole  # embedding and head are one matrix,
+        if config.pp > 1:  # on the first and the last stage
             ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2)
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
-        self.whole = {name: Elsewhere(p) for name, p in model.named_parameters()}
         blocks = keep_stage(model, self.index, self.n_stages)
         if config.tp > 1:
             split_layers(model, mesh["tp"])
@@ -201,7 +222,7 @@ class ShardedGPT(GPT):
         with torch.autocast(idx.device.type, enabled=False):  # Stage.forward has its own
             self.schedules[len(idx)].step(
                 idx.contiguous(), targets=targets, target=targets, return_outputs=False)
-        if self.is_first or self.is_last:
+        if self.is_tied and (self.is_first or self.is_last):
             # Sums the gradient of embedding and head.
             p = self.whole["transformer.wte.weight"]
             if is_dtensor(p):  # RowwiseParallel gives the gradient of all rows
@@ -314,7 +335,7 @@ def split_layers(model, mesh):
     of their heads is equal, too.
     """
     import torch.distributed.tensor.parallel as tp
-    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
     styles = dict(
         # For a short time, its backward holds the gradient of all rows.
@@ -322,16 +343,21 @@ def split_layers(model, mesh):
         c_attn=tp.ColwiseParallel(), c_fc=tp.ColwiseParallel(), c_proj=tp.RowwiseParallel(),
         lm_head=tp.ColwiseParallel(output_layouts=Replicate()))
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+    is_tied = "lm_head" in modules and "lm_head.weight" not in dict(model.named_parameters())
     for name, module in modules.items():
         if style := styles.get(name.rpartition(".")[2]):
             # All processes have the same weights, so none are sent.
             tp.parallelize_module(module, mesh, style, src_data_rank=None)
         else:  # norms and positions: whole on every process
+            # So is their input. But in attention, (B, nh, T, hs) has the heads of this process.
+            # Their weight's gradient is then the sum over the processes.
             distribute_module(
                 module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
-                    inputs[0], mesh, [Replicate()], run_check=False),
+                    inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]),
                 output_fn=lambda _, output, mesh: output.to_local())
-    if "lm_head" in modules and "transformer.wte" in modules:
+    if direct := [name for name, p in model.named_parameters() if not is_dtensor(p)]:
+        raise UserError(f"--tp: {direct[0]} is in no layer; make it the weight of an nn.Module")
+    if is_tied:
         model.transformer.wte.weight = model.lm_head.weight  # tied again
 
 

@@ -1,0 +1,153 @@
+"""experiments/*.patch: each applies, trains, resumes, generates, scores, and can be split."""
+
+import runpy
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, names, program, read_log
+
+from plaingpt.evaluation import Row, forward
+
+LIMITS = {"inverse-sqrt": 8, "lion": 25, "no-residual-scaling": 7, "qknorm": 5, "relu2": 2,
+          "rmsnorm": 6, "rotary": 25, "untied": 1}  # changed lines
+# Four micro-batches a step. A sample and a passage are longer than the context of 16 bytes.
+TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 --total_batch_size 256 "
+        "--batch_size 4 --max_lr 4e-3 --warmup_steps 2 --schedule constant --val_every 5 "
+        "--val_tokens 64 --eval_every 5 --evals lambada=words.txt --sample_every 5 --save_every 5 "
+        "--keep 0 --sample_tokens 20 --dtype float32 --device cpu --optimizer adamw").split()
+WAYS = dict(tp=["--tp", 2], pp=["--pp", 2], fsdp=["--parallel", "fsdp"])
+# A layer that a reader may add to attention or to the MLP.
+SCALE = """class Scale(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class CausalSelfAttention("""
+
+
+def copy_program(directory):
+    """Copies what a run needs, without the git repository."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/*.py")):
+        copy = directory / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    (directory / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
+    (directory / "words.txt").write_text("The boat came home with the evening tide\nThe end\n")
+
+
+def run(directory, name, steps, *flags, **options):
+    """Trains with the copied program -> (stdout, stderr) of rank 0."""
+    return program(*TINY, "--log_dir", name, "--max_steps", steps, *flags, cwd=directory,
+                   program=directory / "train_gpt2.py", **options)
+
+
+def weights(directory, step):
+    return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)["model"]
+
+
+def assert_split_run_matches(directory, way, whole, *flags):
+    """Five steps on two processes. whole: (log, stdout) of the run of one process."""
+    out, _ = run(directory, way, 5, *WAYS[way], *flags, processes=2)
+    for key, value in read_log(directory / way).items():
+        assert float(value) == pytest.approx(float(whole[0][key]), rel=1e-5), (way, key)
+    assert out[out.index("--- sample 0"):out.index("done:")].strip() in whole[1]
+    found, expected = (weights(directory / name, 5) for name in (way, "run"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
+        if not name.endswith("c_attn.bias"):
+            assert (found[name] - tensor).norm() < 1e-4 * tensor.norm(), (way, name)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The log of the unchanged program."""
+    directory = tmp_path_factory.mktemp("plain")
+    copy_program(directory)
+    run(directory, "run", 20)
+    return read_log(directory / "run")
+
+
+def test_every_patch_is_here_and_short():
+    patches = {path.stem: path.read_text() for path in ROOT.glob("experiments/*.patch")}
+    assert patches.keys() == LIMITS.keys()
+    for name, patch in patches.items():
+        hunks = patch[patch.index("@@"):].splitlines()
+        assert sum(line.startswith(("+", "-")) for line in hunks) <= LIMITS[name], name
+        assert patch.count("diff --git") == 1 and all(len(line) <= 101 for line in hunks), name
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_experiment(tmp_path, plain, name):
+    copy_program(tmp_path)
+    subprocess.run(["git", "apply", ROOT / f"experiments/{name}.patch"], cwd=tmp_path, check=True)
+    flags = ["--schedule", "inverse-sqrt"] if name == "inverse-sqrt" else []
+    out, _ = run(tmp_path, "run", 20, *flags)
+    log = read_log(tmp_path / "run")
+    assert log.keys() == plain.keys() and log[20, "val"] != plain[20, "val"]
+    assert float(log[20, "val"]) < float(log[0, "val"]) - 0.1
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    for path in names(tmp_path / "again", "model_00001[5-9].pt") + ["model_000020.pt"]:
+        (tmp_path / "again" / path).unlink()
+    again, _ = run(tmp_path, "again", 20, *flags, "--resume")
+    assert "resumed from step 10" in again and read_log(tmp_path / "again") == log
+    for way in WAYS:
+        assert_split_run_matches(tmp_path, way, (log, out), *flags)
+    run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8)
+    check_positions(runpy.run_path(tmp_path / "model.py"))
+
+
+def check_positions(module):
+    """Samples with a cache equal samples without; endings may share a row."""
+    torch.manual_seed(0)
+    model = module["GPT"](module["GPTConfig"](2, 2, 16, 16, 256)).requires_grad_(False).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    idx = out = torch.randint(256, (3, 5))
+    for _ in range(20):  # beyond the context
+        out = torch.cat([out, model(out[:, -16:])[0][:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(idx, 20, temperature=0), out)
+    endings = [(np.array(ids), i, True) for i, ids in enumerate(([7, 8, 9], [5, 6]))]
+    rows = [Row(np.arange(9), ending) for ending in (endings, endings[:1], endings[1:])]
+    together, *alone = (forward(model, [row], 12, idx.device)[1] for row in rows)
+    np.testing.assert_allclose(together, np.concatenate(alone, axis=1), rtol=1e-4)
+
+
+def copy_with_scale(directory, heads="1", q="q", mlp=""):
+    """Copies the program. In its model, the parts of attention and MLP may have a Scale."""
+    copy_program(directory)
+    path = directory / "model.py"
+    text = path.read_text()
+    for old, new in (
+            ("class CausalSelfAttention(", SCALE),
+            ("self.n_head = config.n_head", f"self.n_head, self.scale = config.n_head, {heads}"),
+            ("        if cache is not None:", f"        q = {q}\n        if cache is not None:"),
+            ('nn.GELU(approximate="tanh")', f'nn.Sequential(nn.GELU("tanh"){mlp})')):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("shape", ["()", "(config.n_head, 1, 1)"])
+def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path, shape):
+    copy_with_scale(tmp_path, heads=f"Scale{shape}", q="self.scale(q)")
+    out, _ = run(tmp_path, "run", 5)
+    assert_split_run_matches(tmp_path, "tp", (read_log(tmp_path / "run"), out))
+
+
+@pytest.mark.parametrize("edits, message", [
+    (dict(heads="nn.Parameter(torch.ones(()))", q="self.scale * q"),
+     "transformer.h.0.attn.scale is in no layer; make it the weight of an nn.Module"),
+    (dict(mlp=", Scale()"), "each process has its own gradient of transformer.h.0.mlp.gelu.1.weight"
+     ", which must be the same on all; leave out --tp")], ids=["direct", "MLP"])
+def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
+    copy_with_scale(tmp_path, **edits)
+    _, err = run(tmp_path, "run", 5, *WAYS["tp"], processes=2, status=2)
+    assert err.splitlines()[-1] == f"error: --tp: {message}"
