@@ -56,12 +56,12 @@ class ShardConfig:
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
-def read_progress(directory, name, settings):
+def read_progress(directory, name, settings, itemsize):
     """What meta.json says about the shards in a directory, or about none. Raises UserError.
 
-    settings: what may not change between the runs. facts["next"] is where the next shard begins:
-    [documents before it, tokens of the documents after these that are in earlier shards]. It is
-    None at the end of the source.
+    settings: what may not change between the runs. itemsize: bytes of a token. facts["next"] is
+    where the next shard begins: [documents before it, tokens of the documents after these that are
+    in earlier shards]. It is None at the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     if not find_shards(directory, "(train|val)"):
@@ -75,7 +75,7 @@ def read_progress(directory, name, settings):
     for i in range(facts["shards"]):
         path = shard_path(directory, facts, i)
         n_tokens = min(facts["shard_size"], facts["tokens"] - i * facts["shard_size"])
-        if not path.exists() or path.stat().st_size != HEADER_BYTES + 2 * n_tokens:
+        if not path.exists() or path.stat().st_size != HEADER_BYTES + itemsize * n_tokens:
             raise UserError(f"{path}: is missing or cut; restore it, or give another --output_dir")
     return facts
 
@@ -88,7 +88,7 @@ def shard_path(directory, facts, index):
 def save_shard(directory, facts, parts, next, tokenizer):
     """Writes the next shard: arrays of tokens. Writes progress.json before it, and after it."""
     path, n_tokens = shard_path(directory, facts, facts["shards"]), sum(map(len, parts))
-    header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
+    header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
         if tokenizer.settings:
             (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
@@ -119,7 +119,7 @@ def make_batches(documents):
 
 
 def encode_batch(batch, tokenizer):
-    """Documents of one kind -> (batch, tokens): (n,) uint16, end_of_text before each document."""
+    """Documents of one kind -> (batch, tokens): (n,), end_of_text before each document."""
     if batch[0].ids is not None:
         return batch, np.concatenate([copy_ids(document, tokenizer) for document in batch])
     good = [document for document in batch if document.text is not None]
@@ -129,13 +129,13 @@ def encode_batch(batch, tokenizer):
 
 
 def copy_ids(document, tokenizer):
-    """Ids of Megatron's data -> (n,) uint16, one end_of_text before them and none after them."""
+    """Ids of Megatron's data -> (n,), one end_of_text before them and none after them."""
     ids, end = document.ids, tokenizer.end_of_text
     if ids.max(initial=0) >= tokenizer.n_vocab:
         raise UserError(f"{document.where}: has token id {ids.max()}, but {tokenizer.name} has "
                         f"{tokenizer.n_vocab:,} ids; give the data's --tokenizer")
     inner = np.trim_zeros(ids.astype(np.int64) - end) + end  # without end_of_text at both ends
-    return np.append(end, inner).astype(np.uint16)
+    return np.append(end, inner).astype(tokenizer.dtype)
 
 
 def encode_all(documents, tokenizer, n_threads):
@@ -233,7 +233,7 @@ def main(argv=None):
         directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, cli.lock(directory, "--output_dir"))
-        facts = read_progress(directory, name, settings)
+        facts = read_progress(directory, name, settings, tokenizer.dtype.itemsize)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(facts, config, paths, tokenizer)
         cli.write_json(directory / "meta.json", facts)
