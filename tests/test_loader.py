@@ -58,11 +58,18 @@ def test_a_sequence_may_cross_many_shards(tmp_path):
     assert y.tolist() == [list(range(1, 41)), list(range(41, 81))]
 
 
-def test_npy_and_bin_give_the_same_batches(shards, tmp_path):
-    (tmp_path / "bin").mkdir()
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
+    """And the same fingerprint. Ids above 65,535 keep all their bits."""
+    for name in ("npy", "bin"):
+        (tmp_path / name).mkdir()
     for p in shards.glob("*.npy"):
-        write_bin(tmp_path / "bin" / p.with_suffix(".bin").name, np.load(p))
-    a, b = open_loader(shards), open_loader(tmp_path / "bin")
+        tokens = np.load(p).astype(dtype) + dtype(100_000 if dtype == np.uint32 else 0)
+        np.save(tmp_path / "npy" / p.name, tokens)
+        write_bin(tmp_path / "bin" / p.with_suffix(".bin").name, tokens)
+    a, b = (open_loader(tmp_path / name, vocab_size=100_256) for name in ("npy", "bin"))
+    assert a.sets[0].fingerprint() == b.sets[0].fingerprint()
+    assert a.sets[0].read(0, 3381).tolist() == row(tmp_path / "npy").tolist()
     for position in range(0, 500, 10):  # into the third epoch
         for u, v in zip(a.batch(position, 10, CPU), b.batch(position, 10, CPU)):
             assert u.equal(v)
