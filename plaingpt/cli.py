@@ -39,9 +39,8 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         argument_default=argparse.SUPPRESS, exit_on_error=False)
     for config in configs:
         group = parser.add_argument_group(config.__name__)
-        hints = typing.get_type_hints(config, include_extras=True)
         for field in dataclasses.fields(config):
-            options = read_annotation(field.name, hints[field.name], field.default)
+            options = read_annotation(field.name, field.type, field.default)
             group.add_argument(f"--{field.name}", **options)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
@@ -69,13 +68,12 @@ def read_annotation(name, hint, default):
         options["nargs"] = "+"
     if kind is bool:
         return options | dict(action=argparse.BooleanOptionalAction)
-    choices = typing.get_args(kind)  # of a Literal
-    kind = str if choices else kind
+    if choices := typing.get_args(kind):  # of a Literal
+        options["help"] += f"; one of {', '.join(choices)}"
+        return options | dict(choices=choices, metavar="NAME")
 
     def convert(text):
         value = kind(text)
-        if choices and value not in choices:
-            raise UserError(f"--{name} {value}: must be one of {', '.join(choices)}")
         for limit in limits[0].split(" and ") if limits else []:
             words, bound = limit.rsplit(" ", 1)
             if not (math.isfinite(value) and COMPARE[words](value, float(bound))):
@@ -83,9 +81,7 @@ def read_annotation(name, hint, default):
         return value
 
     convert.__name__ = kind.__name__  # for argparse's message
-    if choices:
-        options["help"] += f"; one of {', '.join(choices)}"
-    return options | dict(type=convert, metavar="NAME" if choices else kind.__name__.upper())
+    return options | dict(type=convert, metavar=kind.__name__.upper())
 
 
 def run_program(main):
@@ -122,7 +118,6 @@ def catch_stop_signals(message, max_minutes=None):
     After max_minutes a 0 is appended.
     """
     received = []
-    others = " if all processes still run" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
     def handle(number, frame):
         if any(received):
@@ -131,7 +126,7 @@ def catch_stop_signals(message, max_minutes=None):
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 # print is not reentrant
-                os.write(1, f"{message}{others}; Ctrl-C again to quit now\n".encode())
+                os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
     timer = threading.Timer(60 * (max_minutes or 0), received.append, [0])
     if max_minutes:
