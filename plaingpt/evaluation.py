@@ -12,7 +12,6 @@ A token attends to the context and to earlier tokens of its own part, never to a
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
@@ -317,17 +316,14 @@ def main(benchmark, argv=None):
     model.to(run.device).eval()
     rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
     tokens = config.tokens_per_forward or TOKENS[run.device.type]
-    start = time.monotonic()
     with devices.memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
         scores = score(model, examples, rows, run, tokens)
     figures = benchmark.report(examples, scores)
     facts = dict(
         benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
         **options, limit=config.limit or None, model=str(source),
-        parameters=sum(p.numel() for p in model.parameters()),
         tokenizer=tokenizer.name, dtype=str(run.dtype).removeprefix("torch."),
-        device=f"{run.world_size} x {run.device.type}",
-        seconds=round(time.monotonic() - start, 1), n_examples=len(examples))
+        device=f"{run.world_size} x {run.device.type}", n_examples=len(examples))
     facts = {name: value for name, value in facts.items() if value is not None}
     for name, value in facts.items():
         print0(f"{name:<18} {value}")

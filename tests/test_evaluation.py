@@ -241,7 +241,7 @@ def test_wikitext_pages_are_joined_and_detokenized():
     lines = [dict(text=line) for line in whole.splitlines(keepends=True)]
     # The hub has empty lines without their space.
     hub = [dict(text="" if line.isspace() else line) for line in whole.splitlines(keepends=True)]
-    for records in (lines, hub, [dict(text=whole)], [dict(page=page) for page in PAGES]):
+    for records in (lines, hub, [dict(text=whole)]):
         assert list(wikitext.pages(records)) == PAGES
 
 
@@ -389,7 +389,7 @@ def test_the_newest_checkpoint_is_scored_on_data_of_any_format(baby, tiny):
             results.append(json.loads((baby / "o.json").read_text()))
             assert f"note: {n} of {n} endings, with context, were cut to 33 tokens" in out
         facts = dict(benchmark=name, data=other, model="log/baby/model_000010.pt",
-                     parameters=34688, tokenizer="bytes", n_examples=5)
+                     tokenizer="bytes", n_examples=5)
         for fact, value in facts.items():
             assert results[1][fact] == value and re.search(rf"^{fact} +{value}$", out, re.M)
         assert results[0]["examples"] == results[1]["examples"]
