@@ -18,6 +18,7 @@ import torch
 from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, write_json
 from plaingpt.device import Dtype, memory_advice, start
+from plaingpt.evaluation import get_fields, load_records
 from plaingpt.sampling import attention_for_many_shapes
 
 
@@ -42,14 +43,11 @@ class GenerateConfig:
 
 
 def read_prompts(config):
-    """Returns the prompts of --prompt or --prompts: a list of texts."""
+    """Returns the prompts of --prompt or --prompts: a list of texts. Raises UserError."""
     if config.prompts is None:
         return [config.prompt or ""]
-    try:
-        with open(config.prompts, encoding="utf-8-sig", errors="replace") as file:
-            return [line.rstrip("\n") for line in file]
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; give a text file") from error
+    records = load_records([config.prompts])
+    return [get_fields(record, text=str)[0].rstrip("\n") for record in records]
 
 
 def tokenize_prompt(prompt, tokenizer, T):
