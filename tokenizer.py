@@ -167,14 +167,9 @@ def read_sample(config):
 
 def train_vocabulary(texts, config):
     """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) -> text of its JSON."""
-    hf = require("tokenizers")
-    library = hf.Tokenizer(hf.models.BPE())
-    library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = hf.decoders.ByteLevel()
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=config.vocab_size - 1, show_progress=sys.stderr.isatty(),
-        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet())
-    library.train_from_iterator(texts, trainer, length=len(texts))
+    library = require("tokenizers").ByteLevelBPETokenizer()
+    library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
+                                show_progress=sys.stderr.isatty())
     library.add_special_tokens([END_OF_TEXT])  # the last id
     return library.to_str(pretty=True)
 
