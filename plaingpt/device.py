@@ -87,8 +87,7 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     model_size = pp * tp  # processes that share one model
     if world_size % model_size:
-        raise UserError(f"--tp {tp} --pp {pp}: use torchrun --nproc_per_node={model_size}, or a "
-                        f"multiple of {model_size} processes")
+        raise UserError(f"--tp {tp} --pp {pp}: start a multiple of {model_size} processes")
     device = find_device(device, local_rank, world_size)
     set_malloc(keep_memory=parallel != "fsdp")
     cuda = device.type == "cuda"
@@ -123,10 +122,8 @@ def find_device(name, local_rank=0, world_size=1):
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
         torch.ones(1, device=device)  # starts a kernel: the GPU may be too old for this torch
     except (RuntimeError, AssertionError) as error:
-        text = "".join(p.read_text() for p in Path("/proc/driver/nvidia").glob("version"))
-        driver = (re.findall(r"\d+\.[\d.]+", text) or ["none"])[0]
-        raise UserError(f"--device {name}: {first_line(error)} (torch {torch.__version__}, driver "
-                        f"{driver}); install one that fits, or try --device cpu") from error
+        raise UserError(f"--device {name}: {first_line(error)} (torch {torch.__version__}); "
+                        "install one that fits, or try --device cpu") from error
     return device
 
 
