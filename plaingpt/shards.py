@@ -83,13 +83,12 @@ def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
     try:
         if path.suffix == ".idx":
-            dtype, starts = read_index(path)
-            return np.memmap(path.with_suffix(".bin"), dtype, "r", shape=int(starts[-1]))
+            dtype, n = read_index(path)
+            return np.memmap(path.with_suffix(".bin"), dtype, "r", shape=n)
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
             if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
-                raise ValueError(f"{tokens.dtype} {tokens.shape} is not one-dimensional uint16 or "
-                                 "uint32")
+                raise ValueError(f"{tokens.dtype} {tokens.shape}, not uint16 or uint32 (n,)")
             return tokens
         magic, version, n = np.fromfile(path, "<i4", 3).tolist()
         if (magic, version) not in BIN_TYPES:

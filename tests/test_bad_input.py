@@ -59,7 +59,7 @@ CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
         ("--max_step 5", "unknown flag --max_step; did you mean --max_steps?"),
-        ("--preset gpt5", "--preset gpt5: must be one of ... gpt2-medium"),
+        ("--preset gpt5", "--preset: invalid choice: 'gpt5' ... gpt2-medium"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: [Errno 2] No such ... or leave it"),
         ("--device cuda:99", "--device cuda:99: ... (torch 2 ... or try --device cpu"),
         ("--n_head 3", "--n_head 3 does not divide --n_embd 128 ... give a divisor"),
@@ -84,7 +84,7 @@ CASES = {
     ],
     "generate.py": [
         (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
-        ("--prompts missing.txt", "missing.txt: No such file ... give a text file"),
+        ("--prompts missing.txt", "missing.txt: [Errno 2] No such file ... or leave it out"),
         ("--prompts a --prompt b", "--prompt, --prompts and --interactive exclude each other"),
         ("--json no/where.json", "--json no/where.json: cannot write there ... give a file"),
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); give a name such as"),
@@ -98,7 +98,7 @@ CASES = {
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
-        ("--input text.txt --output_dir good", "good: has shards of another ... another --"),
+        ("--input text.txt --output_dir good", "good: is of another ... use a new directory"),
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],
     "hellaswag.py": [
@@ -106,7 +106,7 @@ CASES = {
         ("--data empty.jsonl", "empty.jsonl: has no example"),
     ],
     "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
-    "bench.py": [("--dtype fp8", "--dtype fp8: must be one of auto, bfloat16 ... float32")],
+    "bench.py": [("--dtype fp8", "--dtype: invalid choice: 'fp8' ... float32")],
 }
 TINY = ("--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "
         "--optimizer adamw --max_lr 4e-3")
