@@ -68,7 +68,7 @@ CASES = {
         ("--total_batch_size 1000", "--total_batch_size: must be a multiple of 64 (block_size"),
         ("--batch_size 3", "--batch_size: each process has 16 sequences ... a divisor of 16"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
-        ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
+        ("--data empty.txt", "has 0 tokens, fewer than ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
@@ -85,7 +85,6 @@ CASES = {
     "generate.py": [
         (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
         ("--prompts missing.txt", "missing.txt: [Errno 2] No such file ... or leave it out"),
-        ("--prompts a --prompt b", "--prompt, --prompts and --interactive exclude each other"),
         ("--json no/where.json", "--json no/where.json: cannot write there ... give a file"),
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); give a name such as"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import program, spawn, train
 
-from generate import GenerateConfig, ask_prompts, store_by_columns, write_texts
+from generate import GenerateConfig, ask_prompts, write_texts
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_model
 from plaingpt.huggingface import save_gpt2
@@ -81,7 +81,7 @@ def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, 
     monkeypatch.setattr("builtins.print", lambda text, **options: printed.append(text))
     model = Script(tokenizer.encode(ids) if isinstance(ids, str) else ids)
     prompt = [tokenizer.end_of_text, *tokenizer.encode("中!é")]
-    result = write_texts(model, tokenizer, prompt, GenerateConfig(num_samples=1, **flags))
+    result = write_texts(model, tokenizer, prompt, GenerateConfig(**flags))
     assert result == dict(prompt="中!é", texts=["中!é" + whole])
     assert printed[0] == "--- sample 0 ---\n中!é"
     assert [part for part in printed[1:] if part.strip()] == parts
@@ -93,7 +93,8 @@ def test_end_of_text_ends_a_text(ignore, texts):
     tokenizer = get_tokenizer("gpt2")
     model = Script([*tokenizer.encode("Hello"), 50256, *tokenizer.encode(" world")],
                    [50256, *tokenizer.encode(" a b")])
-    result = write_texts(model, tokenizer, [50256], GenerateConfig(ignore_end=ignore))
+    config = GenerateConfig(num_samples=2, ignore_end=ignore)
+    result = write_texts(model, tokenizer, [50256], config)
     assert result["texts"] == texts
 
 
@@ -124,20 +125,11 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
 
     monkeypatch.setattr(GPT, "stream", interrupted)
     monkeypatch.setattr("builtins.input", read)
-    config = GenerateConfig(num_samples=1, interactive=True, temperature=2.0, top_k=0)
+    config = GenerateConfig(interactive=True, temperature=2.0, top_k=0)
     texts = [write_texts(model.eval(), tokenizer, ids, config)["texts"][0]
              for ids in ask_prompts(tokenizer, config, 32)]
     assert [text[0] for text in texts] == ["a", "a"] and len(texts[0]) > 1
     assert texts[0] != texts[1]  # another seed
-
-
-def test_weights_stored_by_columns_give_the_same_logits():
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64, vocab_size=300))
-    idx = torch.arange(12)[None]
-    before = model(idx)[0]
-    store_by_columns(model)
-    torch.testing.assert_close(model(idx)[0], before)
-    assert model.lm_head.weight.stride() == (1, 300)
 
 
 @pytest.mark.parametrize("dtype, n", [
