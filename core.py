@@ -20,6 +20,7 @@ The metric is the mean accuracy of the tasks, centered: 0 is chance, 1 is
 perfect. Prompts and rules follow nanochat; docs/benchmarks.md explains them.
 """
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +106,7 @@ def load_task(task, options):
     for i, (example, item) in enumerate(zip(examples, items)):
         others = solved[:i] + solved[i + 1 :]
         example.shots = tuple(random.Random(1234 + i).sample(others, n))
-        example.counts = dict(
-            task=task.label, item=i, where=item["where"], chance=task.chance)
+        example.counts = dict(task=task.label, item=i, where=item["where"], chance=task.chance)
     return examples
 
 
@@ -144,7 +144,7 @@ def prompt_ids(example, tokenizer):
     shots = "".join(example.shots)
     prompts = [ids(shots + c + ending) for c in example.contexts for ending in example.endings]
     if len(example.contexts) > 1:  # schema
-        n = n_shared([prompt[::-1] for prompt in prompts])
+        n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         for prompt in prompts:
             split = len(prompt) - n
             yield prompt[:split] or prompt[:1], [prompt[split:] if split else []]
@@ -152,14 +152,8 @@ def prompt_ids(example, tokenizer):
     same = prompts
     if len(example) == 1:  # language_modeling
         same = [*prompts, ids((shots + example.contexts[0]).rstrip())]
-    n = n_shared(same)
+    n = len(os.path.commonprefix(same))  # works with lists, too
     yield prompts[0][:n], [prompt[n:] for prompt in prompts]
-
-
-def n_shared(sequences):
-    """Number of ids that all sequences start with."""
-    low, high = min(sequences), max(sequences)  # all share what these two share
-    return next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))
 
 
 def report(examples, scores):

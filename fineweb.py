@@ -178,15 +178,6 @@ def write_shards(facts, config, paths, tokenizer):
     facts["next"] = None
 
 
-def print_result(config, facts):
-    """Says what is in the directory, and what to do next."""
-    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
-    print(f"{config.output_dir} is complete{extent}: {facts['shards']} shards (for validation: "
-          f"{config.val_shards}), {facts['tokens']:,} tokens, {facts['documents']:,} documents, "
-          f"{facts['skipped']:,} damaged records skipped\n"
-          f"to train on it: python train_gpt2.py --data {config.output_dir}")
-
-
 def main(argv=None):
     config = ShardConfig(**cli.parse_flags(__doc__, ShardConfig, argv=argv))
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
@@ -216,7 +207,11 @@ def main(argv=None):
             write_shards(facts, config, paths, tokenizer)
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
-    print_result(config, facts)
+    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
+    print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: "
+          f"{config.val_shards}), {facts['tokens']:,} tokens, {facts['documents']:,} documents, "
+          f"{facts['skipped']:,} damaged records skipped\n"
+          f"to train on it: python train_gpt2.py --data {directory}")
 
 
 if __name__ == "__main__":

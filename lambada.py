@@ -22,8 +22,6 @@ def examples(records):
     """Records -> Examples with one ending. Raises UserError."""
     for record in records:
         text = get_fields(record, text=str)[0].rstrip("\r\n")
-        if record["text"] and not text:
-            continue  # an empty line of a text file
         context, _, word = text.rpartition(" ")
         if not word.strip():
             raise bad_record(record, f"no word at the end of {text[-20:]!r}")

@@ -19,7 +19,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import plaingpt.device as devices
 from plaingpt.checkpoint import load_model, newest_model
@@ -158,9 +157,9 @@ def forward(model, rows, L, device):
     with torch.autocast(device.type, enabled=False):  # bfloat16 numbers near 100 are 0.5 apart
         for x_part, target_part in zip(x.float().split(CHUNK), target.split(CHUNK)):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
-            log_likelihood = -F.cross_entropy(logits, target_part, reduction="none")
+            nats = torch.nn.functional.cross_entropy(logits, target_part, reduction="none")
             greedy = logits.argmax(-1) == target_part
-            chunks.append(torch.stack([log_likelihood, greedy.float()]))  # (2, CHUNK)
+            chunks.append(torch.stack([-nats, greedy.float()]))  # (2, CHUNK)
     log_likelihood, greedy = torch.cat(chunks, dim=1).cpu().numpy()  # (M) each
     pair, is_last = scored[2:].numpy()
     return pair, np.stack([log_likelihood, np.ones_like(greedy), greedy, greedy * is_last])

@@ -178,8 +178,7 @@ def read_documents(paths, text_key="text", cut=False):
 
 def read_file(path, file, text_key, cut):
     """Yields the Documents of an open file."""
-    kind = kind_of(path)[0]
-    if kind == ".txt":
+    if kind_of(path)[0] == ".txt":
         n, begins = 1, True
         for data, ends in split_text(file, cut):
             document = make_document(f"{path}, line {n}", dict(text=data), "text")

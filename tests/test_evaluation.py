@@ -380,7 +380,7 @@ def test_the_newest_checkpoint_is_scored_on_data_of_any_format(baby, tiny):
     records = [{**r, "label": int(r["label"])} for r in hellaswag_records()]
     pq.write_table(pa.Table.from_pylist(records), baby / "h.parquet")
     texts = [r["text"] for r in lambada_records()]
-    (baby / "l.txt").write_text("\n".join(texts) + "\n\n", encoding="utf-8")
+    (baby / "l.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     for name, other, n in (("hellaswag", "h.parquet", 20), ("lambada", "l.txt", 5)):
         results = []
         for data in (tiny[1][name], other):
