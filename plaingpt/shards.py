@@ -57,7 +57,7 @@ class Tokens:
         """Number of sequences of T+1 tokens that share their ends. Raises UserError if none."""
         n = (len(self) - 1) // T
         if n < 1:
-            raise UserError(f"{self.name}: has {len(self)} tokens, fewer than {T + 1}; give more data")
+            raise UserError(f"{self.name}: {len(self)} tokens, fewer than {T + 1}; give more data")
         return n
 
     def fingerprint(self):
