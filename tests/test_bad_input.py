@@ -68,7 +68,7 @@ CASES = {
         ("--total_batch_size 1000", "--total_batch_size: must be a multiple of 64 (block_size"),
         ("--batch_size 3", "--batch_size: each process has 16 sequences ... a divisor of 16"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
-        ("--data empty.txt", "has 0 tokens, fewer than ... give more data"),
+        ("--data empty.txt", ": 0 tokens, fewer than ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
@@ -101,9 +101,12 @@ CASES = {
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],
     "hellaswag.py": [
+        ("", "Rowan/hellaswag: Couldn't reach 'Rowan/hellaswag' on the Hub"),
         ("--data body.jsonl", "body.jsonl, line 1: field 'endings' is missing"),
-        ("--data empty.jsonl", "empty.jsonl: has no example"),
+        ("--json no/where.json", "--json no/where.json: cannot write there"),
+        ("--checkpoint no.pt", "no checkpoint in no.pt"),
     ],
+    "lambada.py": [("--style harness", "unknown flag --style")],
     "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
     "bench.py": [("--dtype fp8", "--dtype: invalid choice: 'fp8' ... float32")],
 }

@@ -118,8 +118,7 @@ def test_help(capsys, monkeypatch):
     for line in ("--n INT a number [1]", "--p FLOAT a share of 100%",
                  "--other NAME a choice or none; one of a, b",
                  "--kind NAME a choice [adamw]; one of adamw, muon",
-                 "--files STR [STR ...] files",
-                 "--shuffle, --no-shuffle a switch [True]"):
+                 "--files STR [STR ...] files", "--shuffle, --no-shuffle a switch [True]"):
         assert line in " ".join(out.split()), out
 
 

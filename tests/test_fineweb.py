@@ -125,13 +125,8 @@ def fine(*flags, directory, shard_size=SHARD, num_proc=2):
 
 def fineweb_py(*flags, directory="out", shard_size=SHARD, **options):
     """Runs the real program in a new process -> (stdout, stderr)."""
-    return program(*flags, "--output_dir", directory, "--shard_size", shard_size,
+    return program("--output_dir", directory, "--shard_size", shard_size, *flags,
                    program="fineweb.py", **options)
-
-
-def start_fineweb(*flags, directory, cwd):
-    return spawn(*flags, "--output_dir", directory, "--shard_size", 10_000, cwd=cwd,
-                 program="fineweb.py")[0]
 
 
 def wait_for_shards(process, directory, n):
@@ -207,10 +202,10 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
 
 def test_continuing_after_kills(documents, tmp_path):
     rng, out = random.Random(2), tmp_path / "b/out"
-    flags = ["--input", write(tmp_path / "table.parquet", documents * 4)]
-    fineweb_py(*flags, directory="a/out", shard_size=10_000, cwd=tmp_path)
+    flags = ["--input", write(tmp_path / "table.parquet", documents * 4), "--shard_size", 10_000]
+    fineweb_py(*flags, directory="a/out", cwd=tmp_path)
     for number in [signal.SIGINT, *[signal.SIGKILL] * 7]:
-        process = start_fineweb(*flags, directory="b/out", cwd=tmp_path)
+        (process,) = spawn(*flags, "--output_dir", out, cwd=tmp_path, program="fineweb.py")
         wait_for_shards(process, out, rng.randrange(1, 4) + len(list(out.glob("*.npy"))))
         time.sleep(rng.random() * 0.02)
         process.send_signal(number)
@@ -219,7 +214,7 @@ def test_continuing_after_kills(documents, tmp_path):
         assert not (out / "meta.json").exists(), "meta.json means complete"
     kept = {p: p.stat().st_mtime_ns for p in out.glob("*.npy")}
     assert len(kept) > 2
-    said, _ = fineweb_py(*flags, directory="b/out", shard_size=10_000, cwd=tmp_path)
+    said, _ = fineweb_py(*flags, directory="b/out", cwd=tmp_path)
     assert "whole shards: continuing" in said
     assert everything_in(tmp_path / "a/out") == everything_in(out)
     assert sum(p.stat().st_mtime_ns != kept[p] for p in kept) <= 1, "shards were rewritten"
