@@ -20,6 +20,7 @@ The metric is the mean accuracy of the tasks, centered: 0 is chance, 1 is
 perfect. Prompts and rules follow nanochat; docs/benchmarks.md explains them.
 """
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,6 @@ class Task:
     file: Path
     num_fewshot: int = 0
     delimiter: str = " "  # between a context and its answer
-    kind: str | None = None  # None: the fields of the first item tell
     chance: float | None = None  # accuracy by chance, or None: 1 / number of answers
 
 
@@ -66,14 +66,8 @@ def load(path, limit=0, **options):
         tasks = [Task(Path(path).stem, path)]
     else:
         tasks = read_bundle(Path(path), options.tasks)
-    examples = []
-    for task in tasks:
-        if options.num_fewshot is not None:
-            task.num_fewshot = options.num_fewshot
-        if options.delimiter is not None:
-            task.delimiter = options.delimiter
-        examples += load_task(task, options.max_per_task or limit)
-    return examples
+    options.max_per_task = options.max_per_task or limit
+    return sum((load_task(task, options) for task in tasks), [])
 
 
 def read_bundle(path, names):
@@ -84,7 +78,7 @@ def read_bundle(path, names):
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         tasks[task["label"]] = Task(
             task["label"], path / "eval_data" / task["dataset_uri"], task["num_fewshot"][0],
-            task.get("continuation_delimiter", " "), task["icl_task_type"])
+            task.get("continuation_delimiter", " "))
     for row in load_records([path / "eval_meta_data.csv"]):
         if row["Eval Task"] in tasks:
             tasks[row["Eval Task"]].chance = 0.01 * float(row["Random baseline"])
@@ -95,41 +89,36 @@ def read_bundle(path, names):
     return [tasks[name] for name in chosen]
 
 
-def load_task(task, limit):
-    """Task -> Examples of its items; limit: how many, 0: all. Raises UserError."""
+def load_task(task, options):
+    """Task -> Examples of its items. Raises UserError."""
     items = list(load_records([task.file]))
     random.Random(1337).shuffle(items)
-    items = items[: limit or None]
-    n = task.num_fewshot
+    items = items[: options.max_per_task or None]
+    n = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
+    delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n:
         raise UserError(f"{task.file}: has {len(items)} items, but a prompt with {n} solved "
                         f"examples needs {n + 1}; lower --num_fewshot or raise --max_per_task")
-    kind = task.kind or find_kind(items[0])
-    examples = [make_example(item, kind, task.delimiter) for item in items]
+    examples = [make_example(item, delimiter) for item in items]
     solved = [solution(example) for example in examples]
     if task.chance is None:
         task.chance = float(np.mean([1 / len(e) if len(e) > 1 else 0 for e in examples]))
     for i, (example, item) in enumerate(zip(examples, items)):
         others = solved[:i] + solved[i + 1 :]
         example.shots = tuple(random.Random(1234 + i).sample(others, n))
-        example.counts = dict(
-            task=task.label, kind=kind, item=i, where=item["where"], chance=task.chance)
+        example.counts = dict(task=task.label, item=i, where=item["where"], chance=task.chance)
     return examples
 
 
-def find_kind(item):
-    """Kind of a task, by the fields of one of its items."""
+def make_example(item, delimiter):
+    """Item -> Example. Contexts and endings together are prompts. Raises UserError.
+
+    multiple_choice has several endings, schema several contexts, language_modeling one of each.
+    """
     if "choices" in item:
-        return "multiple_choice"
-    return "schema" if "context_options" in item else "language_modeling"
-
-
-def make_example(item, kind, delimiter):
-    """Item -> Example. Contexts and endings together are prompts. Raises UserError."""
-    if kind == "multiple_choice":
         query, choices, gold = get_fields(item, query=str, choices=list, gold=int)
         example = Example([query], [f"{delimiter}{choice}" for choice in choices], gold)
-    elif kind == "schema":
+    elif "context_options" in item:
         contexts, continuation, gold = get_fields(
             item, context_options=list, continuation=str | int | float, gold=int)
         example = Example(contexts, [f"{delimiter}{continuation}"], gold)
@@ -154,23 +143,17 @@ def prompt_ids(example, tokenizer):
 
     shots = "".join(example.shots)
     prompts = [ids(shots + c + ending) for c in example.contexts for ending in example.endings]
-    if example.counts["kind"] == "schema":
-        n = n_shared([prompt[::-1] for prompt in prompts])
+    if len(example.contexts) > 1:  # schema
+        n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         for prompt in prompts:
             split = len(prompt) - n
             yield prompt[:split] or prompt[:1], [prompt[split:] if split else []]
         return
     same = prompts
-    if example.counts["kind"] == "language_modeling":
+    if len(example) == 1:  # language_modeling
         same = [*prompts, ids((shots + example.contexts[0]).rstrip())]
-    n = n_shared(same)
+    n = len(os.path.commonprefix(same))  # works with lists, too
     yield prompts[0][:n], [prompt[n:] for prompt in prompts]
-
-
-def n_shared(sequences):
-    """Number of ids that all sequences start with."""
-    low, high = min(sequences), max(sequences)  # all share what these two share
-    return next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))
 
 
 def report(examples, scores):
@@ -183,7 +166,7 @@ def report(examples, scores):
         facts = example.counts
         # min() as in nanochat, where NaN is the lowest loss only if it is the first.
         correct = min(range(len(loss)), key=loss.__getitem__) == example.label
-        if facts["kind"] == "language_modeling":
+        if len(loss) == 1:  # language_modeling
             correct = bool(is_greedy[0])
         solved.setdefault((facts["task"], facts["chance"]), []).append(correct)
     tasks = {}

@@ -4,11 +4,10 @@
   python fineweb.py --input a.jsonl --output_dir mine  your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
 
---input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files,
-and Megatron's .idx, whose tokens are copied. In a .txt file <|endoftext|>
-separates documents. --tokenizer takes a vocabulary of your own, see
-tokenizer.py. After an interruption the same command continues. Damaged records
-are counted and skipped; the first 5 are shown.
+--input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files. In
+a .txt file <|endoftext|> separates documents. --tokenizer takes a vocabulary of
+your own, see tokenizer.py. After an interruption the same command continues.
+Damaged records are counted and skipped; the first 5 are shown.
 """
 
 # plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
@@ -35,9 +34,8 @@ from tokenizer import load_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
-BATCH = 2**20  # characters, or ids of Megatron's data, that a thread encodes at a time
+BATCH = 2**20  # characters that a thread encodes at a time
 SHOWN = 5  # damaged records that are shown
-HEADER_BYTES = 128  # of a shard
 
 
 @dataclass
@@ -56,12 +54,12 @@ class ShardConfig:
     strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
-def read_progress(directory, name, settings):
+def read_progress(directory, name, settings, itemsize):
     """What meta.json says about the shards in a directory, or about none. Raises UserError.
 
-    settings: what may not change between the runs. facts["next"] is where the next shard begins:
-    [documents before it, tokens of the documents after these that are in earlier shards]. It is
-    None at the end of the source.
+    settings: what may not change between the runs. itemsize: bytes of a token. facts["next"] is
+    where the next shard begins: [documents before it, tokens of the documents after these that are
+    in earlier shards]. It is None at the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     if not find_shards(directory, "(train|val)"):
@@ -75,7 +73,8 @@ def read_progress(directory, name, settings):
     for i in range(facts["shards"]):
         path = shard_path(directory, facts, i)
         n_tokens = min(facts["shard_size"], facts["tokens"] - i * facts["shard_size"])
-        if not path.exists() or path.stat().st_size != HEADER_BYTES + 2 * n_tokens:
+        # The header has 128 bytes.
+        if not path.exists() or path.stat().st_size != 128 + itemsize * n_tokens:
             raise UserError(f"{path}: is missing or cut; restore it, or give another --output_dir")
     return facts
 
@@ -88,7 +87,7 @@ def shard_path(directory, facts, index):
 def save_shard(directory, facts, parts, next, tokenizer):
     """Writes the next shard: arrays of tokens. Writes progress.json before it, and after it."""
     path, n_tokens = shard_path(directory, facts, facts["shards"]), sum(map(len, parts))
-    header = dict(descr="<u2", fortran_order=False, shape=(n_tokens,))
+    header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
         if tokenizer.settings:
             (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
@@ -108,34 +107,21 @@ def make_batches(documents):
     """Yields lists of Documents, about a megabyte of text. Only the first may continue another."""
     batch, size = [], 0
     for document in documents:
-        other = batch and (document.ids is None) != (batch[0].ids is None)
-        if batch and (size >= BATCH or other or not document.begins):
+        if batch and (size >= BATCH or not document.begins):
             yield batch
             batch, size = [], 0
         batch.append(document)
-        size += len(document.text or "") if document.ids is None else len(document.ids)
+        size += len(document.text or "")
     if batch:
         yield batch
 
 
 def encode_batch(batch, tokenizer):
-    """Documents of one kind -> (batch, tokens): (n,) uint16, end_of_text before each document."""
-    if batch[0].ids is not None:
-        return batch, np.concatenate([copy_ids(document, tokenizer) for document in batch])
+    """Documents -> (batch, tokens): (n,), end_of_text before each document."""
     good = [document for document in batch if document.text is not None]
     tokens = tokenizer.encode_documents([document.text for document in good])
     continues = good and not good[0].begins
     return batch, tokens[1:] if continues else tokens
-
-
-def copy_ids(document, tokenizer):
-    """Ids of Megatron's data -> (n,) uint16, one end_of_text before them and none after them."""
-    ids, end = document.ids, tokenizer.end_of_text
-    if ids.max(initial=0) >= tokenizer.n_vocab:
-        raise UserError(f"{document.where}: has token id {ids.max()}, but {tokenizer.name} has "
-                        f"{tokenizer.n_vocab:,} ids; give the data's --tokenizer")
-    inner = np.trim_zeros(ids.astype(np.int64) - end) + end  # without end_of_text at both ends
-    return np.append(end, inner).astype(np.uint16)
 
 
 def encode_all(documents, tokenizer, n_threads):
@@ -170,8 +156,7 @@ def write_shards(facts, config, paths, tokenizer):
     documents = itertools.islice(documents, n_done, None)
     n_bytes = sum(path.stat().st_size for path in paths)
     parts = []  # tokens of the next shard
-    with (cli.catch_stop_signals("finishing these documents") as stop_signals,
-          tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar):
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
             n_damaged = report_damaged(batch, facts["skipped"], config.strict)
             used, n_used = n_used, 0
@@ -187,26 +172,11 @@ def write_shards(facts, config, paths, tokenizer):
             facts["skipped"] += n_damaged
             n_done += len(batch)
             bar.update(batch[-1].done - bar.n)
-            if stop_signals:
-                tqdm.write("stopped; the same command continues", file=sys.stderr)
-                sys.exit(128 + stop_signals[0])
     if parts:
         save_shard(directory, facts, parts, None, tokenizer)
     if not facts["tokens"]:
         raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
     facts["next"] = None
-
-
-def print_result(config, facts):
-    """Says what is in the directory, and what to do next."""
-    n_val = min(facts["shards"], config.val_shards)
-    n_train = facts["shards"] - n_val
-    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
-    print(f"{config.output_dir} is complete{extent}: validation shards: {n_val}, training shards: "
-          f"{n_train}, {facts['tokens']:,} tokens, {facts['documents']:,} documents, "
-          f"{facts['skipped']:,} damaged records skipped")
-    if n_train:
-        print(f"to train on it: python train_gpt2.py --data {config.output_dir}")
 
 
 def main(argv=None):
@@ -233,12 +203,16 @@ def main(argv=None):
         directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, cli.lock(directory, "--output_dir"))
-        facts = read_progress(directory, name, settings)
+        facts = read_progress(directory, name, settings, tokenizer.dtype.itemsize)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(facts, config, paths, tokenizer)
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
-    print_result(config, facts)
+    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
+    print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: "
+          f"{config.val_shards}), {facts['tokens']:,} tokens, {facts['documents']:,} documents, "
+          f"{facts['skipped']:,} damaged records skipped\n"
+          f"to train on it: python train_gpt2.py --data {directory}")
 
 
 if __name__ == "__main__":

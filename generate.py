@@ -18,6 +18,7 @@ import torch
 from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, write_json
 from plaingpt.device import Dtype, memory_advice, start
+from plaingpt.evaluation import get_fields, load_records
 from plaingpt.sampling import attention_for_many_shapes
 
 
@@ -28,7 +29,7 @@ class GenerateConfig:
     prompt: Annotated[str | None, "text to continue [start from nothing]"] = None
     prompts: Annotated[str | None, "or a file with one prompt a line"] = None
     interactive: Annotated[bool, "read prompts from the terminal"] = False
-    num_samples: Annotated[int, "texts per prompt; 1 if greedy or interactive", "at least 1"] = 2
+    num_samples: Annotated[int, "texts per prompt", "at least 1"] = 1
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
     stop: Annotated[str | None, "end a text before this text"] = None
     ignore_end: Annotated[bool, "do not end a text at <|endoftext|>"] = False
@@ -42,14 +43,11 @@ class GenerateConfig:
 
 
 def read_prompts(config):
-    """Returns the prompts of --prompt or --prompts: a list of texts."""
+    """Returns the prompts of --prompt or --prompts: a list of texts. Raises UserError."""
     if config.prompts is None:
         return [config.prompt or ""]
-    try:
-        with open(config.prompts, encoding="utf-8-sig", errors="replace") as file:
-            return [line.rstrip("\n") for line in file]
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; give a text file") from error
+    records = load_records([config.prompts])
+    return [get_fields(record, text=str)[0].rstrip("\n") for record in records]
 
 
 def tokenize_prompt(prompt, tokenizer, T):
@@ -124,27 +122,13 @@ def write_texts(model, tokenizer, ids, config):
     return dict(prompt=prompt, texts=[prompt + text for text in texts])
 
 
-def store_by_columns(model):
-    """Stores the weights of the linear layers by columns: faster in float32 for a few tokens."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = module.weight.data.t().contiguous().t()  # (out, in)
-
-
 def main(argv=None):
-    given = parse_flags(__doc__, GenerateConfig, argv=argv)
-    config = GenerateConfig(**given)
-    if len(given.keys() & {"prompt", "prompts", "interactive"}) > 1:
-        raise UserError("--prompt, --prompts and --interactive exclude each other; give one")
-    if config.interactive or config.temperature == 0:
-        config.num_samples = given.get("num_samples", 1)
+    config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
     check_output("--json", config.json)
     prompts, name = read_prompts(config), config.model or newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     model, tokenizer = load_model(name)
     model.to(process.device, process.dtype).eval()
-    if process.device.type == "cpu" and process.dtype == torch.float32:
-        store_by_columns(model)
     prompts = [tokenize_prompt(prompt, tokenizer, model.config.block_size) for prompt in prompts]
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
            f"{str(process.dtype).removeprefix('torch.')} on {process.device}\n")

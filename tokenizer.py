@@ -26,7 +26,7 @@ import numpy as np
 
 from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run_program
 from plaingpt.text import check_spaces, find_files, read_documents
-from plaingpt.tokenizer_json import MAX_IDS, build, is_byte_level, is_gpt2, parse, read_settings
+from plaingpt.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_settings
 
 END_OF_TEXT = "<|endoftext|>"
 MERGES = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
@@ -47,6 +47,7 @@ class Tokenizer:
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
+        self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
         self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so no text contains it
 
     @functools.cached_property
@@ -75,12 +76,12 @@ class Tokenizer:
         return self.encode_documents([text])[1:].tolist()
 
     def encode_documents(self, texts):
-        """Texts -> their ids, with end_of_text before each text: (n,) uint16. Releases the GIL."""
+        """Texts -> their ids, with end_of_text before each text: (n,). Releases the GIL."""
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
-            return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
+            return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
         found = self.library.encode_batch_fast(texts, add_special_tokens=False)
-        return np.array([i for each in found for i in [self.end_of_text, *each.ids]], np.uint16)
+        return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 
     def decode(self, ids):
         """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
@@ -139,7 +140,7 @@ PIECE = 10_000  # characters; large documents are sampled in pieces
 @dataclass
 class VocabularyConfig:
     input: Annotated[list[str] | None, "files or quoted globs, as in fineweb.py"] = None
-    vocab_size: Annotated[int, "number of ids", f"above 256 and at most {MAX_IDS}"] = 32000
+    vocab_size: Annotated[int, "number of ids", "above 256"] = 32000
     output: Annotated[str, "file to write"] = "tokenizer.json"
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     sample_bytes: Annotated[int, "bytes of text to train on", "at least 1"] = 2 * 10**7
@@ -166,14 +167,9 @@ def read_sample(config):
 
 def train_vocabulary(texts, config):
     """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) -> text of its JSON."""
-    hf = require("tokenizers")
-    library = hf.Tokenizer(hf.models.BPE())
-    library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = hf.decoders.ByteLevel()
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=config.vocab_size - 1, show_progress=sys.stderr.isatty(),
-        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet())
-    library.train_from_iterator(texts, trainer, length=len(texts))
+    library = require("tokenizers").ByteLevelBPETokenizer()
+    library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
+                                show_progress=sys.stderr.isatty())
     library.add_special_tokens([END_OF_TEXT])  # the last id
     return library.to_str(pretty=True)
 

@@ -5,8 +5,8 @@
   python wikitext.py --model gpt2 --stride 512    windows that overlap
   python wikitext.py --data wiki.test.raw         any text file
 
-The 62 test articles come from the hub, from a text file, or from records
-{"page": "..."}. Their text is split into words (" old " ; 2 @,@ 000 m long).
+The 62 test articles come from the hub, or from a text file. Their text is split
+into words (" old " ; 2 @,@ 000 m long).
 The model reads the words joined again, as in the GPT-2 paper (section 3.1). The
 log-likelihood is divided by the number of words in the split text. So the word
 perplexities of models with different tokenizers can be compared.
@@ -44,13 +44,9 @@ def pages(records):
     """Yields articles. Records of lines are joined, then split before each title."""
     lines = []
     for record in records:
-        if "page" in record:
-            yield get_fields(record, page=str)[0]
-        else:
-            line = get_fields(record, text=str)[0] or " \n"  # the hub's empty lines are ""
-            lines.append(line if line.endswith("\n") else line + "\n")
-    text = "".join(lines)
-    yield from filter(str.strip, re.split(HEADING, text))
+        line = get_fields(record, text=str)[0] or " \n"  # the hub's empty lines are ""
+        lines.append(line if line.endswith("\n") else line + "\n")
+    yield from filter(str.strip, re.split(HEADING, "".join(lines)))
 
 
 def detokenize(text):

@@ -39,9 +39,8 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         argument_default=argparse.SUPPRESS, exit_on_error=False)
     for config in configs:
         group = parser.add_argument_group(config.__name__)
-        hints = typing.get_type_hints(config, include_extras=True)
         for field in dataclasses.fields(config):
-            options = read_annotation(field.name, hints[field.name], field.default)
+            options = read_annotation(field.name, field.type, field.default)
             group.add_argument(f"--{field.name}", **options)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
@@ -69,13 +68,12 @@ def read_annotation(name, hint, default):
         options["nargs"] = "+"
     if kind is bool:
         return options | dict(action=argparse.BooleanOptionalAction)
-    choices = typing.get_args(kind)  # of a Literal
-    kind = str if choices else kind
+    if choices := typing.get_args(kind):  # of a Literal
+        options["help"] += f"; one of {', '.join(choices)}"
+        return options | dict(choices=choices, metavar="NAME")
 
     def convert(text):
         value = kind(text)
-        if choices and value not in choices:
-            raise UserError(f"--{name} {value}: must be one of {', '.join(choices)}")
         for limit in limits[0].split(" and ") if limits else []:
             words, bound = limit.rsplit(" ", 1)
             if not (math.isfinite(value) and COMPARE[words](value, float(bound))):
@@ -83,9 +81,7 @@ def read_annotation(name, hint, default):
         return value
 
     convert.__name__ = kind.__name__  # for argparse's message
-    if choices:
-        options["help"] += f"; one of {', '.join(choices)}"
-    return options | dict(type=convert, metavar="NAME" if choices else kind.__name__.upper())
+    return options | dict(type=convert, metavar=kind.__name__.upper())
 
 
 def run_program(main):

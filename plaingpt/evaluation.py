@@ -12,7 +12,6 @@ A token attends to the context and to earlier tokens of its own part, never to a
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import plaingpt.device as devices
 from plaingpt.checkpoint import load_model, newest_model
@@ -159,9 +157,9 @@ def forward(model, rows, L, device):
     with torch.autocast(device.type, enabled=False):  # bfloat16 numbers near 100 are 0.5 apart
         for x_part, target_part in zip(x.float().split(CHUNK), target.split(CHUNK)):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
-            log_likelihood = -F.cross_entropy(logits, target_part, reduction="none")
+            nats = torch.nn.functional.cross_entropy(logits, target_part, reduction="none")
             greedy = logits.argmax(-1) == target_part
-            chunks.append(torch.stack([log_likelihood, greedy.float()]))  # (2, CHUNK)
+            chunks.append(torch.stack([-nats, greedy.float()]))  # (2, CHUNK)
     log_likelihood, greedy = torch.cat(chunks, dim=1).cpu().numpy()  # (M) each
     pair, is_last = scored[2:].numpy()
     return pair, np.stack([log_likelihood, np.ones_like(greedy), greedy, greedy * is_last])
@@ -317,17 +315,14 @@ def main(benchmark, argv=None):
     model.to(run.device).eval()
     rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
     tokens = config.tokens_per_forward or TOKENS[run.device.type]
-    start = time.monotonic()
     with devices.memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
         scores = score(model, examples, rows, run, tokens)
     figures = benchmark.report(examples, scores)
     facts = dict(
         benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
         **options, limit=config.limit or None, model=str(source),
-        parameters=sum(p.numel() for p in model.parameters()),
         tokenizer=tokenizer.name, dtype=str(run.dtype).removeprefix("torch."),
-        device=f"{run.world_size} x {run.device.type}",
-        seconds=round(time.monotonic() - start, 1), n_examples=len(examples))
+        device=f"{run.world_size} x {run.device.type}", n_examples=len(examples))
     facts = {name: value for name, value in facts.items() if value is not None}
     for name, value in facts.items():
         print0(f"{name:<18} {value}")

@@ -1,7 +1,8 @@
 """Files of token ids: shards and Megatron's pairs. Their names, their formats, reading a split.
 
-A shard is {name}_{train|val}_{index:06d}.npy, one-dimensional uint16, as build-nanogpt writes it;
-the end-of-text id begins each document. llm.c's .bin files, uint16 after 256 int32, are read too.
+A shard is {name}_{train|val}_{index:06d}.npy, one-dimensional uint16, as build-nanogpt writes it,
+or uint32 for vocabularies above 65,536 ids; the end-of-text id begins each document. llm.c's .bin
+files, uint16 or uint32 after 256 int32, are read too.
 meta.json says how the shards were made. It is called progress.json until they are complete.
 """
 
@@ -19,6 +20,7 @@ from plaingpt.cli import UserError, first_line, read_json
 from plaingpt.megatron import find_index, read_index
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
+BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by llm.c's magic and version
 VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # of Megatron's files for validation
 
 
@@ -66,7 +68,9 @@ class Tokens:
         for file, start, stop in zip(self.files, bounds, bounds[1:]):
             n = stop - start if isinstance(file, np.ndarray) else min(stop - start, ENDS)
             for first in sorted({start, stop - n}) if n else ():
-                crc = zlib.crc32(self.read(first, n).astype("<u2"), crc)
+                ids = self.read(first, n)
+                # Equal for equal ids of any type, and as before there was uint32.
+                crc = zlib.crc32(ids.astype("<u2" if ids.max() < 2**16 else "<u4"), crc)
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
 
@@ -79,17 +83,17 @@ def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
     try:
         if path.suffix == ".idx":
-            dtype, starts = read_index(path)
-            return np.memmap(path.with_suffix(".bin"), dtype, "r", shape=int(starts[-1]))
+            dtype, n = read_index(path)
+            return np.memmap(path.with_suffix(".bin"), dtype, "r", shape=n)
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.dtype != np.uint16 or tokens.ndim != 1:
-                raise ValueError(f"{tokens.dtype} {tokens.shape} is not one-dimensional uint16")
+            if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
+                raise ValueError(f"{tokens.dtype} {tokens.shape}, not uint16 or uint32 (n,)")
             return tokens
         magic, version, n = np.fromfile(path, "<i4", 3).tolist()
-        if (magic, version) != (20240520, 1):
-            raise ValueError("its header does not begin with 20240520 and 1")
-        return np.memmap(path, "<u2", "r", offset=4 * 256, shape=n)
+        if (magic, version) not in BIN_TYPES:
+            raise ValueError("its header does not begin with llm.c's magic number and version")
+        return np.memmap(path, BIN_TYPES[magic, version], "r", offset=4 * 256, shape=n)
     except Exception as error:  # a damaged header makes np.load raise any kind of error
         reason = first_line(error)
         raise UserError(f"{path}: not a readable shard ({reason}); make it again") from error
@@ -102,13 +106,13 @@ def is_text(path):
 
 @functools.cache  # a text is encoded once
 def read_text(path, tokenizer):
-    """Ids of a text file: (n,) uint16, or uint8 of bytes. Raises UserError."""
+    """Ids of a text file: (n,) uint16 or uint32, or uint8 of bytes. Raises UserError."""
     data = path.read_bytes()
     if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
         return np.frombuffer(data, np.uint8)
-    return np.array(tokenizer.encode(data.decode(errors="replace")), np.uint16)
+    return np.array(tokenizer.encode(data.decode(errors="replace")), tokenizer.dtype)
 
 
 def find_shards(path, split):

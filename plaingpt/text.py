@@ -10,16 +10,11 @@ import io
 import json
 import os
 import re
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-import numpy as np
-
 from plaingpt.cli import UserError, first_line
-from plaingpt.megatron import find_index, read_index
 
 BLOCK = 2**20  # bytes that are read at a time
 TABLES = (".parquet", ".arrow")
@@ -35,9 +30,8 @@ class Document:
     """A document, or a piece of a large one."""
 
     where: str  # its place, such as "a.jsonl, line 7"; the line where it begins
-    text: str | None = None  # None: it is damaged, or has ids
+    text: str | None = None  # None: it is damaged
     problem: str = ""  # why it is damaged
-    ids: np.ndarray | None = None  # the tokens of a document of Megatron's data
     begins: bool = True  # False: a piece that continues the one before it
     done: int = 0  # bytes on disk of all files that were read so far
 
@@ -47,11 +41,10 @@ def find_files(patterns):
     paths = []
     for pattern in patterns:
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
-    paths = [path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths]
     for path in paths:
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
-        if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES) and not find_index(path):
+        if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES):
             raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths
 
@@ -69,8 +62,13 @@ def load_hub(dataset, name=None, split="train", patient=True):
     If not patient, and the hub does not answer in five seconds, only the cache is used: `datasets`
     would wait for minutes. Raises UserError.
     """
-    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0" and not hub_answers():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
+    import requests  # a package of `datasets`
+
+    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0":
+        try:
+            requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5)
+        except requests.RequestException:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
     import datasets
 
     try:
@@ -80,16 +78,6 @@ def load_hub(dataset, name=None, split="train", patient=True):
                         "the network, or set HF_ENDPOINT to a mirror") from error
     files = [Path(file["filename"]) for file in data.cache_files]
     return files, data.num_rows, files[0].parent.name if files else None
-
-
-def hub_answers():
-    """Whether the hub, or its mirror, gives any answer in five seconds."""
-    try:
-        url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        urllib.request.urlopen(url, timeout=5).close()
-    except (OSError, ValueError) as error:
-        return isinstance(error, urllib.error.HTTPError)
-    return True
 
 
 def read_items(path, file, column=None):
@@ -190,13 +178,7 @@ def read_documents(paths, text_key="text", cut=False):
 
 def read_file(path, file, text_key, cut):
     """Yields the Documents of an open file."""
-    kind = kind_of(path)[0]
-    if kind == ".bin":
-        dtype, starts = read_index(find_index(path))
-        for n, length in enumerate(np.diff(starts).tolist(), start=1):
-            ids = np.frombuffer(file.read(length * np.dtype(dtype).itemsize), dtype)
-            yield Document(f"{path}, document {n}", ids=ids)
-    elif kind == ".txt":
+    if kind_of(path)[0] == ".txt":
         n, begins = 1, True
         for data, ends in split_text(file, cut):
             document = make_document(f"{path}, line {n}", dict(text=data), "text")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from plaingpt.cli import read_json, require
 
-MAX_IDS = 2**16  # shards store an id in two bytes
 # Names of the token between documents, in the order in which they are looked for.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 # A byte-level vocabulary writes each byte as a character: a visible one as itself.
@@ -32,8 +31,6 @@ def parse(source):
     special = {t["content"]: t["id"] for t in settings["added_tokens"] if t["special"]}
     ids, byte_level = {**vocab, **added}, is_byte_level(settings)
     n_vocab = max(ids.values()) + 1
-    if n_vocab > MAX_IDS:
-        raise ValueError(f"{n_vocab:,} ids are more than {MAX_IDS:,}")
     name = next((name for name in ([end] if end else END_NAMES) if name in ids), None)
     if not name:
         raise ValueError(f"no end-of-text token {end or ' or '.join(END_NAMES)}")

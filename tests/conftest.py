@@ -106,11 +106,11 @@ def overfit(model, rows, last, steps=40, lr=0.01):
         optimizer.zero_grad()
 
 
-def write_bin(path, tokens, magic=20240520, version=1, count=None):
-    """Writes a shard in the format of llm.c."""
+def write_bin(path, tokens):
+    """Writes a shard in the format of llm.c: uint16 for GPT-2, uint32 for Llama 3."""
     header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    header[:3] = *((20240801, 7) if tokens.dtype == np.uint32 else (20240520, 1)), len(tokens)
+    path.write_bytes(header.tobytes() + tokens.tobytes())
 
 
 def pytest_collection_modifyitems(items):

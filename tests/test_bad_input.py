@@ -59,7 +59,7 @@ CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
         ("--max_step 5", "unknown flag --max_step; did you mean --max_steps?"),
-        ("--preset gpt5", "--preset gpt5: must be one of ... gpt2-medium"),
+        ("--preset gpt5", "--preset: invalid choice: 'gpt5' ... gpt2-medium"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: [Errno 2] No such ... or leave it"),
         ("--device cuda:99", "--device cuda:99: ... (torch 2 ... or try --device cpu"),
         ("--n_head 3", "--n_head 3 does not divide --n_embd 128 ... give a divisor"),
@@ -68,7 +68,7 @@ CASES = {
         ("--total_batch_size 1000", "--total_batch_size: must be a multiple of 64 (block_size"),
         ("--batch_size 3", "--batch_size: each process has 16 sequences ... a divisor of 16"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
-        ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
+        ("--data empty.txt", ": 0 tokens, fewer than ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
@@ -84,8 +84,7 @@ CASES = {
     ],
     "generate.py": [
         (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
-        ("--prompts missing.txt", "missing.txt: No such file ... give a text file"),
-        ("--prompts a --prompt b", "--prompt, --prompts and --interactive exclude each other"),
+        ("--prompts missing.txt", "missing.txt: [Errno 2] No such file ... or leave it out"),
         ("--json no/where.json", "--json no/where.json: cannot write there ... give a file"),
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); give a name such as"),
     ],
@@ -98,15 +97,18 @@ CASES = {
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
-        ("--input text.txt --output_dir good", "good: has shards of another ... another --"),
+        ("--input text.txt --output_dir good", "good: is of another ... use a new directory"),
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],
     "hellaswag.py": [
+        ("", "Rowan/hellaswag: Couldn't reach 'Rowan/hellaswag' on the Hub"),
         ("--data body.jsonl", "body.jsonl, line 1: field 'endings' is missing"),
-        ("--data empty.jsonl", "empty.jsonl: has no example"),
+        ("--json no/where.json", "--json no/where.json: cannot write there"),
+        ("--checkpoint no.pt", "no checkpoint in no.pt"),
     ],
+    "lambada.py": [("--style harness", "unknown flag --style")],
     "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
-    "bench.py": [("--dtype fp8", "--dtype fp8: must be one of auto, bfloat16 ... float32")],
+    "bench.py": [("--dtype fp8", "--dtype: invalid choice: 'fp8' ... float32")],
 }
 TINY = ("--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "
         "--optimizer adamw --max_lr 4e-3")

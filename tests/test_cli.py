@@ -1,7 +1,5 @@
 """The command line: which errors are one sentence and which keep their traceback; flags; --help."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,14 +14,12 @@ from plaingpt.cli import UserError, catch_stop_signals, parse_flags
 
 
 @dataclass
-class Config:  # its annotations are strings, because of the first import
+class Config:
     n: Annotated[int, "a number", "above 0 and at most 9"] = 1
     p: Annotated[float | None, "a share of 100%", "at least 0"] = None
     kind: Annotated[Literal["adamw", "muon"], "a choice"] = "adamw"
     other: Annotated[Literal["a", "b"] | None, "a choice or none"] = None
     files: Annotated[list[str] | None, "files"] = None
-    sizes: Annotated[list[int] | None, "sizes", "above 0"] = None
-    peers: Annotated[list[Literal["x", "y"]] | None, "peers"] = None
     shuffle: Annotated[bool, "a switch"] = True
     compile: Annotated[bool | None, "a switch or none"] = None
     name: Annotated[str, "a text"] = "auto"
@@ -77,7 +73,6 @@ def test_other_exits(source, status, line, tmp_path):
     ("--n 9 --p 0.5", dict(n=9, p=0.5)),
     ("--kind muon --other b", dict(kind="muon", other="b")),
     ("--files a b", dict(files=["a", "b"])),
-    ("--sizes 4 8 --peers y x", dict(sizes=[4, 8], peers=["y", "x"])),
     ("--no-shuffle --compile", dict(shuffle=False, compile=True)),
     ("--shuffle --no-compile --name x", dict(shuffle=True, compile=False, name="x")),
 ])
@@ -98,25 +93,24 @@ def test_arguments_without_a_flag():
     ("--p -1", "--p -1.0: must be at least 0"),
     ("--p nan", "--p nan: must be at least 0"),
     ("--p inf", "--p inf: must be at least 0"),
-    ("--sizes 4 0", "--sizes 0: must be above 0"),
-    ("--kind sgd", "--kind sgd: must be one of adamw, muon"),
-    ("--other c", "--other c: must be one of a, b"),
-    ("--peers x z", "--peers z: must be one of x, y"),
+    ("--kind sgd", "--kind: invalid choice: 'sgd' (choose from adamw, muon); see --help"),
+    ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
     ("--n many", "--n: invalid int value: 'many'; see --help"),
     ("--n", "--n: expected one argument; see --help"),
     ("--shuffel", "unknown flag --shuffel; did you mean --shuffle?"),
     ("--zzzzzzzzzzzz=1", "unknown flag --zzzzzzzzzzzz; see --help; quote a value with spaces"),
     ("extra", "unknown flag extra; see --help; quote a value with spaces"),
-    ("--size 3", "unknown flag --size; did you mean --sizes?"),
     ("--shuf", "unknown flag --shuf; did you mean --shuffle?"),
 ])
 def test_wrong_flags(flags, message):
     with pytest.raises(UserError) as error:
         parse_flags("", Config, argv=flags.split())
-    assert str(error.value) == message
+    # Some versions of Python put the choices in quotation marks.
+    assert str(error.value).replace("from 'adamw', 'muon'", "from adamw, muon").replace(
+        "from 'a', 'b'", "from a, b") == message
 
 
-def test_help_of_string_annotations(capsys, monkeypatch):
+def test_help(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         parse_flags("What it does.", Config, argv=["--help"])
@@ -125,8 +119,7 @@ def test_help_of_string_annotations(capsys, monkeypatch):
     for line in ("--n INT a number [1]", "--p FLOAT a share of 100%",
                  "--other NAME a choice or none; one of a, b",
                  "--kind NAME a choice [adamw]; one of adamw, muon",
-                 "--files STR [STR ...] files", "--peers NAME [NAME ...] peers; one of x, y",
-                 "--shuffle, --no-shuffle a switch [True]"):
+                 "--files STR [STR ...] files", "--shuffle, --no-shuffle a switch [True]"):
         assert line in " ".join(out.split()), out
 
 

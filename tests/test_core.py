@@ -202,8 +202,7 @@ def test_a_continuation_that_joins_the_tokens_before_it():
     """nanochat stops here. "harbourbell" has other tokens than "harbour" and "bell"."""
     tokenizer = get_tokenizer("gpt2")
     item = dict(context="the har", continuation="bour", where="")
-    example = core.make_example(item, "language_modeling", "")
-    example.counts = dict(kind="language_modeling")
+    example = core.make_example(item, "")
     (context, (ending,)), = core.prompt_ids(example, tokenizer)
     assert context + ending == [50256, *tokenizer.encode("the harbour")]
     assert context == [50256, *tokenizer.encode("the")] and len(ending) >= 1

@@ -88,19 +88,6 @@ def test_large_ids_are_refused(tmp_path):
         assert f"token id {shown} is outside the vocabulary of 50257; leave out" in err
 
 
-@pytest.mark.parametrize("dtype, code", [("<u2", 8), ("<i4", 4)])
-def test_megatrons_files_become_shards(documents, tmp_path, dtype, code):
-    """fineweb.py puts end-of-text before each document, where Megatron has it behind."""
-    write_megatron(tmp_path / "x", documents, dtype, code)
-    write_megatron(tmp_path / "y", [document[:-1] for document in documents[:5]], dtype, code)
-    program("--input", "x.idx", "y.bin", "--output_dir", "out", "--shard_size", 2000,
-            cwd=tmp_path, program="fineweb.py")
-    paths = sorted((tmp_path / "out").glob("*.npy"), key=lambda path: path.name[-10:])
-    tokens = np.concatenate([np.load(path) for path in paths])
-    expected = [[50256, *document[:-1]] for document in documents + documents[:5]]
-    assert tokens.tolist() == flat(expected)
-
-
 def test_megatrons_files_without_a_tokenizer_are_gpt2s(documents, tmp_path):
     write_megatron(tmp_path / "x", documents, "<u2", 8)
     for name in ("x", "x.bin", "x.idx"):

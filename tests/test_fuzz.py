@@ -6,7 +6,6 @@ import re
 import struct
 import tempfile
 from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,8 @@ from plaingpt import text as texts
 from plaingpt.cli import UserError
 from plaingpt.data import tokens_in_step
 from plaingpt.device import Run
-from plaingpt.order import order_of_sets, permute
-from plaingpt.shards import Tokens, open_shard, open_splits
+from plaingpt.order import permute
+from plaingpt.shards import open_shard, open_splits
 from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig
 
@@ -43,10 +42,6 @@ def file_of(name, data):
         path = Path(directory, name)
         path.write_bytes(data)
         yield path
-
-
-def assert_sentence(error, part):
-    assert len(str(error).splitlines()) == 1 and str(part) in str(error)
 
 
 # Shards
@@ -72,10 +67,10 @@ def test_a_changed_shard_is_read_as_its_header_says_or_refused(kind, edits):
             tokens = open_shard(path)
         except UserError as error:
             tokens = None
-            assert_sentence(error, path)
+            assert len(str(error).splitlines()) == 1 and str(path) in str(error)
         if tokens is not None:
-            assert tokens.dtype == np.uint16 and tokens.ndim == 1
-            assert tokens.tobytes() == data[tokens.offset :][: 2 * len(tokens)]
+            assert tokens.dtype in (np.uint16, np.uint32) and tokens.ndim == 1
+            assert tokens.tobytes() == data[tokens.offset :][: tokens.nbytes]
     if kind == ".bin":
         *magic, n = struct.unpack("<3i", data[:12].ljust(12))
         is_whole = magic == [20240520, 1] and 0 <= n <= len(data) / 2 - 512
@@ -142,23 +137,6 @@ def test_an_epoch_is_a_permutation(n, seed, epoch):
     assert sorted(permute(i, n, seed, epoch) for i in range(n)) == list(range(n))
 
 
-@fuzz(60, st.lists(st.integers(1, 20), min_size=1, max_size=4), SEEDS)
-def test_a_mixture_has_each_set_as_often_as_its_share_says_and_in_its_own_order(parts, seed):
-    shares = [Fraction(part, sum(parts)) for part in parts]
-    sets = [Tokens(f"set {k}", [np.arange(1000 * k, 1000 * k + 9 + k, dtype=np.uint16)])
-            for k in range(len(parts))]
-    loader = DataLoaderLite(sets, shares, 1, seed)
-    alone = [DataLoaderLite([tokens], [1], 1, seed) for tokens in sets]
-    counts, period = [0] * len(sets), len(order_of_sets(shares))
-    for position in range(2 * period):
-        sequence = loader.sequence(position)
-        k = sequence[0] // 1000
-        assert sequence.tolist() == alone[k].sequence(counts[k]).tolist()
-        counts[k] += 1
-        assert all(abs(count - (position + 1) * share) < 1 for count, share in zip(counts, shares))
-    assert counts == [2 * period * share for share in shares]
-
-
 # Texts
 
 BOM = b"\xef\xbb\xbf"
@@ -200,25 +178,6 @@ def test_texts_of_a_json_array(records, indent):
     assert found == [text_of(json.dumps(record).encode()) for record in json.loads(data)]
 
 
-@fuzz(300, FILES)
-def test_records_of_json_lines(data):
-    expected, found, bad = [], [], None
-    for n, line in enumerate(data.split(b"\n"), start=1):
-        try:
-            if line.strip():
-                expected.append((f"line {n}", {**json.loads(line.decode("utf-8-sig"))}))
-        except (ValueError, TypeError, RecursionError):
-            bad = n
-            break
-    with file_of("x.jsonl", data) as path:
-        try:
-            found.extend(texts.read_records(path))
-            assert bad is None
-        except UserError as error:
-            assert_sentence(error, f"{path}, line {bad}: ")
-    assert repr(found) == repr(expected)  # a NaN does not equal itself
-
-
 HARD = st.sampled_from([*"ab1 \n\t'.é海\u3000\x85🙂", "  ", "\r\n", "'ll", "<|", "word"])
 HARD = st.lists(HARD, max_size=150).map("".join)
 
@@ -231,10 +190,3 @@ def test_pieces_of_a_large_document_have_the_tokens_of_the_whole(text):
         pieces = list(texts.read_documents([path], cut=True))
     ids = [i for piece in pieces for i in tokenizer.encode(piece.text)]
     assert ids == tokenizer.encode(text) and [p.begins for p in pieces].count(True) == (text != "")
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bytes"])
-@fuzz(200, HARD | st.text())
-def test_decode_is_the_inverse_of_encode(name, text):
-    tokenizer = get_tokenizer(name)
-    assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import program, spawn, train
 
-from generate import GenerateConfig, ask_prompts, store_by_columns, write_texts
+from generate import GenerateConfig, ask_prompts, write_texts
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_model
 from plaingpt.huggingface import save_gpt2
@@ -34,16 +34,15 @@ def trained(tmp_path_factory):
 
 def test_generates_from_the_newest_checkpoint(trained):
     os.utime(trained / "log" / "baby" / "model_000001.pt", (1, 1))
-    out, _ = generate("--max_new_tokens", 20, "--num_samples", 3, cwd=trained)
+    out, _ = generate("--max_new_tokens", 20, "--num_samples", 3, "--dtype", "float32",
+                      cwd=trained)
     assert "log/baby/model_000002.pt, 34,688 parameters, float32 on cpu\n" in out
     assert out.count("--- sample ") == 3
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts and --interactive exclude each"),
-    (["--prompt", "a", "--interactive"], "--prompt, --prompts and --interactive exclude each"),
     (["--prompt", "a" * 32], "...: has 32 tokens; give at most 31"),
-    (["--prompts", "nowhere.txt"], "nowhere.txt: No such file or directory; give a text file"),
+    (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
 ])
 def test_each_mistake_gives_a_one_sentence_error(flags, sentence, trained):
     _, err = generate(*flags, cwd=trained, status=2)
@@ -51,10 +50,9 @@ def test_each_mistake_gives_a_one_sentence_error(flags, sentence, trained):
 
 
 def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
-    """Also beyond the context of 32 bytes, where the window slides. Invalid UTF-8 is replaced."""
-    lines = [b"MARLOW: ", b"", b"A longer prompt, 30 bytes long", "é".encode(), b"caf\xe9"]
-    (trained / "many.txt").write_bytes(b"\n".join(lines) + b"\n")
-    prompts = [line.decode(errors="replace") for line in lines]
+    """Also beyond the context of 32 bytes, where the window slides."""
+    prompts = ["MARLOW: ", "", "A longer prompt, 30 bytes long", "é"]
+    (trained / "many.txt").write_text("\n".join(prompts) + "\n", "utf-8")
     for flags in (["--temperature", 0], ["--top_p", 0.9, "--num_samples", 3]):
         flags += ["--dtype", "float32", "--max_new_tokens", 40]
         together = generate_json("--prompts", "many.txt", *flags, cwd=trained)
@@ -92,7 +90,7 @@ def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, 
     monkeypatch.setattr("builtins.print", lambda text, **options: printed.append(text))
     model = Script(tokenizer.encode(ids) if isinstance(ids, str) else ids)
     prompt = [tokenizer.end_of_text, *tokenizer.encode("中!é")]
-    result = write_texts(model, tokenizer, prompt, GenerateConfig(num_samples=1, **flags))
+    result = write_texts(model, tokenizer, prompt, GenerateConfig(**flags))
     assert result == dict(prompt="中!é", texts=["中!é" + whole])
     assert printed[0] == "--- sample 0 ---\n中!é"
     assert [part for part in printed[1:] if part.strip()] == parts
@@ -104,7 +102,8 @@ def test_end_of_text_ends_a_text(ignore, texts):
     tokenizer = get_tokenizer("gpt2")
     model = Script([*tokenizer.encode("Hello"), 50256, *tokenizer.encode(" world")],
                    [50256, *tokenizer.encode(" a b")])
-    result = write_texts(model, tokenizer, [50256], GenerateConfig(ignore_end=ignore))
+    config = GenerateConfig(num_samples=2, ignore_end=ignore)
+    result = write_texts(model, tokenizer, [50256], config)
     assert result["texts"] == texts
 
 
@@ -135,20 +134,11 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
 
     monkeypatch.setattr(GPT, "stream", interrupted)
     monkeypatch.setattr("builtins.input", read)
-    config = GenerateConfig(num_samples=1, interactive=True, temperature=2.0, top_k=0)
+    config = GenerateConfig(interactive=True, temperature=2.0, top_k=0)
     texts = [write_texts(model.eval(), tokenizer, ids, config)["texts"][0]
              for ids in ask_prompts(tokenizer, config, 32)]
     assert [text[0] for text in texts] == ["a", "a"] and len(texts[0]) > 1
     assert texts[0] != texts[1]  # another seed
-
-
-def test_weights_stored_by_columns_give_the_same_logits():
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64, vocab_size=300))
-    idx = torch.arange(12)[None]
-    before = model(idx)[0]
-    store_by_columns(model)
-    torch.testing.assert_close(model(idx)[0], before)
-    assert model.lm_head.weight.stride() == (1, 300)
 
 
 @pytest.mark.parametrize("dtype, n", [

@@ -206,15 +206,6 @@ def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
     assert used[0][1] is not threading.main_thread()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 211, 1000, 4097])
-def test_permute_is_a_permutation(n):
-    orders = [[permute(i, n, 1337, epoch) for i in range(n)] for epoch in range(3)]
-    assert all(sorted(order) == list(range(n)) for order in orders)
-    if n > 8:
-        orders.append([permute(i, n, 1338, 0) for i in range(n)])
-        assert len(set(map(tuple, orders))) == 4
-
-
 def test_permute_is_uniform():
     """Chi-squared of (position, image) over many epochs, and of the distance of neighbors."""
     n, epochs = 30, 3000

@@ -118,11 +118,6 @@ def test_prompts_with_a_byte_order_mark_and_unicode_line_separators(run, tmp_pat
     assert [result["prompt"] for result in results] == ["one\u2028still one", "two"]
 
 
-def test_ids_beyond_the_vocabulary_decode_to_a_replacement_character():
-    ids = [15496, 50256, 50257, 60000]
-    assert get_tokenizer("gpt2").decode(ids) == "Hello<|endoftext|>\ufffd\ufffd"
-
-
 def test_a_million_spaces():
     """tiktoken's regex would overflow its stack."""
     text, reason = "a" + " " * 1_000_000, "500,000 or more white spaces in a row"
@@ -191,11 +186,3 @@ def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):
     (tmp_path / "$a_$b^{" / "log.txt").write_text("1 train 2\n2 train 2\n")
     plot.main([str(tmp_path / "$a_$b^{"), "--output", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").exists()
-
-
-# Help
-
-
-def test_help_in_a_narrow_terminal(tmp_path):
-    for name in ("train_gpt2.py", "hellaswag.py"):
-        program("--help", cwd=tmp_path, program=name, env={"COLUMNS": "2"})

@@ -143,17 +143,6 @@ def test_resume_without_a_run_starts_a_new_run_and_new_runs_move_old_ones(tmp_pa
     assert names(run) == ["log.txt", "model_000001.pt", "run.json"]
 
 
-def test_an_error_does_not_change_the_old_run(tmp_path):
-    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
-    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    for flags in (["--data", "missing.txt"], ["--batch_size", 3], ["--init_from", "nowhere.pt"],
-                  ["--init_from", "no/where"], ["--resume", "--n_layer", 3]):
-        _, err = train("--log_dir", "run", *flags, cwd=tmp_path, status=2)
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
-    assert names(tmp_path) == ["run"]
-
-
 def test_resume_reports_what_differs(tmp_path):
     def resume(*flags, **options):
         return train("--log_dir", "run", "--resume", *flags, cwd=tmp_path, **options)
@@ -161,12 +150,8 @@ def test_resume_reports_what_differs(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     _, err = resume("--n_layer", 3, "--n_embd", 64, status=2)
     assert "n_layer is 2, not 3" in err and "n_embd is 32, not 64" in err
-    _, err = resume("--optimizer", "muon", status=2)
-    assert err == "error: the run in run has --optimizer adamw; give all its flags again\n"
     out, _ = resume("--max_steps", 4)
     assert "note: max_steps changes from 2 to 4" in out
-    _, err = resume("--max_steps", 3, status=2)
-    assert err == "error: the run in run is at step 4; give a larger --max_steps\n"
     assert max(step for step, _ in read_log(tmp_path / "run")) == 4
 
 
@@ -499,14 +484,7 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
     assert logs["a"][0, "val"] == logs["none"][0, "val"]  # evaluation has no dropout
 
 
-# Schedules and flags
-
-
-def test_learning_rate_by_hand():
-    c = TrainConfig(max_lr=6e-4, min_lr=6e-5, warmup_steps=715, max_steps=19073)
-    for step, lr in ((0, 6e-4 / 715), (714, 6e-4), (715, 6e-4),
-                     ((715 + 19073) // 2, (6e-4 + 6e-5) / 2), (19073, 6e-5), (30000, 6e-5)):
-        assert get_lr(step, c) == pytest.approx(lr)
+# Flags
 
 
 def configs(*flags):
