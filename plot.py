@@ -163,9 +163,10 @@ def draw(runs, x):
             panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_minor_formatter("")
         panel.grid(alpha=0.25)
-        panel.legend(fontsize=8)
         panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # plain numbers: 0.0006, not 6 and 1e-4
+    first = next(iter(panels.values()))  # one legend for all panels
+    figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
 

@@ -42,7 +42,7 @@ def test_generates_from_the_newest_checkpoint(trained):
 
 @pytest.mark.parametrize("flags, sentence", [
     (["--prompt", "a" * 32], "...: has 32 tokens; give at most 31"),
-    (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
+    (["--prompts", "nowhere.txt"], "nowhere.txt: [Errno 2] No such file"),
 ])
 def test_each_mistake_gives_a_one_sentence_error(flags, sentence, trained):
     _, err = generate(*flags, cwd=trained, status=2)
