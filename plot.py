@@ -9,8 +9,8 @@ mean is a line, its mean ± standard deviation a band. The table compares each
 group with the first one. Its 95 % interval of the difference is Student's, for
 groups of equal variance.
 
-The training loss is a running mean. The axis of the loss fits the losses after
-the first tenth of the runs. Dotted lines show published scores.
+The training loss is a running mean. The axes of loss and norm fit the values
+after the first tenth of the runs. Dotted lines show published scores.
 """
 
 import math
@@ -140,7 +140,6 @@ def draw(runs, x):
     names = [name for name in (*PANELS, *(found.keys() - PANELS.keys() - {"tokens"}))
              if name in found]
     rows = (len(names) + 1) // 2
-    ticker = require("matplotlib.ticker")
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
     for i, (name, group) in enumerate(group_runs(runs).items()):
@@ -151,19 +150,15 @@ def draw(runs, x):
                   for _, facts in runs.values())
     for name, panel in panels.items():
         label, scores = PANELS.get(name, (name, {}))
-        if name in ("loss", "bpb"):
+        if name in ("loss", "bpb", "norm", "wikitext"):
             fit_to_the_end(panel)
         for model, score in scores.items() if name != "loss" or fineweb else []:
             panel.axhline(score, color="black", linestyle=":", linewidth=1)
             panel.text(1, score, f"{model}: {score:g}", ha="right", va="bottom", size=8,
                        transform=panel.get_yaxis_transform(), clip_on=True)
         panel.set(xlabel=x, ylabel=label)
-        if name in ("norm", "wikitext"):
-            panel.set_yscale("log")
-            panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            panel.yaxis.set_minor_formatter("")
         panel.grid(alpha=0.25)
-        panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 1.5M
+        panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # plain numbers: 0.0006, not 6 and 1e-4
     first = next(iter(panels.values()))  # one legend for all panels
     figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)

@@ -92,8 +92,7 @@ class TrainConfig:
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 HUGE = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
 SMALL = dict(optimizer="muon", max_lr=8e-3, min_lr=0.0, schedule="linear", batch_size=16,
-             warmup_steps=100, val_tokens=65536, val_every=250, eval_every=0, save_every=500,
-             log_every=100)
+             warmup_steps=100, val_tokens=65536, eval_every=0, save_every=500, log_every=100)
 RECIPES = {
     "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),

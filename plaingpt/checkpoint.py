@@ -30,7 +30,7 @@ class Saver:
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
         self.data, self.config, self.run = data, config, run
         self.names = [type(optimizer).__name__.lower() for optimizer in optimizers]  # adamw, muon
-        self.model_code = hash_of_model_code()  # now: somebody may edit the file during the run
+        self.model_code = hash_of_model_code()  # now: it may be edited later
         self.best_val = math.inf  # the lowest validation loss of the run
 
     def save(self, step, position, name=None):

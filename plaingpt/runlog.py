@@ -101,7 +101,8 @@ class RunLog:
             versions=dict(torch=torch.__version__))
         cli.write_json(self.path.with_name("run.json"), facts)
         if changes := ask_git("diff", "HEAD"):
-            self.path.with_name("changes.patch").write_text(changes, "utf-8")
+            with cli.writing(self.path.parent):
+                self.path.with_name("changes.patch").write_text(changes, "utf-8")
         n_train, n_val = self.data.train_tokens, self.data.val_tokens
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, "
                f"{facts['dtype']} on {facts['device']}, {run.world_size} processes, in {c.log_dir}")

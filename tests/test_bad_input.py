@@ -68,7 +68,7 @@ CASES = {
         ("--total_batch_size 1000", "--total_batch_size: must be a multiple of 64 (block_size"),
         ("--batch_size 3", "--batch_size: each process has 16 sequences ... a divisor of 16"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
-        ("--data empty.txt", ": 0 tokens, fewer than ... give more data"),
+        ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
@@ -97,7 +97,7 @@ CASES = {
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
-        ("--input text.txt --output_dir good", "good: is of another ... use a new directory"),
+        ("--input text.txt --output_dir good", "good: has shards of another ... another --"),
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],
     "hellaswag.py": [

@@ -13,6 +13,7 @@ from plaingpt.evaluation import Row, forward
 
 LIMITS = {"inverse-sqrt": 8, "lion": 25, "no-residual-scaling": 7, "qknorm": 5, "relu2": 2,
           "rmsnorm": 6, "rotary": 25, "untied": 1}  # changed lines
+ENTROPY = "attention-entropy"  # logs a figure; for one process
 # Four micro-batches a step. A sample and a passage are longer than the context of 16 bytes.
 TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 --total_batch_size 256 "
         "--batch_size 4 --max_lr 4e-3 --warmup_steps 2 --schedule constant --val_every 5 "
@@ -77,7 +78,7 @@ def plain(tmp_path_factory):
 
 def test_every_patch_is_here_and_short():
     patches = {path.stem: path.read_text() for path in ROOT.glob("experiments/*.patch")}
-    assert patches.keys() == LIMITS.keys()
+    assert patches.pop(ENTROPY).count("\n+") < 10 and patches.keys() == LIMITS.keys()
     for name, patch in patches.items():
         hunks = patch[patch.index("@@"):].splitlines()
         assert sum(line.startswith(("+", "-")) for line in hunks) <= LIMITS[name], name
@@ -102,6 +103,17 @@ def test_experiment(tmp_path, plain, name):
         assert_split_run_matches(tmp_path, way, (log, out), *flags)
     run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8)
     check_positions(runpy.run_path(tmp_path / "model.py"))
+
+
+def test_a_stream_of_ones_own(tmp_path):
+    copy_program(tmp_path)
+    patch = ROOT / f"experiments/{ENTROPY}.patch"
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    run(tmp_path, "run", 5)
+    log = read_log(tmp_path / "run")
+    uniform = np.mean([np.log(n) for n in range(1, 17)])  # fresh weights attend to all equally
+    assert float(log[0, "entropy_0"]) == pytest.approx(uniform, rel=1e-3)
+    assert float(log[5, "entropy_1"]) < uniform
 
 
 def check_positions(module):

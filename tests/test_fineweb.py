@@ -269,10 +269,10 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
     fine("--input", path, "--max_shards", 2, directory=out, shard_size=500)
     before = everything_in(out)
-    with pytest.raises(UserError, match=r"is of another shard_size; use a new"):
+    with pytest.raises(UserError, match=r"shards of another shard_size; choose another"):
         fine("--input", path, directory=out, shard_size=600)
     write(path, documents[:60])
-    with pytest.raises(UserError, match="is of another source"):
+    with pytest.raises(UserError, match="shards of another source"):
         fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
 

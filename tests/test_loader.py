@@ -81,8 +81,8 @@ REFUSED = {  # other damage is in test_bad_input.py and test_fuzz.py
     "two dimensions": (lambda p: np.save(p, GOOD.reshape(2, 100)), r"\(2, 100\), not uint16 or u"),
     "empty file": (lambda p: p.write_bytes(b""), "not a readable shard"),
     "no shards": (lambda p: None, "no train shards in it; make them with fineweb.py"),
-    "too few tokens": (lambda p: np.save(p, GOOD[:T]), ": 16 tokens, fewer than 17"),
-    "no tokens": (lambda p: np.save(p, GOOD[:0]), ": 0 tokens, fewer than|not a readable shard"),
+    "too few tokens": (lambda p: np.save(p, GOOD[:T]), "has 16 tokens, fewer than"),
+    "no tokens": (lambda p: np.save(p, GOOD[:0]), "has 0 tokens, fewer than|not a readable shard"),
 }
 
 

@@ -157,8 +157,9 @@ def test_resume_reports_what_differs(tmp_path):
 
 def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
     derived = {"warmup_steps": 4, "val_every": 2, "min_lr": 4e-4}
-    flags = [*TINY, "--log_dir", "run", "--max_steps"]
-    for flag in ("--warmup_steps", "--val_every"):  # without these and their values
+    flags = [*TINY, "--preset", "gpt2", "--data", ROOT / "input.txt", "--eval_every", 0,
+             "--log_dir", "run", "--max_steps"]
+    for flag in ("--warmup_steps", "--val_every", "--min_lr"):  # without these and their values
         del flags[flags.index(flag) : flags.index(flag) + 2]
 
     def found():
@@ -243,8 +244,8 @@ def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys, max_steps, end
 def test_what_a_run_writes(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
     saved = checkpoint(tmp_path / "run", 2)
-    assert {*saved} == {"model", "optimizer", "scaler", "step", "position", "model_config",
-                        "train_config", "tokenizer", "best_val"}
+    assert {*saved} == {"model", "model_code", "optimizer", "scaler", "step", "position",
+                        "model_config", "train_config", "tokenizer", "best_val"}
     assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
     GPT(GPTConfig(**saved["model_config"])).load_state_dict(saved["model"])  # no prefixes
     assert not {"batch_size", "rank", "world_size"} & {*saved["train_config"]}
