@@ -53,7 +53,6 @@ class BenchConfig:
     parallel: Annotated[Literal["ddp", "fsdp"], "replicate the model or shard it"] = "ddp"
     tp: Annotated[int, "tensor parallel processes", "above 0"] = 1
     pp: Annotated[int, "pipeline stages", "above 0"] = 1
-    profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
 
 
 class Peer(torch.nn.Module):
@@ -121,13 +120,6 @@ def main(argv=None):
             return time.perf_counter() - start
 
         first, _, *times = [timed_step() for _ in range(bench.steps + 2)]  # both may be slow
-        if bench.profile:
-            with torch.profiler.profile() as profiler:
-                timed_step()
-            sort_by = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-            print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
-            if run.rank == 0:
-                profiler.export_chrome_trace("bench_trace.json")  # for a browser
     unit = 1 if sys.platform == "darwin" else 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if cuda:

@@ -124,7 +124,7 @@ def write_texts(model, tokenizer, ids, config):
 
 def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
-    check_output("--json", config.json)
+    check_output("--json", config.json, [config.prompts])
     prompts, name = read_prompts(config), config.model or newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     model, tokenizer = load_model(name)

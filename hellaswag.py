@@ -41,7 +41,8 @@ def examples(records, style=Options.style):
 
 def clean(text):
     """Removes WikiHow's marks, such as [header] and [step], as the harness does."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+    text, bracket, rest = text.strip().replace(" [title]", ". ").rpartition("]")
+    return (re.sub(r"\[.*?\]", "", text + bracket) + rest).replace("  ", " ")
 
 
 def report(examples, scores):

@@ -24,6 +24,7 @@ from typing import Annotated
 
 import numpy as np
 
+from plaingpt import cli
 from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run_program
 from plaingpt.text import check_spaces, find_files, read_documents
 from plaingpt.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_settings
@@ -61,7 +62,10 @@ class Tokenizer:
     def library(self):
         """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
         settings = self.settings or build(self.token_bytes, self.special)
-        library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+        try:
+            library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+        except Exception as error:  # the package has no class for its errors
+            raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         library.encode_special_tokens = True
         return library
 
@@ -178,13 +182,13 @@ def main(argv=None):
     config = VocabularyConfig(**parse_flags(__doc__, VocabularyConfig, argv=argv))
     if not config.input:
         raise UserError("--input: is missing; give text files")
-    check_output("--output", config.output)
+    check_output("--output", config.output, find_files(config.input))
     texts = read_sample(config)
     held_out = "".join(texts[19::20] or texts)
     del texts[19::20]
     text = train_vocabulary(texts, config)
     tokenizer = get_tokenizer(text)
-    Path(config.output).write_text(text, "utf-8")
+    cli.write_json(config.output, json.loads(text))
     ours, gpt2 = (len(held_out.encode()) / len(each.encode(held_out))  # bytes per token
                   for each in (tokenizer, get_tokenizer("gpt2")))
     print(f"{config.output}: {tokenizer.n_vocab:,} ids, {ours:.2f} bytes per token (gpt2: "

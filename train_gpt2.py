@@ -49,7 +49,7 @@ class TrainConfig:
     batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     max_steps: Annotated[int, "steps in the run; gpt2: 10B tokens", "above 0"] = 19073
-    max_minutes: Annotated[float | None, "save and end after this time", "above 0"] = None
+    max_minutes: Annotated[float | None, "save and end then", "above 0 and at most 1e6"] = None
     warmup_steps: Annotated[int, "steps of linear warm-up", "at least 0"] = 715
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
@@ -59,7 +59,7 @@ class TrainConfig:
     min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
     weight_decay: Annotated[float, "of matrices and embeddings", "at least 0"] = 0.1
     grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
-    rampup_steps: Annotated[int, "steps during which the batch grows", "at least 0"] = 0
+    rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True

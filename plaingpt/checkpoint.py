@@ -14,7 +14,7 @@ import torch
 from model import GPT, GPTConfig
 from plaingpt import parallel
 from plaingpt.cli import UserError, first_line, print0, replacing, writing
-from plaingpt.device import memory_advice
+from plaingpt.device import check_equal, memory_advice
 from tokenizer import get_tokenizer, load_tokenizer
 
 # Settings that checkpoints do not store. They may change at a resume without a note.
@@ -29,6 +29,8 @@ class Saver:
     def __init__(self, model, optimizers, scaler, data, config, run):
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
         self.data, self.config, self.run = data, config, run
+        check_equal(data.fingerprints, "--data: the processes have different data; copy the same "
+                    "files to all machines")
         self.names = [type(optimizer).__name__.lower() for optimizer in optimizers]  # adamw, muon
         self.model_code = hash_of_model_code()  # now: it may be edited later
         self.best_val = math.inf  # the lowest validation loss of the run

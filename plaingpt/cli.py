@@ -207,8 +207,10 @@ def lock(directory, flag):
     return descriptor
 
 
-def check_output(flag, path):
-    """Raises UserError if a file cannot be written. Called before the work starts."""
+def check_output(flag, path, inputs=()):
+    """Raises UserError if a file cannot be written, or is an input. Called before the work."""
+    if path and any(Path(path).resolve() == Path(each).resolve() for each in inputs if each):
+        raise UserError(f"{flag} {path}: is also an input; give another file")
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 
@@ -224,7 +226,7 @@ def read_json(path):
     """The object in a JSON file -> dict; {} without the file. Raises UserError."""
     try:
         return json.loads(path.read_text("utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({first_line(error)}); restore it") from error
 
 

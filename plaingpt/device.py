@@ -203,6 +203,15 @@ def on_rank0(function, *args, **kwargs):
     return results[0]
 
 
+def check_equal(value, message):
+    """Raises a UserError with this message on all processes if their values differ."""
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        if any(other != values[0] for other in values):
+            raise UserError(message)
+
+
 def prefetch(batches, device):
     """Yields the same batches; a thread prepares the next one while the current one is used."""
     with ThreadPoolExecutor(1) as thread:

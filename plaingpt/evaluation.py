@@ -307,7 +307,7 @@ def main(benchmark, argv=None):
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
-    check_output("--json", config.json)
+    check_output("--json", config.json, [config.data])
     source = config.model or newest_model(config.checkpoint)
     run = devices.start(config.device, config.dtype)
     examples = devices.on_rank0(load_examples, benchmark, config.data, config.limit, **options)

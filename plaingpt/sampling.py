@@ -35,7 +35,8 @@ def sample(logits, temperature, top_k, top_p, generator):
     """Draws one id for each row: (B, vocab_size) -> (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.nan_to_num() / temperature  # NaN would end the process on a GPU
+    # NaN or infinity would end the process on a GPU.
+    logits = logits.nan_to_num() / max(temperature, 1e-30)
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)

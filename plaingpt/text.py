@@ -203,7 +203,8 @@ def split_text(file, cut):
         if piece:
             yield piece[0], False
             rest = rest[piece.end() :]
-        data = file.read(BLOCK)
+        # Larger blocks for a document that cannot be cut, because each block scans it again.
+        data = file.read(max(BLOCK, len(rest)))
     yield rest, True
 
 

@@ -1,6 +1,5 @@
 """The benchmark: what it times and what it prints."""
 
-import json
 import re
 
 import pytest
@@ -31,17 +30,13 @@ def test_peers_compute_the_same_loss():
 
 
 @pytest.mark.parametrize("step, optimizer, processes, flags", [
-    ("plaingpt", "muon", 1, ["--profile"]), ("plain", "adamw", 1, []),
+    ("plaingpt", "muon", 1, []), ("plain", "adamw", 1, []),
     ("transformers", "adamw", 1, []), ("plaingpt", "adamw", 2, ["--optimizer", "adamw"]),
-    ("plaingpt", "muon", 2, ["--pp", 2])], ids=["profile", "plain", "transformers", "ddp", "pp"])
+    ("plaingpt", "muon", 2, ["--pp", 2])], ids=["plaingpt", "plain", "transformers", "ddp", "pp"])
 def test_bench_prints_a_row(tmp_path, step, optimizer, processes, flags):
     out, _ = program(*SMALL, "--batch_size", 2, "--step", step, *flags, cwd=tmp_path,
                      processes=processes, program="bench.py")
     assert re.search(ROW.format(step, optimizer), out, re.M), out
-    if flags == ["--profile"]:
-        assert "aten::addmm" in out
-        events = json.loads((tmp_path / "bench_trace.json").read_text())["traceEvents"]
-        assert {event["name"] for event in events} >= {"aten::mm", "LinearCrossEntropy"}
 
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):

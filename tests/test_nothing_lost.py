@@ -9,13 +9,19 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TINY, names, program, read_log, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fineweb
+import hellaswag
 import plot
+import wikitext
 from plaingpt import cli, runlog
 from plaingpt.cli import UserError
 from plaingpt.evaluation import perplexity
+from plaingpt.sampling import sample
 from plaingpt.text import make_document
 from tokenizer import get_tokenizer
 
@@ -184,3 +190,73 @@ def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):
     (tmp_path / "$a_$b^{" / "log.txt").write_text("1 train 2\n2 train 2\n")
     plot.main([str(tmp_path / "$a_$b^{"), "--output", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").exists()
+
+
+# Inputs
+
+
+def test_an_input_is_not_replaced_by_the_output(tmp_path):
+    (tmp_path / "b.txt").write_text("some text")
+    _, err = program("--input", "*.txt", "--output", "./b.txt", program="tokenizer.py",
+                     cwd=tmp_path, status=2)
+    assert err == "error: --output ./b.txt: is also an input; give another file\n"
+    assert (tmp_path / "b.txt").read_text() == "some text"
+
+
+def test_an_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    path, write = tmp_path / "b.txt", fineweb.write_shards
+    path.write_text("some text " * 1000)
+
+    def write_and_change(*arguments):
+        write(*arguments)
+        path.write_text("other text")
+
+    monkeypatch.setattr(fineweb, "write_shards", write_and_change)
+    with pytest.raises(UserError, match="b.txt: was changed while it was read"):
+        fineweb.main(["--input", str(path), "--tokenizer", "bytes", "--output_dir",
+                      str(tmp_path / "out")])
+    assert "meta.json" not in names(tmp_path / "out")
+
+
+def test_processes_with_different_data(tmp_path):
+    (tmp_path / "check.py").write_text(
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from plaingpt import cli, device\n"
+        "device.start('cpu', 'float32')\n"
+        "device.check_equal('same', 'not this one')\n"
+        "cli.run_program(lambda: device.check_equal(os.environ['RANK'], 'different data'))\n")
+    _, err = program(program=tmp_path / "check.py", cwd=tmp_path, processes=2, status=2)
+    assert err == "error: different data\n"
+
+
+@pytest.mark.parametrize("text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x",
+                                  "[" * 100_000])
+def test_unclosed_brackets_take_linear_time(text):
+    """A quadratic rule would need hours."""
+    assert "foo" in wikitext.detokenize("foo" + text)
+    assert hellaswag.clean(text).count("[") == text.count("[")
+
+
+@settings(max_examples=300)
+@given(st.text("()[]\"' \n\u3000ab"))
+def test_inside_of_brackets_as_in_the_harness(text):
+    for left, right in ("()", "[]", '""'):
+        expected = re.sub(rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}", text)
+        assert wikitext.strip_inside(text, left, right) == expected
+    assert hellaswag.clean(text) == re.sub(r"\[.*?\]", "", text.strip()).replace("  ", " ")
+
+
+def test_a_tokenizer_json_that_the_package_refuses(tmp_path):
+    (tmp_path / "t.txt").write_text("some text " * 500)
+    program("--input", "t.txt", "--vocab_size", 300, cwd=tmp_path, program="tokenizer.py")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": 5}))
+    _, err = program("--input", "t.txt", "--tokenizer", path, "--output_dir", "out", cwd=tmp_path,
+                     program="fineweb.py", status=2)
+    assert err.splitlines()[-1].startswith("error: tokenizer.json: data did not match any")
+
+
+def test_a_temperature_near_zero_is_greedy():
+    logits = torch.randn(4, 50)
+    ids = sample(logits, 1e-38, 0, 1.0, torch.Generator().manual_seed(0))
+    assert torch.equal(ids, logits.argmax(-1, keepdim=True))

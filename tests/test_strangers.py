@@ -110,7 +110,7 @@ def test_a_short_run_has_fewer_steps_and_validations(tmp_path):
         assert config_of("--preset", "mini", "--data", path).max_steps == steps
     assert config_of("--preset", "mini", "--max_steps", 7).max_steps == 7
     found = {n: config_of("--max_steps", n).val_every for n in (5, 300, 2700, 19073)}
-    assert found == {5: 1, 300: 30, 2700: 250, 19073: 250}  # about ten validations
+    assert found == {5: 1, 300: 30, 2700: 270, 19073: 500}  # ten, or each 500 steps
 
 
 def test_a_ramp_has_two_micro_batch_sizes():
