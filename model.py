@@ -218,8 +218,8 @@ class GPT(nn.Module):
         vectors = [(n, p) for n, p in self.named_parameters() if p.dim() < 2]
         optimizers = []
         if optimizer == "muon":
-            in_blocks = [(n, p) for n, p in matrices if ".h." in n]  # transformer.h.0, ...
-            matrices = [(n, p) for n, p in matrices if ".h." not in n]
+            in_blocks = [(n, p) for n, p in matrices if ".h." in n and p.dim() == 2]
+            matrices = [(n, p) for n, p in matrices if ".h." not in n or p.dim() > 2]
             optimizers.append(Muon(
                 in_blocks, lr=muon_lr or learning_rate, weight_decay=weight_decay,
                 adjust_lr_fn="match_rms_adamw"))

@@ -6,8 +6,8 @@
 
 Runs that differ in the number after a last "-", "_" or "." form a group: its
 mean is a line, its mean ± standard deviation a band. The table compares each
-group with the first one. Its 95 % interval of the difference is Student's, for
-groups of equal variance.
+group with the first one. Its 95 % interval of the difference is Student's, from
+the deviations of both groups. A group of one run borrows that of the other.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
@@ -61,7 +61,7 @@ def group_runs(runs):
     """{directory: (streams, facts)} -> {group: list of streams}. rms-1 and rms-2 are in rms."""
     groups = {}
     for name, (streams, _) in runs.items():
-        groups.setdefault(re.sub(r"(?<=[-_])\d+$", "", name), {})[name] = streams
+        groups.setdefault(re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name), {})[name] = streams
     return {key.rstrip("-_") if len(members) > 1 else [*members][0]: [*members.values()]
             for key, members in groups.items()}
 

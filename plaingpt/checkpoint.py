@@ -103,6 +103,7 @@ class Saver:
 
 def load_checkpoint(path):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError."""
+    remedy = "give another one, or delete it to resume from the one before"
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
             if damaged := archive.testzip():
@@ -111,14 +112,15 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if checkpoint.get("model_code", code := hash_of_model_code()) != code:
             print0(f"note: {path} was written by another model.py")
+            remedy = "restore that model.py; its run may have a changes.patch"
         with torch.device("meta"):
             model = GPT(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
         if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
-        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); give another "
-                        "one, or delete it to resume from the one before") from error
+        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
+                        f"{remedy}") from error
     return checkpoint
 
 

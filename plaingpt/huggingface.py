@@ -63,7 +63,7 @@ def save_gpt2(model, directory, tokenizer=None, dtype=None):
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **tokens))
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, so transformers cannot run this model; "
-                        "use generate.py, or export with the model.py of plainGPT")
+                        "use generate.py")
     if tokenizer:
         save_tokenizer(tokenizer, directory, c.block_size)
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window

@@ -187,6 +187,7 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     """In bfloat16 as torch.optim.Muon, bit for bit; in float32 up to rounding of the update."""
     monkeypatch.setattr("plaingpt.muon.has_bfloat16", lambda device: has_bfloat16)
     model = randomise(GPT(SMALL))
+    model.transformer.h[0].attn.scale = torch.nn.Parameter(torch.ones(2, 1, 1))  # no matrix
     muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)
     assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
     names = [[n for group in o.param_groups for n in group["param_names"]] for o in (muon, adamw)]

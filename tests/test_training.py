@@ -184,6 +184,10 @@ def test_a_checkpoint_knows_the_code_of_its_model(tmp_path):
     out, _ = program("--checkpoint", path, "--max_new_tokens", 1, program="generate.py",
                      cwd=tmp_path)
     assert out.count(note) == 1
+    other = checkpoint(path.parent, 1)
+    torch.save(other | {"model": {**other["model"], "new": torch.ones(1)}}, path)
+    _, err = program("--checkpoint", path, program="generate.py", cwd=tmp_path, status=2)
+    assert "restore that model.py; its run may have a changes.patch" in err
 
 
 def test_small_data_get_a_note_each(tmp_path):
