@@ -7,7 +7,7 @@
 Runs that differ in the number after a last "-", "_" or "." form a group: its
 mean is a line, its mean ± standard deviation a band. The table compares each
 group with the first one. Its 95 % interval of the difference is Student's, from
-the deviations of both groups. A group of one run borrows that of the other.
+the deviations of both groups. A group of one run has none of its own.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.

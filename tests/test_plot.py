@@ -56,8 +56,7 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     assert rows == [["base", "3", "100", "1.1000 ± 0.1000"],
                     ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4270 to +0.0270"],
                     ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0965 to -0.1035"]]
-    sweep = plot.group_runs({"lr-1e-3": ({}, {}), "lr-1e-2": ({}, {})})
-    assert [*sweep] == ["lr-1e-3", "lr-1e-2"]  # no group
+    assert len(plot.group_runs(dict.fromkeys(["lr-1e-3", "lr-1e-2"], ({}, {})))) == 2  # a sweep
     figure = plot.draw({path.name: plot.read_run(path) for path in paths}, "steps")
     loss, mine = figure.axes
     assert mine.get_ylabel() == "mine"
