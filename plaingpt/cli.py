@@ -21,6 +21,9 @@ import threading
 import typing
 from pathlib import Path
 
+# Flags of other trainers, and ours.
+OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "--max_steps",
+               "--gradient_accumulation_steps": "--total_batch_size", "--config": "--preset"}
 COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le}
 
 
@@ -50,7 +53,8 @@ def parse_flags(doc, *configs, argv=None, rest=None):
         raise UserError(f"{str(error).removeprefix('argument ')}; see --help") from error
     if unknown:
         flag = unknown[0].split("=")[0]
-        close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.5)
+        ours = OTHER_NAMES.get(flag, flag)
+        close = difflib.get_close_matches(ours, parser._option_string_actions, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else "see --help; quote a value with spaces"
         raise UserError(f"unknown flag {flag}; {hint}")
     return vars(given)

@@ -58,7 +58,7 @@ def world(tmp_path_factory):
 CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
-        ("--max_step 5", "unknown flag --max_step; did you mean --max_steps?"),
+        ("--epochs 5", "unknown flag --epochs; did you mean --max_steps?"),
         ("--preset gpt5", "--preset: invalid choice: 'gpt5' ... gpt2-medium"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: [Errno 2] No such ... or leave it"),
         ("--device cuda:99", "--device cuda:99: ... (torch 2 ... or try --device cpu"),
