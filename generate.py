@@ -15,8 +15,9 @@ from typing import Annotated
 
 import torch
 
+from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, write_json
+from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, visible
 from plaingpt.device import Dtype, memory_advice, start
 from plaingpt.evaluation import get_fields, load_records
 from plaingpt.sampling import attention_for_many_shapes
@@ -102,7 +103,7 @@ def write_texts(model, tokenizer, ids, config):
     n, prompt = config.num_samples, tokenizer.decode(ids[1:])
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
     texts, shown = [""] * n, ""  # what follows the prompt
-    print(f"--- sample 0 ---\n{prompt}", end="", flush=True)
+    print(visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
     with (suppress(*stops), attention_for_many_shapes(),
           memory_advice(f"--num_samples {n}: out of memory; give fewer")):
@@ -112,13 +113,13 @@ def write_texts(model, tokenizer, ids, config):
             rows = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
             texts, ended = zip(*rows)
             part = settled_part(texts[0], config.stop or "")[len(shown) :]
-            print(part, end="", flush=True)
+            print(visible(part), end="", flush=True)
             shown += part
             if all(ended):
                 break
-    print(f"{texts[0][len(shown) :]}\n", flush=True)
+    print(visible(f"{texts[0][len(shown) :]}\n"), flush=True)
     for i, text in enumerate(texts[1:], start=1):
-        print(f"--- sample {i} ---\n{prompt}{text}\n", flush=True)
+        print(visible(f"--- sample {i} ---\n{prompt}{text}\n"), flush=True)
     return dict(prompt=prompt, texts=[prompt + text for text in texts])
 
 
@@ -136,7 +137,7 @@ def main(argv=None):
         prompts = ask_prompts(tokenizer, config, model.config.block_size)
     results = [write_texts(model, tokenizer, ids, config) for ids in prompts]
     if config.json:
-        write_json(config.json, results)
+        cli.write_json(config.json, results)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import json
 import math
 import operator
 import os
+import re
 import shutil
 import signal
 import sys
@@ -96,7 +97,7 @@ def run_program(main):
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # redirect stdout: else the flush at interpreter exit fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,12 +148,19 @@ def catch_stop_signals(message, max_minutes=None):
             signal.signal(number, handler)
 
 
+def visible(text):
+    """On a terminal, control characters become escapes like \\x1b: they could change its state."""
+    if not sys.stdout.isatty():
+        return text
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
+
+
 def print0(text, end="\n"):
     """Prints on rank 0. A closed output does not end the run."""
     if os.environ.get("RANK", "0") == "0":
         try:
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
-            print(clear + text, end=end, flush=True)
+            print(clear + visible(text), end=end, flush=True)
         except OSError:
             sys.stdout = open(os.devnull, "w")
 
