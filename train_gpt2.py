@@ -140,7 +140,7 @@ def make_configs(given, data):
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
         # 10 epochs of the data at this batch size, but from 200 steps to those of the recipe.
-        n_tokens, batch = data.count_train_tokens(), recipe["total_batch_size"]
+        n_tokens, batch = max(1, data.count_train_tokens()), recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
         # The more often the data are read, the more dropout: 0.1 for 10 epochs.
         recipe["dropout"] = round(min(0.1, recipe["max_steps"] * batch / n_tokens / 100), 2)

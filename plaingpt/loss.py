@@ -60,6 +60,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             dw = torch.zeros(w.shape, device=x.device)  # (padded V, C)
         # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
         rows = CHUNK_SIZE[device] * (4 if device == "cpu" and torch.compiler.is_compiling() else 1)
+        rows = max(1, rows * 2**16 // max(V, 2**16))  # less memory for more than 65,536 ids
         for start in range(0, len(x), rows):
             x_chunk = x[start : start + rows].to(dtype)  # (rows, C)
             y = targets[start : start + rows, None]  # (rows, 1)
