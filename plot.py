@@ -52,7 +52,7 @@ def read_run(directory):
     streams = {}
     for step, stream, value in read_log(Path(directory, "log.txt")):
         streams.setdefault(stream, {})[step] = float(value)
-    if not streams:
+    if not streams.keys() - {"tokens"}:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
     return streams, read_json(Path(directory, "run.json"))  # build-nanogpt writes none
 
@@ -128,9 +128,10 @@ def fit_to_the_end(panel):
     """Sets the y axis to the values after the first tenth of each line."""
     lines = [line.get_data() for line in panel.lines if not line.get_label().startswith("_")]
     values = np.concatenate([y[x >= 0.1 * x[-1]] for x, y in lines])
-    low, high = np.nanmin(values), np.nanmax(values)
-    margin = 0.05 * (high - low) or 0.1
-    panel.set_ylim(low - margin, high + margin)
+    values = values[np.isfinite(values)]
+    if values.size:
+        margin = 0.05 * np.ptp(values) or 0.1
+        panel.set_ylim(values.min() - margin, values.max() + margin)
 
 
 def draw(runs, x):

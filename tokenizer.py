@@ -84,7 +84,11 @@ class Tokenizer:
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        library = self.library
+        try:
+            found = library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # as above: for example, a missing unknown token
+            raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 
     def decode(self, ids):

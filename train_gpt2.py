@@ -20,10 +20,15 @@ first moves the files of an old one to another directory: log/baby.1.
 """
 
 import math
+import os
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
+
+# On a CPU: threads that wait soon sleep. Else a step takes many times as long beside a busy
+# program. torch reads this when it is imported.
+os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
 import torch

@@ -94,6 +94,9 @@ class Saver:
         if checkpoint["scaler"]:  # empty unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
+        best = Path(place, "model_best.pt")  # of the same step, it was saved after the checkpoint
+        if config.keep_best and best.exists() and (kept := load_checkpoint(best))["step"] <= step:
+            self.best_val = min(self.best_val, float(kept["best_val"]))
         print0(f"resumed from step {step} in {place}")
         for name, now in asdict(config).items():
             if before.get(name, now) != now:

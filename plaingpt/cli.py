@@ -237,7 +237,10 @@ def write_json(path, value):
 def read_json(path):
     """The object in a JSON file -> dict; {} without the file. Raises UserError."""
     try:
-        return json.loads(path.read_text("utf-8")) if path.exists() else {}
+        value = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        return value
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({first_line(error)}); restore it") from error
 

@@ -22,7 +22,7 @@ from plaingpt.device import hardware_name, peak_flops
 from plaingpt.sampling import attention_for_many_shapes
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
-LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))\n", re.M)  # of log.txt
+LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 MANY_EPOCHS = 30  # more are worth a note
 FEW_TOKENS = 4096  # fewer validation tokens are worth a note
 MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops

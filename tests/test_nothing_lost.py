@@ -177,12 +177,18 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
 
 @pytest.mark.parametrize("log, facts, message", [
     ("1 train x\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+    ("1 tokens 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+    ("1 train 2\n", "[1]", "run.json: is damaged (not an object"),
     ("1 train 2\n", "{", "run.json: is damaged (Expecting")])
 def test_plot_of_a_strange_run(tmp_path, log, facts, message):
     (tmp_path / "log.txt").write_text(log)
     (tmp_path / "run.json").write_text(facts)
     with pytest.raises(UserError, match=re.escape(message)):
         plot.main([str(tmp_path), "--output", str(tmp_path / "a.png")])
+
+
+def test_plot_of_a_diverged_run():
+    plot.draw({"run": ({"val": {0: np.nan, 1: np.inf}, "norm": {0: np.inf}}, {})}, "steps")
 
 
 def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):

@@ -200,6 +200,16 @@ def test_small_data_get_a_note_each(tmp_path):
     assert "note: " not in out
 
 
+def test_the_best_model_survives_a_resume(tmp_path):
+    """Its validation was after the checkpoint of the same step, from which the run continues."""
+    flags = ["--keep_best", "--val_every", 7, "--schedule", "constant", "--log_dir", "run"]
+    train(*flags, "--max_steps", 20, cwd=tmp_path)
+    train(*flags, "--max_steps", 21, "--resume", "--max_lr", 0.06, cwd=tmp_path)
+    log, best = read_log(tmp_path / "run"), tmp_path / "run" / "model_best.pt"
+    assert float(log[21, "val"]) > float(log[20, "val"])
+    assert torch.load(best, weights_only=True)["step"] == 20
+
+
 def test_main_returns_the_last_figures(tmp_path):
     figures = train_gpt2.main([*TINY, "--log_dir", str(tmp_path / "run")])
     log = read_log(tmp_path / "run")
