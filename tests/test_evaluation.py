@@ -235,6 +235,11 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
     assert figures["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-4)
 
 
+def test_a_plain_text_is_not_changed():
+    (example,) = wikitext.examples([dict(text=line, where="") for line in ("a ( b ) ,\n", "c\n")])
+    assert example.endings == ["a ( b ) ,\nc\n"]
+
+
 def test_wikitext_pages_are_joined_and_detokenized():
     assert [wikitext.detokenize(page) for page in PAGES] == TEXTS
     whole = " \n" + "\n".join(PAGES)
