@@ -37,6 +37,9 @@ def clip_grad_norm(model, max_norm):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     # The last stage's copy of the embedding is not counted: its own name is lm_head.weight.
     own = [p for name, p in model.named_parameters() if name in model.own]
+    for p in model.own.values():  # torch 2.11 leaves a sum over the processes to be done
+        if is_dtensor(p.grad) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
     if not model.is_compared:
         compare_gradients(model.own)
         model.is_compared = True
