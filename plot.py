@@ -4,7 +4,7 @@
   python plot.py log/base-? log/rms-?             two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
 
-Runs that differ in the number after a last "-", "_" or "." form a group: its
+Runs that differ in the number after a last "-" or "_" form a group: its
 mean is a line, its mean ± standard deviation a band. The table compares each
 group with the first one. Its 95 % interval of the difference is Student's, from
 the deviations of both groups. A group of one run has none of its own.

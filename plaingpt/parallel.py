@@ -37,9 +37,8 @@ def clip_grad_norm(model, max_norm):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     # The last stage's copy of the embedding is not counted: its own name is lm_head.weight.
     own = [p for name, p in model.named_parameters() if name in model.own]
-    for p in model.own.values():  # torch 2.11 leaves a sum over the processes to be done
-        if is_dtensor(p.grad) and p.grad.placements != p.placements:
-            p.grad = p.grad.redistribute(placements=p.placements)
+    for p in own:
+        place_gradient(p)
     if not model.is_compared:
         compare_gradients(model.own)
         model.is_compared = True
@@ -51,6 +50,15 @@ def clip_grad_norm(model, max_norm):
         norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
+
+
+def place_gradient(p):
+    """Splits the gradient of a parameter like the parameter, and does the sums that are left to do.
+
+    RowwiseParallel gives the gradient of all rows. torch 2.11 leaves sums over the TP group.
+    """
+    if is_dtensor(p.grad) and p.grad.placements != p.placements:
+        p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def compare_gradients(parameters):
@@ -167,8 +175,8 @@ class ShardedGPT(GPT):
         self.pp_group, self.index = mesh.get_group("pp"), mesh.get_local_rank("pp")
         self.is_first, self.is_last = self.index == 0, self.index == config.pp - 1
         self.whole = {name: Elsewhere(p) for name, p in model.named_parameters()}
-        self.is_tied = "lm_head.weight" not in self.whole  # embedding and head are one matrix,
-        if config.pp > 1:  # on the first and the last stage
+        self.is_tied = "lm_head.weight" not in self.whole  # embedding and head are one matrix
+        if config.pp > 1:  # they are on the first and the last stage
             ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2)
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
 
@@ -228,8 +236,7 @@ class ShardedGPT(GPT):
         if self.is_tied and (self.is_first or self.is_last):
             # Sums the gradient of embedding and head.
             p = self.whole["transformer.wte.weight"]
-            if is_dtensor(p):  # RowwiseParallel gives the gradient of all rows
-                p.grad = p.grad.redistribute(placements=p.placements)
+            place_gradient(p)
             dist.all_reduce(p.grad.to_local() if is_dtensor(p) else p.grad, group=self.tied_group)
         dist.broadcast(self.loss_sum, group=self.pp_group, group_src=self.n_stages - 1)
         return self.loss_sum.requires_grad_()
