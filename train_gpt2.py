@@ -7,9 +7,15 @@
                                         with edu_fineweb10B/ from fineweb.py
                                         and GPUs: GPT-2 124M
 
-The same command with --resume continues a run. Every flag is a field of
-GPTConfig (model.py) or TrainConfig (this file). Brackets [] contain its
-default. A preset overrides the defaults, and a flag overrides the preset.
+The same command with --resume continues a run. Brackets [] contain the default
+of a flag. A preset overrides the defaults, and a flag overrides the preset.
+--no-NAME turns a switch off. The presets, with their numbers of parameters:
+
+  baby      0.4M, reads bytes; auto for a text
+  mini      11M with GPT-2's ids; auto for shards, except
+  gpt2      124M, the model of build-nanogpt; auto for 10^9 tokens and a GPU
+  finetune  100 steps at a low rate; auto with --init_from
+  gpt2-medium, -large, -xl: 355M, 774M, 1.6B; gpt3-SIZE: of the GPT-3 paper
 
 A run writes into --log_dir: run.json at its start (and changes.patch, if files
 of this clone differ from its commit), log.txt in every step,
@@ -51,38 +57,38 @@ class TrainConfig:
     data: Annotated[list[str] | None, "shards or text; a mixture: DIR=WEIGHT DIR=WEIGHT"] = None
     tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
     val_fraction: Annotated[float | None, "validation part [0.01; text: 0.1]", "above 0"] = None
+    shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
+    seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
+    init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
     batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
+    rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
+    rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     max_steps: Annotated[int, "steps in the run; gpt2: 10B tokens", "above 0"] = 19073
     max_minutes: Annotated[float | None, "save and end then", "above 0 and at most 1e6"] = None
-    warmup_steps: Annotated[int, "steps of linear warm-up", "at least 0"] = 715
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
     muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
     schedule: Annotated[Literal["cosine", "linear", "wsd", "constant"], "after warm-up"] = "cosine"
+    warmup_steps: Annotated[int, "steps of linear warm-up", "at least 0"] = 715
     decay_steps: Annotated[int | None, "length of wsd's decay [max_steps / 5]", "above 0"] = None
     min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
     weight_decay: Annotated[float, "of matrices and embeddings", "at least 0"] = 0.1
     grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
-    rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
-    rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
-    seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
-    shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
     val_every: Annotated[int, "steps between validations; less in a short run", "at least 0"] = 500
     val_tokens: Annotated[int, "tokens of a validation", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 500
     sample_tokens: Annotated[int | None, "length of a sample [64; bytes: 500]", "above 0"] = None
+    log_dir: Annotated[str | None, "run directory [log/PRESET]"] = None
+    resume: Annotated[bool, "continue the run in log_dir, or start if there is none"] = False
     save_every: Annotated[int, "steps between saves; 0: last step only", "at least 0"] = 1000
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
     keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt"] = False
     log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0"] = 1
-    log_dir: Annotated[str | None, "run directory [log/PRESET]"] = None
     tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir"] = False
     wandb: Annotated[str | None, "also log to this project of Weights & Biases"] = None
-    resume: Annotated[bool, "continue the run in log_dir, or start if there is none"] = False
-    init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
     compile: Annotated[bool | None, "use torch.compile [on for cuda]"] = None
@@ -92,6 +98,9 @@ class TrainConfig:
     pp: Annotated[int, "pipeline stages; at most n_layer", "above 0"] = 1
 
 
+# Groups in --help: the first flag of each, and its title.
+GROUPS = dict(n_layer="model", preset="preset and data", batch_size="batch and steps",
+              optimizer="optimizer", val_every="evaluation", log_dir="output", device="hardware")
 # Learning rates and total batch sizes: GPT-3 paper, table 2.1, from the model of about that size;
 # gpt2-xl has half of its batch. mini and baby: the best recipes that we measured on two CPU cores.
 LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
@@ -312,7 +321,7 @@ def due(step, every):
 
 
 def main(argv=None):
-    given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv)
+    given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
     data = Data(find_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, data)
     run = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)

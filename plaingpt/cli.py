@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
+import itertools
 import json
 import math
 import operator
@@ -32,20 +34,26 @@ class UserError(Exception):
     """A mistake that the user can correct: one sentence. The exit status of the program is 2."""
 
 
-def parse_flags(doc, *configs, argv=None, rest=None):
+def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     """Parses argv (default: sys.argv) into a dict of the flags given. Raises UserError.
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
+    groups: {first flag of a group: its title in --help}.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=30),
         argument_default=argparse.SUPPRESS, exit_on_error=False)
-    for config in configs:
-        group = parser.add_argument_group(config.__name__)
-        for field in dataclasses.fields(config):
-            options = read_annotation(field.name, field.type, field.default)
-            group.add_argument(f"--{field.name}", **options)
+    group = parser
+    for field in itertools.chain(*map(dataclasses.fields, configs)):
+        if field.name in groups:
+            group = parser.add_argument_group(groups[field.name])
+        options = read_annotation(field.name, field.type, field.default)
+        group.add_argument(f"--{field.name}", **options)
+        if options.get("action") == "store_true":
+            group.add_argument(f"--no-{field.name}", dest=field.name, action="store_false",
+                               help=argparse.SUPPRESS)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
     try:
@@ -64,7 +72,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 def read_annotation(name, hint, default):
     """Annotation of a field -> options for add_argument."""
     kind, text, *limits = typing.get_args(hint)
-    text += "" if default is None else f" [{default}]"
+    text += "" if default is None or default is False else f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
     if type(None) in typing.get_args(kind):
         kind = typing.get_args(kind)[0]
@@ -72,7 +80,7 @@ def read_annotation(name, hint, default):
         kind = typing.get_args(kind)[0]
         options["nargs"] = "+"
     if kind is bool:
-        return options | dict(action=argparse.BooleanOptionalAction)
+        return options | dict(action="store_true")
     if choices := typing.get_args(kind):  # of a Literal
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
@@ -123,7 +131,6 @@ def catch_stop_signals(message, max_minutes=None):
     After max_minutes a 0 is appended.
     """
     received = []
-    others = " if all processes still run" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
     def handle(number, frame):
         if any(received):
@@ -132,7 +139,7 @@ def catch_stop_signals(message, max_minutes=None):
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 # print is not reentrant
-                os.write(1, f"{message}{others}; Ctrl-C again to quit now\n".encode())
+                os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
     timer = threading.Timer(60 * (max_minutes or 0), received.append, [0])
     if max_minutes:

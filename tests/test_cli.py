@@ -1,7 +1,6 @@
 """The command line: which errors are one sentence and which keep their traceback; flags; --help."""
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Annotated, Literal
 import pytest
 from conftest import ROOT, program
 
-from plaingpt.cli import UserError, catch_stop_signals, parse_flags
+from plaingpt.cli import UserError, parse_flags
 
 
 @dataclass
@@ -113,13 +112,14 @@ def test_wrong_flags(flags, message):
 def test_help(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        parse_flags("What it does.", Config, argv=["--help"])
+        parse_flags("What it does.", Config, argv=["--help"], groups=dict(kind="kinds", name="x"))
     out = capsys.readouterr().out
     assert stop.value.code == 0 and "What it does." in out
-    for line in ("--n INT a number [1]", "--p FLOAT a share of 100%",
+    for line in ("--n INT a number [1]", "--p FLOAT a share of 100% kinds:",
                  "--other NAME a choice or none; one of a, b",
-                 "--kind NAME a choice [adamw]; one of adamw, muon",
-                 "--files STR [STR ...] files", "--shuffle, --no-shuffle a switch [True]"):
+                 "kinds: --kind NAME a choice [adamw]; one of adamw, muon",
+                 "--files STR [STR ...] files --shuffle a switch [True] --compile a switch or none",
+                 "x: --name STR a text [auto]"):
         assert line in " ".join(out.split()), out
 
 
@@ -132,11 +132,3 @@ def test_help_fits_80_columns(name, tmp_path):
     assert not err and out.startswith("usage: ") and "  --" in out
     assert [line for line in out.splitlines() if len(line) > 80] == []
     assert not list(tmp_path.iterdir())  # --help makes no file
-
-
-def test_what_a_signal_prints_in_one_of_several_processes(monkeypatch, capfd):
-    """If another one has failed, this one cannot finish its step."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with catch_stop_signals("saving"):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert capfd.readouterr().out.startswith("saving if all processes still run; Ctrl-C again")
