@@ -2,7 +2,7 @@
 (Li et al. 2024, arXiv:2406.11794)
 
   python core.py --bundle eval_bundle                  newest checkpoint in log/
-  python core.py --bundle eval_bundle --tasks arc_easy,piqa --max_per_task 500
+  python core.py --bundle eval_bundle --tasks arc_easy,piqa --limit 500
   python core.py --bundle mine.jsonl --num_fewshot 5 --delimiter " Answer: "
 
 The bundle is a directory with core.yaml, eval_meta_data.csv and eval_data/. Get
@@ -38,7 +38,6 @@ from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, load
 class Options:
     bundle: Annotated[str | None, "directory or .jsonl file"] = None
     tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
-    max_per_task: Annotated[int | None, "number of items of a task [all]", "at least 1"] = None
     num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
     delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
 
@@ -54,9 +53,9 @@ class Task:
 
 
 def load(path, limit=0, **options):
-    """Bundle (or path) -> Examples, task by task. limit: as max_per_task. Raises UserError.
+    """Bundle (or path) -> Examples, task by task. Raises UserError.
 
-    options: fields of Options.
+    limit: items of a task; 0: all. options: fields of Options.
     """
     options = Options(**options)
     path = options.bundle or path
@@ -66,8 +65,7 @@ def load(path, limit=0, **options):
         tasks = [Task(Path(path).stem, path)]
     else:
         tasks = read_bundle(Path(path), options.tasks)
-    options.max_per_task = options.max_per_task or limit
-    return sum((load_task(task, options) for task in tasks), [])
+    return sum((load_task(task, options, limit) for task in tasks), [])
 
 
 def read_bundle(path, names):
@@ -76,9 +74,12 @@ def read_bundle(path, names):
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
-        tasks[task["label"]] = Task(
-            task["label"], path / "eval_data" / task["dataset_uri"], task["num_fewshot"][0],
-            task.get("continuation_delimiter", " "))
+        record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
+        label, uri, num_fewshot, delimiter = get_fields(
+            record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str)
+        if ".." in uri or Path(uri).is_absolute():
+            raise bad_record(record, f"dataset_uri {uri}: must be below eval_data")
+        tasks[label] = Task(label, path / "eval_data" / uri, num_fewshot[0], delimiter)
     for row in load_records([path / "eval_meta_data.csv"]):
         if row["Eval Task"] in tasks:
             tasks[row["Eval Task"]].chance = 0.01 * float(row["Random baseline"])
@@ -89,16 +90,16 @@ def read_bundle(path, names):
     return [tasks[name] for name in chosen]
 
 
-def load_task(task, options):
-    """Task -> Examples of its items. Raises UserError."""
+def load_task(task, options, limit):
+    """Task -> Examples of its items, as in load. Raises UserError."""
     items = list(load_records([task.file]))
     random.Random(1337).shuffle(items)
-    items = items[: options.max_per_task or None]
+    items = items[: limit or None]
     n = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n:
         raise UserError(f"{task.file}: has {len(items)} items, but a prompt with {n} solved "
-                        f"examples needs {n + 1}; lower --num_fewshot or raise --max_per_task")
+                        f"examples needs {n + 1}; lower --num_fewshot or raise --limit")
     examples = [make_example(item, delimiter) for item in items]
     solved = [solution(example) for example in examples]
     if task.chance is None:
