@@ -51,7 +51,6 @@ class ShardConfig:
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int, "stop after so many shards", "at least 1"] = 10**6
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
-    strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
 def read_progress(directory, name, settings, itemsize):
@@ -136,11 +135,9 @@ def encode_all(documents, tokenizer, n_threads):
             yield future.result()
 
 
-def report_damaged(batch, n_before, strict):
+def report_damaged(batch, n_before):
     """Shows the first damaged records -> their number. n_before: how many there were before."""
     damaged = [f"{document.where}: {document.problem}" for document in batch if document.problem]
-    if damaged and strict:
-        raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
     for text in damaged[: max(0, SHOWN - n_before)]:
         tqdm.write(f"skipped {text}", file=sys.stderr)
     return len(damaged)
@@ -158,7 +155,7 @@ def write_shards(facts, config, paths, tokenizer):
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
-            n_damaged = report_damaged(batch, facts["skipped"], config.strict)
+            n_damaged = report_damaged(batch, facts["skipped"])
             used, n_used = n_used, 0
             while used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -214,10 +211,12 @@ def main(argv=None):
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
-    print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: "
-          f"{config.val_shards}), {facts['tokens']:,} tokens, {facts['documents']:,} documents, "
-          f"{facts['skipped']:,} damaged records skipped\n"
-          f"to train on it: python train_gpt2.py --data {directory}")
+    n_val = min(facts["val_shards"], facts["shards"])
+    print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
+          f"{facts['tokens']:,} tokens, {facts['documents']:,} documents, "
+          f"{facts['skipped']:,} damaged records skipped")
+    if n_val < facts["shards"]:
+        print(f"to train on it: python train_gpt2.py --data {directory}")
 
 
 if __name__ == "__main__":

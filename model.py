@@ -187,8 +187,6 @@ class GPT(nn.Module):
         temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
         the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
         """
-        if idx.size(1) == 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-            raise ValueError("need a token, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
         generator = torch.Generator(device=idx.device).manual_seed(seed)
         T_max = self.config.block_size
         length = min(idx.size(1) + max_new_tokens, T_max)

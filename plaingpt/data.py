@@ -111,7 +111,7 @@ def find_tokenizer(data, place=None):
     if (path / "tokenizer.json").exists():
         own = load_tokenizer(path)
     elif name and not (given and given.name == name):
-        own = get_tokenizer(name)
+        own = get_tokenizer(str(name))
     if own and given and own.name != given.name:
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
     return own or given or get_tokenizer("bytes" if is_text(path) else "gpt2")

@@ -29,6 +29,8 @@ def load_gpt2(name):
         for key, value in GPT2.items():
             if getattr(c, key, None) != value:
                 raise ValueError(f"{key} is {getattr(c, key, None)!r}, not {value!r}")
+        if c.n_layer > 1000:  # the flag has this limit, too; transformers would build them
+            raise ValueError(f"n_layer is {c.n_layer}, above 1000")
         if c.n_inner not in (None, 4 * c.n_embd):  # None means 4 n_embd
             raise ValueError(f"n_inner is {c.n_inner}, not 4 n_embd")
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)

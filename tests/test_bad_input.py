@@ -44,12 +44,13 @@ def world(tmp_path_factory):
 
     tokens = np.arange(9999, dtype=np.uint16) % 256
     evil = np.array([Mark(d)] * 999, object)
-    arrays = dict(good=tokens, large=tokens + np.uint16(1), evil=evil, cut=tokens)
+    arrays = dict(good=tokens, large=tokens + np.uint16(1), evil=evil, cut=tokens, meta=tokens)
     for name, array in arrays.items():
         (d / name).mkdir()
         (d / name / "meta.json").write_text('{"tokenizer": "bytes"}')
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         np.save(d / name / "x_train_000000.npy", array, allow_pickle=True)
+    (d / "meta/meta.json").write_text('{"tokenizer": [7]}')
     path = d / "cut/x_train_000000.npy"
     path.write_bytes(path.read_bytes()[:-9])
     return d
@@ -72,6 +73,7 @@ CASES = {
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
+        ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
         ("--data large", "token id 256 is outside the vocabulary of 256"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
@@ -92,7 +94,7 @@ CASES = {
         ("--input missing.txt", "missing.txt: no such file, or not readable; give files or"),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
-        ("--input latin.jsonl --strict", "latin.jsonl, line 1: 'utf-8' ... leave out --strict"),
+        ("--input latin.jsonl", "latin.jsonl: no text in it ... choose another file"),
         ("--input no.parquet", "no.parquet: ... repair it, or leave it out"),
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
