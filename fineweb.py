@@ -16,6 +16,7 @@ Damaged records are counted and skipped; the first 5 are shown.
 import contextlib
 import itertools
 import os
+import signal
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -220,4 +221,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    # Else a library answers Ctrl-C only after it has computed, perhaps for minutes.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     cli.run_program(main)

@@ -15,6 +15,7 @@ First: pip install tokenizers
 import base64
 import functools
 import json
+import signal
 import sys
 import uuid
 import zlib
@@ -200,4 +201,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    # Else a library answers Ctrl-C only after it has computed, perhaps for minutes.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_program(main)

@@ -213,7 +213,7 @@ def test_continuing_after_kills(documents, tmp_path):
         time.sleep(rng.random() * 0.02)
         process.send_signal(number)
         process.communicate()
-        assert process.returncode in (130, -signal.SIGKILL), "the run ended before the signal"
+        assert process.returncode == -number, "the run ended before the signal"
         assert not (out / "meta.json").exists(), "meta.json means complete"
     kept = {p: p.stat().st_mtime_ns for p in out.glob("*.npy")}
     assert len(kept) > 2
