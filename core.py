@@ -2,7 +2,7 @@
 (Li et al. 2024, arXiv:2406.11794)
 
   python core.py --bundle eval_bundle                  newest checkpoint in log/
-  python core.py --bundle eval_bundle --tasks arc_easy,piqa --limit 500
+  python core.py --bundle eval_bundle --tasks arc_easy,piqa --max_per_task 500
   python core.py --bundle mine.jsonl --num_fewshot 5 --delimiter " Answer: "
 
 The bundle is a directory with core.yaml, eval_meta_data.csv and eval_data/. Get
@@ -38,6 +38,7 @@ from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, load
 class Options:
     bundle: Annotated[str | None, "directory or .jsonl file"] = None
     tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
+    max_per_task: Annotated[int | None, "number of items of a task [all]", "at least 1"] = None
     num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
     delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
 
@@ -53,9 +54,9 @@ class Task:
 
 
 def load(path, limit=0, **options):
-    """Bundle (or path) -> Examples, task by task. Raises UserError.
+    """Bundle (or path) -> Examples, task by task. limit: as max_per_task. Raises UserError.
 
-    limit: items of a task; 0: all. options: fields of Options.
+    options: fields of Options.
     """
     options = Options(**options)
     path = options.bundle or path
@@ -65,7 +66,8 @@ def load(path, limit=0, **options):
         tasks = [Task(Path(path).stem, path)]
     else:
         tasks = read_bundle(Path(path), options.tasks)
-    return sum((load_task(task, options, limit) for task in tasks), [])
+    options.max_per_task = options.max_per_task or limit
+    return sum((load_task(task, options) for task in tasks), [])
 
 
 def read_bundle(path, names):
@@ -90,16 +92,16 @@ def read_bundle(path, names):
     return [tasks[name] for name in chosen]
 
 
-def load_task(task, options, limit):
-    """Task -> Examples of its items, as in load. Raises UserError."""
+def load_task(task, options):
+    """Task -> Examples of its items. Raises UserError."""
     items = list(load_records([task.file]))
     random.Random(1337).shuffle(items)
-    items = items[: limit or None]
+    items = items[: options.max_per_task or None]
     n = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n:
         raise UserError(f"{task.file}: has {len(items)} items, but a prompt with {n} solved "
-                        f"examples needs {n + 1}; lower --num_fewshot or raise --limit")
+                        f"examples needs {n + 1}; lower --num_fewshot or raise --max_per_task")
     examples = [make_example(item, delimiter) for item in items]
     solved = [solution(example) for example in examples]
     if task.chance is None:

@@ -52,6 +52,7 @@ class ShardConfig:
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int, "stop after so many shards", "at least 1"] = 10**6
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
+    strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
 def read_progress(directory, name, settings, itemsize):
@@ -63,6 +64,10 @@ def read_progress(directory, name, settings, itemsize):
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     if not find_shards(directory, "(train|val)"):
+        own = load_tokenizer(directory) if (directory / "tokenizer.json").exists() else None
+        if own and own.name != settings["tokenizer"]:
+            raise UserError(f"{directory}: has another tokenizer.json; move it away, or choose "
+                            "another --output_dir")
         return facts
     old = read_meta(directory)
     differ = [key for key in settings if old.get(key) != settings[key]]
@@ -98,7 +103,8 @@ def save_shard(directory, facts, parts, next, tokenizer):
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-    facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
+    if tokenizer.special:  # bytes have line breaks, not documents
+        facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
     facts.update(shards=facts["shards"] + 1, tokens=facts["tokens"] + n_tokens, next=next)
     cli.write_json(directory / "progress.json", facts)
 
@@ -136,9 +142,11 @@ def encode_all(documents, tokenizer, n_threads):
             yield future.result()
 
 
-def report_damaged(batch, n_before):
+def report_damaged(batch, n_before, strict):
     """Shows the first damaged records -> their number. n_before: how many there were before."""
     damaged = [f"{document.where}: {document.problem}" for document in batch if document.problem]
+    if damaged and strict:
+        raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
     for text in damaged[: max(0, SHOWN - n_before)]:
         tqdm.write(f"skipped {text}", file=sys.stderr)
     return len(damaged)
@@ -156,7 +164,7 @@ def write_shards(facts, config, paths, tokenizer):
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
-            n_damaged = report_damaged(batch, facts["skipped"])
+            n_damaged = report_damaged(batch, facts["skipped"], config.strict)
             used, n_used = n_used, 0
             while used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -213,9 +221,9 @@ def main(argv=None):
         (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
+    documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
     print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
-          f"{facts['tokens']:,} tokens, {facts['documents']:,} documents, "
-          f"{facts['skipped']:,} damaged records skipped")
+          f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
     if n_val < facts["shards"]:
         print(f"to train on it: python train_gpt2.py --data {directory}")
 

@@ -35,7 +35,7 @@ def examples(records, style=Options.style):
         if style == "harness":
             activity, a, b = get_fields(record, activity_label=str, ctx_a=str, ctx_b=str)
             context = clean(f"{activity}: {a} {b.capitalize()}")
-            endings = [clean(ending) for ending in endings]
+            endings = [clean(str(ending)) for ending in endings]
         yield choice(record, context, endings, label)
 
 

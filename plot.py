@@ -4,10 +4,11 @@
   python plot.py log/base-? log/rms-?             two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
 
-Runs that differ in the number after a last "-" or "_" form a group: its
-mean is a line, its mean ± standard deviation a band. The table compares each
-group with the first one. Its 95 % interval of the difference is Student's, from
-the deviations of both groups. A group of one run has none of its own.
+Runs form a group if their names differ only in the number after a last "-" or
+"_", and their settings only in --seed. The mean of a group is a line, its mean
+± standard deviation a band. The table compares each group with the first one.
+Its 95 % interval of the difference is Student's, from the deviations of both
+groups. A group of one run has none of its own.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
@@ -21,6 +22,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from plaingpt.checkpoint import NOT_STORED
 from plaingpt.cli import UserError, parse_flags, read_json, require, run_program, writing
 from plaingpt.runlog import read_log
 
@@ -59,11 +61,18 @@ def read_run(directory):
 
 def group_runs(runs):
     """{directory: (streams, facts)} -> {group: list of streams}. rms-1 and rms-2 are in rms."""
-    groups = {}
-    for name, (streams, _) in runs.items():
-        groups.setdefault(re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name), {})[name] = streams
-    return {key.rstrip("-_") if len(members) > 1 else [*members][0]: [*members.values()]
-            for key, members in groups.items()}
+    groups, named = {}, {}
+    for name, (streams, facts) in runs.items():
+        config = facts.get("train_config", {})
+        same = {k: v for k, v in config.items() if k not in NOT_STORED | {"seed"}}
+        stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name)
+        groups.setdefault((stem, repr((same, facts.get("model_config")))), {})[name] = streams
+    for (stem, _), members in groups.items():
+        name = stem.rstrip("-_")
+        if len(members) == 1 or name in {**runs, **named}:
+            name = ", ".join(members)
+        named[name] = [*members.values()]
+    return named
 
 
 def compare(groups):
@@ -127,7 +136,7 @@ def draw_group(panels, name, color, runs, x_kind):
 def fit_to_the_end(panel):
     """Sets the y axis to the values after the first tenth of each line."""
     lines = [line.get_data() for line in panel.lines if not line.get_label().startswith("_")]
-    values = np.concatenate([y[x >= 0.1 * x[-1]] for x, y in lines])
+    values = np.concatenate([[np.nan], *(y[x >= 0.1 * x[-1]] for x, y in lines)])
     values = values[np.isfinite(values)]
     if values.size:
         margin = 0.05 * np.ptp(values) or 0.1

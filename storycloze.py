@@ -30,7 +30,7 @@ def examples(records):
         record = {str(name).lower().replace("_", "").replace("randomfifth", ""): value
                   for name, value in record.items()}
         *story, a, b, label = get_fields(record, **COLUMNS)
-        yield choice(record, " ".join(story), [a, b], int(label) - 1)
+        yield choice(record, " ".join(story), [a, b], {"1": 0, "2": 1}.get(str(label)))
 
 
 def report(examples, scores):

@@ -73,7 +73,7 @@ class Tokenizer:
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text.
 
-        Raises ValueError for so many spaces in a row that tiktoken would end the program.
+        Raises UserError for so many spaces in a row that tiktoken would end the program.
         """
         check_spaces(text)
         # Half a surrogate pair, as in a prompt that is not UTF-8, becomes U+FFFD.
@@ -159,16 +159,16 @@ def read_sample(config):
     """The texts to train on, evenly spaced in the files. Raises UserError."""
     paths = find_files(config.input)
     share = config.sample_bytes / max(1, sum(path.stat().st_size for path in paths))
-    texts, size, n_seen = [], 0, 0
+    texts, size, n_before = [], 0, 0
     for document in read_documents(paths, config.text_key):
         text = document.text or ""  # empty if the document is damaged
         for start in range(0, len(text), PIECE):
-            n_seen += 1
-            if len(texts) <= n_seen * share:
+            # Bytes on disk up to here. Compressed files hold more text than that.
+            n_read = n_before + (document.done - n_before) * start / len(text)
+            if size <= n_read * share:
                 texts.append(text[start : start + PIECE])
                 size += len(texts[-1].encode())
-        if size >= config.sample_bytes:  # compressed files hold more text than their size says
-            break
+        n_before = document.done
     if not texts:
         raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
     return texts
@@ -190,6 +190,7 @@ def main(argv=None):
     check_output("--output", config.output, find_files(config.input))
     texts = read_sample(config)
     held_out = "".join(texts[19::20] or texts)
+    where = "every 20th piece, which was not used for training" if texts[19:] else "the same text"
     del texts[19::20]
     text = train_vocabulary(texts, config)
     tokenizer = get_tokenizer(text)
@@ -197,7 +198,7 @@ def main(argv=None):
     ours, gpt2 = (len(held_out.encode()) / len(each.encode(held_out))  # bytes per token
                   for each in (tokenizer, get_tokenizer("gpt2")))
     print(f"{config.output}: {tokenizer.n_vocab:,} ids, {ours:.2f} bytes per token (gpt2: "
-          f"{gpt2:.2f}) on every 20th piece, which was not used for training")
+          f"{gpt2:.2f}) on {where}")
 
 
 if __name__ == "__main__":

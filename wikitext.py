@@ -24,7 +24,7 @@ from typing import Annotated
 from plaingpt.cli import run_program
 from plaingpt.evaluation import Benchmark, Example, get_fields, main, perplexity
 
-HEADING = r"(?m)\n(?=[^\S\n]*= (?!=).*(?<!=) =[^\S\n]*$)"  # the line break before " = Title = "
+TITLE = r"[^\S\n]*= (?!=).*(?<!=) =[^\S\n]*$"  # the line " = Title = "
 
 
 @dataclass
@@ -37,7 +37,7 @@ def examples(records, stride=Options.stride):
     for page in pages(records):
         # Counts words like the harness: white space at either end adds an empty word.
         counts = dict(words=len(re.split(r"\s+", page)), bytes_before=len(page.encode()))
-        text = detokenize(page) if page.lstrip().startswith("= ") else page  # else a plain text
+        text = detokenize(page) if re.match(rf"(?m)\s*{TITLE}", page) else page  # a plain text
         yield Example([""], [text], stride=stride, counts=counts)
 
 
@@ -47,7 +47,7 @@ def pages(records):
     for record in records:
         line = get_fields(record, text=str)[0] or " \n"  # the hub's empty lines are ""
         lines.append(line if line.endswith("\n") else line + "\n")
-    yield from filter(str.strip, re.split(HEADING, "".join(lines)))
+    yield from filter(str.strip, re.split(rf"(?m)\n(?={TITLE})", "".join(lines)))
 
 
 def detokenize(text):

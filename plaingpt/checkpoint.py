@@ -64,9 +64,10 @@ class Saver:
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0."""
-        if self.config.keep_best and step and val < self.best_val:
+        if step and val < self.best_val:
             self.best_val = val
-            self.save(step, position, "model_best.pt")
+            if self.config.keep_best:
+                self.save(step, position, "model_best.pt")
 
     def restore(self, checkpoint):
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
@@ -74,6 +75,9 @@ class Saver:
         Prints which settings have changed. Raises UserError if the checkpoint is from other data or
         another optimizer, or is beyond the last step.
         """
+        shape, start = asdict(self.model.config), checkpoint and checkpoint["step"]
+        check_equal((asdict(self.config), shape, start), "the processes have different flags or "
+                    "checkpoints; give all the same flags, and a --log_dir on a shared disk")
         if checkpoint is None:
             return 0, 0
         config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]
@@ -94,11 +98,12 @@ class Saver:
         if checkpoint["scaler"]:  # empty unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
-        best = Path(place, "model_best.pt")  # of the same step, it was saved after the checkpoint
-        if config.keep_best and best.exists() and (kept := load_checkpoint(best))["step"] <= step:
-            self.best_val = min(self.best_val, float(kept["best_val"]))
+        best = Path(place, "model_best.pt")  # may be newer than the checkpoint
+        if config.keep_best and best.exists():
+            self.best_val = min(self.best_val, float(load_checkpoint(best)["best_val"]))
         print0(f"resumed from step {step} in {place}")
-        for name, now in asdict(config).items():
+        before = {**before, "dropout": checkpoint["model_config"]["dropout"]}
+        for name, now in {**asdict(config), **shape}.items():
             if before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
@@ -219,7 +224,7 @@ def choose_start(checkpoint, gpt_config, config, given, data):
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
     have.dropout = g.dropout
     if checkpoint:  # a new --max_steps does not change what was derived from the old one
-        for name in {"warmup_steps", "val_every", "min_lr"} - given.keys():
+        for name in {"warmup_steps", "val_every"} - given.keys():
             setattr(c, name, checkpoint["train_config"].get(name, getattr(c, name)))
     else:
         print0(f"starting from the weights in {source}")

@@ -221,8 +221,9 @@ def lock(directory, flag):
         raise UserError(f"{flag} {directory}: another process writes there; stop it") from error
     except (ImportError, OSError) as error:  # Windows and some network file systems: no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
-    for temporary in Path(directory).glob("*.*.[0-9]*.tmp"):  # as named by `replacing`
-        temporary.unlink()
+    for temporary in Path(directory).glob("*.tmp"):
+        if re.search(r"\.(npy|pt|json|txt)\.\d+\.tmp$", temporary.name):  # named by `replacing`
+            temporary.unlink()
     return descriptor
 
 

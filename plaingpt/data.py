@@ -31,9 +31,9 @@ class Data:
         self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
         # A text has no tokenizer of its own: a model that is trained further brings its own.
         self.is_plain_text = self.is_text and not tokenizer
-        last_parts = [Path(path).name for path in self.shares]
-        unique = len({*last_parts}) == len(last_parts)
-        self.names = [re.sub(r"\s", "_", name) for name in (last_parts if unique else self.shares)]
+        names = [re.sub(r"\s", "_", Path(path).name) for path in self.shares]
+        unique = len({*names}) == len(names)
+        self.names = names if unique else [re.sub(r"\s", "_", path) for path in self.shares]
 
     def open(self, vocab_size):
         """Opens all sets -> (list of training Tokens, list of validation Tokens)."""

@@ -292,7 +292,7 @@ class EvalConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
     model: Annotated[str | None, "or GPT-2 from Hugging Face: name or directory"] = None
     data: Annotated[str | None, ".jsonl, .csv, .parquet or text file [from the hub]"] = None
-    limit: Annotated[int, "number of examples (core.py: of a task); 0: all", "at least 0"] = 0
+    limit: Annotated[int, "number of examples; 0: all", "at least 0"] = 0
     tokens_per_forward: Annotated[int | None, "[16384; on a CPU 2048]", "at least 1"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format; float32 is the most exact"] = "auto"
@@ -307,7 +307,7 @@ def main(benchmark, argv=None):
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
-    check_output("--json", config.json, [config.data])
+    check_output("--json", config.json, [config.data, options.get("bundle")])
     source = config.model or newest_model(config.checkpoint)
     run = devices.start(config.device, config.dtype)
     examples = devices.on_rank0(load_examples, benchmark, config.data, config.limit, **options)

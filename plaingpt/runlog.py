@@ -18,7 +18,7 @@ import torch
 
 from plaingpt import cli
 from plaingpt.cli import UserError, print0
-from plaingpt.device import hardware_name, peak_flops
+from plaingpt.device import hardware_name, on_rank0, peak_flops
 from plaingpt.sampling import attention_for_many_shapes
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
@@ -50,10 +50,9 @@ class RunLog:
         self.figures = {}  # the last value of each stream
         self.rises = 0  # of the validation loss, in a row
         self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(run)
-        if run.rank == 0:
-            self.open_directory(Path(config.log_dir), step, model.config)
-            if step < config.max_steps:  # a finished run keeps its run.json
-                self.write_facts(model)
+        on_rank0(self.open_directory, Path(config.log_dir), step, model.config)
+        if run.rank == 0 and step < config.max_steps:  # a finished run keeps its run.json
+            self.write_facts(model)
 
     def open_directory(self, directory, step, gpt_config):
         """Locks the run directory, moves an old run aside, and opens the files."""
@@ -91,18 +90,19 @@ class RunLog:
         changes.patch: how the tracked files differ from the commit, if they do.
         """
         c, g, run = self.config, model.config, self.run
+        commit = ask_git("describe", "--always", "--abbrev=40", "--dirty")
         facts = dict(
             model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
             parameters=sum(p.numel() for p in model.parameters()),
             train_tokens=self.data.train_tokens, device=hardware_name(run.device),
             dtype=str(run.dtype).removeprefix("torch."), processes=run.world_size,
-            git_commit=ask_git("describe", "--always", "--abbrev=40", "--dirty").strip() or None,
+            git_commit=commit.decode().strip() or None,
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
         cli.write_json(self.path.with_name("run.json"), facts)
         if changes := ask_git("diff", "HEAD"):
             with cli.writing(self.path.parent):
-                self.path.with_name("changes.patch").write_text(changes, "utf-8")
+                self.path.with_name("changes.patch").write_bytes(changes)
         n_train, n_val = self.data.train_tokens, self.data.val_tokens
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, "
                f"{facts['dtype']} on {facts['device']}, {run.world_size} processes, in {c.log_dir}")
@@ -111,7 +111,7 @@ class RunLog:
                    "heart; more data, or a smaller --max_steps, would be better")
         if n_val < FEW_TOKENS:
             print0(f"note: the validation data have only {n_val:,} tokens, so their loss is "
-                   "inexact; give a larger --val_fraction, or more data")
+                   "inexact; for more: --val_fraction, or for shards fineweb.py --val_shards")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
@@ -128,10 +128,11 @@ class RunLog:
     def publish(self, step, values):
         """Sends {name: number or HTML} to TensorBoard and wandb, if they are used."""
         if self.writer:
-            for name, value in values.items():
-                add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
-                add(name, value, step)
-            self.writer.flush()
+            with cli.writing(self.path.parent, "free some space, then continue with --resume"):
+                for name, value in values.items():
+                    add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
+                    add(name, value, step)
+                self.writer.flush()
         if self.wandb:
             self.wandb.log({name: self.wandb.Html(value) if isinstance(value, str) else value
                             for name, value in values.items()}, step=step)
@@ -205,16 +206,17 @@ class RunLog:
         directory, how = self.config.log_dir, "done"
         if step < self.config.max_steps:
             how = f"stopped by a signal or --max_minutes; step {step} is saved, --resume continues"
-        print0(f"{how}: steps skipped: {self.skipped}; python generate.py --checkpoint {directory}")
+        skipped = f"{self.skipped} steps skipped; " if self.skipped else ""
+        print0(f"{how}: {skipped}python generate.py --checkpoint {directory} writes text")
 
 
 def ask_git(*command):
-    """What a command of git prints about this clone; "" without git."""
+    """What a command of git prints about this clone, as bytes; b"" without git."""
     git = ["git", "-C", Path(__file__).parent, *command]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(git, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return b""
 
 
 def move_aside(directory):

@@ -112,7 +112,10 @@ def read_text(path, tokenizer):
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
         return np.frombuffer(data, np.uint8)
-    return np.array(tokenizer.encode(data.decode(errors="replace")), tokenizer.dtype)
+    try:
+        return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--data {path}: is not UTF-8 ({error.reason}); convert it") from error
 
 
 def find_shards(path, split):
@@ -150,6 +153,6 @@ def open_splits(path, tokenizer, val_fraction=None):
     n = len(train)
     cut = n - math.ceil(n * Fraction(str(val_fraction or fraction)))
     if n and not is_text(path):
-        tokens = train.read(cut, min(2**20, n - cut))
+        tokens = train.read(cut, min(2**20, (n - cut + 1) // 2))  # keeps at least half of the part
         cut += int(np.argmax(tokens == tokenizer.end_of_text))  # 0 if no document begins in them
     return Tokens(names[0], files, 0, cut), Tokens(names[1], files, cut, n)

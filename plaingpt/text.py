@@ -41,6 +41,7 @@ def find_files(patterns):
     paths = []
     for pattern in patterns:
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
+    paths = [*dict.fromkeys(paths)]  # once each
     for path in paths:
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
@@ -214,7 +215,7 @@ def make_document(where, item, text_key):
         text = find_text(parse_record(item), text_key)
         check_spaces(text)
         return Document(where, text)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         return Document(where, problem=first_line(error))
 
 
@@ -233,6 +234,7 @@ def find_text(record, text_key):
 
 
 def check_spaces(text):
-    """Raises ValueError for so many spaces that tiktoken's regex would overflow its stack."""
-    if len(text) >= LONG_SPACE and re.search(rf"\s{{{LONG_SPACE}}}", text):
-        raise ValueError(f"{LONG_SPACE:,} or more white spaces in a row")
+    """Raises UserError for so many spaces that tiktoken's regex would overflow its stack."""
+    # (?<!\s): begins at the first one of a row only, else the search is quadratic.
+    if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
+        raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")

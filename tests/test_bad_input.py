@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, program, train
+from tokenizers import ByteLevelBPETokenizer
 
 
 class Mark:
@@ -35,13 +36,18 @@ def world(tmp_path_factory):
         (d / f"{name}.txt").write_text(text)
         (d / f"{name}.jsonl").write_text(text)
     (d / "binary.txt").write_bytes(bytes(range(256)) * 9)
-    (d / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    for name in ("latin.jsonl", "latin.jsonl.txt"):
+        (d / name).write_bytes(b'{"text": "caf\xe9"}\n')
     (d / "no.parquet").write_text("no parquet")
     (d / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a boat"}\n' * 9)[:-9])
     pq.write_table(pa.table({"text": [1, 2]}), d / "numbers.parquet")
     (d / "bert").mkdir()
     (d / "bert/config.json").write_text('{"model_type": "bert"}')
 
+    (d / "own").mkdir()
+    library = ByteLevelBPETokenizer({"a": 0, "b": 1}, [])
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(d / "own/tokenizer.json"))
     tokens = np.arange(9999, dtype=np.uint16) % 256
     evil = np.array([Mark(d)] * 999, object)
     arrays = dict(good=tokens, large=tokens + np.uint16(1), evil=evil, cut=tokens, meta=tokens)
@@ -71,6 +77,7 @@ CASES = {
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
         ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
+        ("--data latin.jsonl.txt --tokenizer gpt2", "latin.jsonl.txt: is not UTF-8 (invalid"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
@@ -94,11 +101,12 @@ CASES = {
         ("--input missing.txt", "missing.txt: no such file, or not readable; give files or"),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
-        ("--input latin.jsonl", "latin.jsonl: no text in it ... choose another file"),
+        ("--input latin.jsonl --strict", "latin.jsonl, line 1: 'utf-8' ... leave out --strict"),
         ("--input no.parquet", "no.parquet: ... repair it, or leave it out"),
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
+        ("--input text.txt --tokenizer bytes --output_dir own", "own: has another tokenizer.json"),
         ("--input text.txt --output_dir good", "good: has shards of another ... another --"),
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],

@@ -181,7 +181,7 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     expected = sum((loss for _, loss in nanochats_rules(hf, items[:5], "m", 2, "\nAnswer: ")), [])
     figures, losses, _ = run_core(
-        tmp_path, tiny, "--tasks", "winograd,copa", "--limit", 5, "--num_fewshot", 2)
+        tmp_path, tiny, "--tasks", "winograd,copa", "--max_per_task", 5, "--num_fewshot", 2)
     assert [task["items"] for task in figures["tasks"].values()] == [5, 5]
     assert losses[-15:] == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
@@ -223,13 +223,14 @@ def test_training_logs_core(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     ("", "error: no data; give --bundle, as core.py --help explains"),
+    ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
     ("--bundle missing", "missing: has no core.yaml; give the eval_bundle"),
     ("--bundle outside", "core.yaml: dataset_uri ../a.jsonl: must be below eval_data"),
     ("--bundle alias", "core.yaml: field 'continuation_delimiter' is missing or has a wrong type"),
     ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
     ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
     ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
-    ("--bundle BUNDLE --limit 5", "has 5 items, but a prompt with 10 solved examples needs"),
+    ("--bundle BUNDLE --max_per_task 5", "has 5 items, but a prompt with 10 solved examples needs"),
 ])
 def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, capsys):
     write_items(tmp_path / "other.jsonl", [dict(text="a")])

@@ -238,6 +238,8 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
 def test_a_plain_text_is_not_changed():
     (example,) = wikitext.examples([dict(text=line, where="") for line in ("a ( b ) ,\n", "c\n")])
     assert example.endings == ["a ( b ) ,\nc\n"]
+    (example,) = wikitext.examples([dict(text="= AsciiDoc\n\n( b )\n", where="")])
+    assert "( b )" in example.endings[0]
 
 
 def test_wikitext_pages_are_joined_and_detokenized():

@@ -186,7 +186,7 @@ def test_a_document_of_more_than_four_megabytes(documents, vocabulary, tmp_path,
 
 def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
     path, files = write(tmp_path / "jsonl.jsonl", documents), reference(documents, 10_000, 2)
-    out, flags = tmp_path / "out", ["--input", path, "--val_shards", 2]
+    out, flags = tmp_path / "out", ["--input", path, tmp_path / "*.jsonl", "--val_shards", 2]
     for n in (1, 3, 5):
         fine(*flags, "--max_shards", n, directory=out, shard_size=10_000)
         assert shards_in(out) == dict(list(files.items())[:n])

@@ -22,7 +22,7 @@ from plaingpt import cli, runlog
 from plaingpt.cli import UserError
 from plaingpt.evaluation import perplexity
 from plaingpt.sampling import sample
-from plaingpt.text import make_document
+from plaingpt.text import check_spaces, make_document
 from tokenizer import get_tokenizer
 
 TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
@@ -54,7 +54,7 @@ def shell(command, cwd):
 def test_a_second_fineweb_in_a_directory(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "out").mkdir()
-    for name in ("left.npy.1.tmp", "notes.tmp"):  # of a killed process, and the user's own
+    for name in ("left.npy.1.tmp", "notes.2024.1.tmp"):  # of a killed process; the user's own
         (tmp_path / "out" / name).write_bytes(b"")
     flags = ["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out")]
     descriptor = cli.lock(tmp_path / "out", "--output_dir")
@@ -62,7 +62,7 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
         fineweb.main(flags)
     os.close(descriptor)
     fineweb.main(flags)
-    assert names(tmp_path / "out", "*.tmp") == ["notes.tmp"]
+    assert names(tmp_path / "out", "*.tmp") == ["notes.2024.1.tmp"]
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
@@ -127,9 +127,9 @@ def test_prompts_with_a_byte_order_mark_and_unicode_line_separators(run, tmp_pat
 def test_a_million_spaces():
     """tiktoken's regex would overflow its stack."""
     text, reason = "a" + " " * 1_000_000, "500,000 or more white spaces in a row"
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UserError, match=reason):
         get_tokenizer("gpt2").encode(text)
-    assert make_document("a.txt, line 1", {"text": text}, "text").problem == reason
+    assert make_document("a.txt, line 1", {"text": text}, "text").problem.startswith(reason)
 
 
 # Benchmarks
@@ -235,10 +235,25 @@ def test_processes_with_different_data(tmp_path):
     assert err == "error: different data\n"
 
 
+def test_processes_with_different_flags_or_checkpoints(tmp_path):
+    """The second process has another machine's log_dir, without the checkpoint."""
+    train("--max_steps", 2, "--log_dir", "run", cwd=tmp_path)
+    for flags in (["--max_lr", 1.0], ["--log_dir", "other"]):
+        (tmp_path / "train.py").write_text(
+            f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            "import train_gpt2\nfrom plaingpt.cli import run_program\n"
+            f"flags = {[*map(str, flags)]} if os.environ['RANK'] == '1' else []\n"
+            "run_program(lambda: train_gpt2.main([*sys.argv[1:], *flags]))\n")
+        _, err = train("--resume", "--log_dir", "run", cwd=tmp_path, processes=2, status=2,
+                       program=tmp_path / "train.py")
+        assert "the processes have different flags or checkpoints; give all the same flags" in err
+
+
 @pytest.mark.parametrize("text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x",
                                   "[" * 100_000])
 def test_unclosed_brackets_take_linear_time(text):
     """A quadratic rule would need hours."""
+    check_spaces(text + "\n" * 400_000 + text)
     assert "foo" in wikitext.detokenize("foo" + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
 
@@ -266,3 +281,11 @@ def test_a_temperature_near_zero_is_greedy():
     logits = torch.randn(4, 50)
     ids = sample(logits, 1e-38, 0, 1.0, torch.Generator().manual_seed(0))
     assert torch.equal(ids, logits.argmax(-1, keepdim=True))
+
+
+def test_a_changed_file_that_is_not_utf8(tmp_path, monkeypatch):
+    for command in (["init"], ["add", "-A"]):
+        (tmp_path / "a.txt").write_bytes(b"caf\xe9 1\n" if command == ["init"] else b"caf\xe9 2\n")
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
+    assert b"+caf\xe9 2\n" in runlog.ask_git("diff", "--cached")

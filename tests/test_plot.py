@@ -57,6 +57,11 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
                     ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4270 to +0.0270"],
                     ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0965 to -0.1035"]]
     assert len(plot.group_runs(dict.fromkeys(["lr-1e-3", "lr-1e-2"], ({}, {})))) == 2  # a sweep
+    widths = {f"w-{n}": ({}, {"model_config": {"n_embd": n}}) for n in (64, 128)}
+    seeds = {f"w-{n}": ({}, {"train_config": {"seed": n, "log_dir": n}}) for n in (1, 2)}
+    assert [*plot.group_runs(widths | seeds)] == ["w-64", "w-128", "w"]
+    assert [*plot.group_runs(seeds | {"w": ({}, {})})] == ["w-1, w-2", "w"]
+    plot.draw({"a-1": ({"val": {0: 1.0}}, {}), "a-2": ({"val": {9: 1.0}}, {})}, "steps")  # no line
     figure = plot.draw({path.name: plot.read_run(path) for path in paths}, "steps")
     loss, mine = figure.axes
     assert mine.get_ylabel() == "mine"
