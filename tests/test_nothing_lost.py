@@ -224,29 +224,22 @@ def test_an_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
     assert "meta.json" not in names(tmp_path / "out")
 
 
-def test_processes_with_different_data(tmp_path):
-    (tmp_path / "check.py").write_text(
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from plaingpt import cli, device\n"
-        "device.start('cpu', 'float32')\n"
-        "device.check_equal('same', 'not this one')\n"
-        "cli.run_program(lambda: device.check_equal(os.environ['RANK'], 'different data'))\n")
-    _, err = program(program=tmp_path / "check.py", cwd=tmp_path, processes=2, status=2)
-    assert err == "error: different data\n"
-
-
-def test_processes_with_different_flags_or_checkpoints(tmp_path):
-    """The second process has another machine's log_dir, without the checkpoint."""
+def test_processes_with_different_data_flags_or_checkpoints(tmp_path):
+    """The second process has another text, rate, or log_dir, without the checkpoint."""
     train("--max_steps", 2, "--log_dir", "run", cwd=tmp_path)
-    for flags in (["--max_lr", 1.0], ["--log_dir", "other"]):
-        (tmp_path / "train.py").write_text(
-            f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-            "import train_gpt2\nfrom plaingpt.cli import run_program\n"
-            f"flags = {[*map(str, flags)]} if os.environ['RANK'] == '1' else []\n"
-            "run_program(lambda: train_gpt2.main([*sys.argv[1:], *flags]))\n")
-        _, err = train("--resume", "--log_dir", "run", cwd=tmp_path, processes=2, status=2,
-                       program=tmp_path / "train.py")
-        assert "the processes have different flags or checkpoints; give all the same flags" in err
+    (tmp_path / "my.txt").write_text(TEXT * 9)
+    (tmp_path / "train.py").write_text(
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train_gpt2\nfrom plaingpt.cli import run_program\n"
+        "i = 2 + 2 * int(os.environ['RANK'])\n"
+        "run_program(lambda: train_gpt2.main([*sys.argv[5:], *sys.argv[i - 1:i + 1]]))\n")
+    for flag, message in (
+            (["--data", "my.txt"], "--data: the processes have different data; copy"),
+            (["--max_lr", 1.0], "the processes have different flags or checkpoints; give all"),
+            (["--log_dir", "other"], "the processes have different flags or checkpoints; give")):
+        _, err = program("--log_dir", "run", *flag, *TINY, "--resume", "--log_dir", "run",
+                         cwd=tmp_path, processes=2, status=2, program=tmp_path / "train.py")
+        assert message in err
 
 
 @pytest.mark.parametrize("text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x",
