@@ -48,7 +48,7 @@ class BenchConfig:
     optimizer: Annotated[Literal["adamw", "muon"] | None, "[the preset's]"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [on for cuda]"] = None
+    compile: Annotated[bool | None, "use torch.compile [cuda: on, else off]"] = None
     activation_checkpointing: Annotated[bool, "recompute activations to save memory"] = False
     parallel: Annotated[Literal["ddp", "fsdp"], "replicate the model or shard it"] = "ddp"
     tp: Annotated[int, "tensor parallel processes", "above 0"] = 1

@@ -64,10 +64,6 @@ def read_progress(directory, name, settings, itemsize):
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     if not find_shards(directory, "(train|val)"):
-        own = load_tokenizer(directory) if (directory / "tokenizer.json").exists() else None
-        if own and own.name != settings["tokenizer"]:
-            raise UserError(f"{directory}: has another tokenizer.json; move it away, or choose "
-                            "another --output_dir")
         return facts
     old = read_meta(directory)
     differ = [key for key in settings if old.get(key) != settings[key]]

@@ -177,7 +177,7 @@ def draw(runs, x):
 
 def main(argv=None):
     given = parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
-    directories = given.pop("LOG_DIR") or ["."]
+    directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # without a last /
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--output {config.output}: must be a .png, .svg or .pdf")

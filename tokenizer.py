@@ -159,9 +159,11 @@ def read_sample(config):
     """The texts to train on, evenly spaced in the files. Raises UserError."""
     paths = find_files(config.input)
     share = config.sample_bytes / max(1, sum(path.stat().st_size for path in paths))
-    texts, size, n_before = [], 0, 0
+    texts, damaged, size, n_before = [], [], 0, 0
     for document in read_documents(paths, config.text_key):
         text = document.text or ""  # empty if the document is damaged
+        if document.problem:
+            damaged.append(f"{document.where}: {document.problem}")
         for start in range(0, len(text), PIECE):
             # Bytes on disk up to here. Compressed files hold more text than that.
             n_read = n_before + (document.done - n_before) * start / len(text)
@@ -169,6 +171,8 @@ def read_sample(config):
                 texts.append(text[start : start + PIECE])
                 size += len(texts[-1].encode())
         n_before = document.done
+    if damaged:
+        print(f"skipped {len(damaged):,} damaged documents; the first one: {damaged[0]}")
     if not texts:
         raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
     return texts

@@ -12,8 +12,8 @@ of a flag. A preset overrides the defaults, and a flag overrides the preset.
 --no-NAME turns a switch off. The presets, with their numbers of parameters:
 
   baby      0.4M, reads bytes; auto for a text
-  mini      11M with GPT-2's ids; auto for shards, except
-  gpt2      124M, the model of build-nanogpt; auto for 10^9 tokens and a GPU
+  gpt2      124M; auto for shards of 10^9 tokens or more, if there is a GPU
+  mini      11M with GPT-2's ids; auto for all other shards
   finetune  100 steps at a low rate; auto with --init_from
   gpt2-medium, -large, -xl: 355M, 774M, 1.6B; gpt3-SIZE: of the GPT-3 paper
 
@@ -56,11 +56,11 @@ class TrainConfig:
     preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data and device"] = "auto"
     data: Annotated[list[str] | None, "shards or text; a mixture: DIR=WEIGHT DIR=WEIGHT"] = None
     tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
-    val_fraction: Annotated[float | None, "validation part [0.01; text: 0.1]", "above 0"] = None
+    val_fraction: Annotated[float | None, "held out [0.01; text 0.1]", "above 0 and below 1"] = None
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
     init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
-    batch_size: Annotated[int, "sequences that a process computes at a time", "above 0"] = 64
+    batch_size: Annotated[int, "sequences per process at once; fewer: less memory", "above 0"] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
@@ -91,7 +91,7 @@ class TrainConfig:
     wandb: Annotated[str | None, "also log to this project of Weights & Biases"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [on for cuda]"] = None
+    compile: Annotated[bool | None, "use torch.compile [cuda: on, else off]"] = None
     activation_checkpointing: Annotated[bool, "recompute activations to save memory"] = False
     parallel: Annotated[Literal["ddp", "fsdp"], "processes replicate or shard the model"] = "ddp"
     tp: Annotated[int, "tensor parallel processes; divides n_head", "above 0"] = 1

@@ -64,10 +64,9 @@ class Saver:
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0."""
-        if step and val < self.best_val:
+        if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
-            if self.config.keep_best:
-                self.save(step, position, "model_best.pt")
+            self.save(step, position, "model_best.pt")
 
     def restore(self, checkpoint):
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.

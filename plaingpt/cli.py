@@ -27,7 +27,8 @@ from pathlib import Path
 # Flags of other trainers, and ours.
 OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "--max_steps",
                "--gradient_accumulation_steps": "--total_batch_size", "--config": "--preset"}
-COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le}
+COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le,
+           "below": operator.lt}
 
 
 class UserError(Exception):

@@ -112,6 +112,9 @@ def find_tokenizer(data, place=None):
         own = load_tokenizer(path)
     elif name and not (given and given.name == name):
         own = get_tokenizer(str(name))
+    if own and name and own.name != name:
+        raise UserError(f"{data}: its tokenizer.json is not that of its shards, {name}; move it "
+                        "away, or make the shards again")
     if own and given and own.name != given.name:
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
     return own or given or get_tokenizer("bytes" if is_text(path) else "gpt2")

@@ -100,9 +100,12 @@ class RunLog:
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
         cli.write_json(self.path.with_name("run.json"), facts)
-        if changes := ask_git("diff", "HEAD"):
-            with cli.writing(self.path.parent):
-                self.path.with_name("changes.patch").write_bytes(changes)
+        changes, patch = ask_git("diff", "HEAD"), self.path.with_name("changes.patch")
+        with cli.writing(self.path.parent):
+            if changes:
+                patch.write_bytes(changes)
+            elif commit:  # an older patch, which this code does not have any more
+                patch.unlink(missing_ok=True)
         n_train, n_val = self.data.train_tokens, self.data.val_tokens
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, "
                f"{facts['dtype']} on {facts['device']}, {run.world_size} processes, in {c.log_dir}")

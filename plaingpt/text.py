@@ -41,7 +41,7 @@ def find_files(patterns):
     paths = []
     for pattern in patterns:
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
-    paths = [*dict.fromkeys(paths)]  # once each
+    paths = [*{path.resolve(): path for path in paths}.values()]  # once each
     for path in paths:
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")

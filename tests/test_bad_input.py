@@ -38,25 +38,26 @@ def world(tmp_path_factory):
     (d / "binary.txt").write_bytes(bytes(range(256)) * 9)
     for name in ("latin.jsonl", "latin.jsonl.txt"):
         (d / name).write_bytes(b'{"text": "caf\xe9"}\n')
+    (d / "utf16.txt").write_text("A boat came. " * 999, "utf-16")
     (d / "no.parquet").write_text("no parquet")
     (d / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a boat"}\n' * 9)[:-9])
     pq.write_table(pa.table({"text": [1, 2]}), d / "numbers.parquet")
     (d / "bert").mkdir()
     (d / "bert/config.json").write_text('{"model_type": "bert"}')
 
-    (d / "own").mkdir()
-    library = ByteLevelBPETokenizer({"a": 0, "b": 1}, [])
-    library.add_special_tokens(["<|endoftext|>"])
-    library.save(str(d / "own/tokenizer.json"))
     tokens = np.arange(9999, dtype=np.uint16) % 256
     evil = np.array([Mark(d)] * 999, object)
-    arrays = dict(good=tokens, large=tokens + np.uint16(1), evil=evil, cut=tokens, meta=tokens)
+    arrays = dict(good=tokens, large=tokens + np.uint16(1), evil=evil, cut=tokens, meta=tokens,
+                  own=tokens)
     for name, array in arrays.items():
         (d / name).mkdir()
         (d / name / "meta.json").write_text('{"tokenizer": "bytes"}')
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         np.save(d / name / "x_train_000000.npy", array, allow_pickle=True)
     (d / "meta/meta.json").write_text('{"tokenizer": [7]}')
+    library = ByteLevelBPETokenizer({"a": 0, "b": 1}, [])
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(d / "own/tokenizer.json"))
     path = d / "cut/x_train_000000.npy"
     path.write_bytes(path.read_bytes()[:-9])
     return d
@@ -80,6 +81,9 @@ CASES = {
         ("--data latin.jsonl.txt --tokenizer gpt2", "latin.jsonl.txt: is not UTF-8 (invalid"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
+        ("--data own", "own: its tokenizer.json is not that of its shards, bytes; move it away"),
+        ("--rampup_steps 2000000000", "--rampup_steps 2000000000: must be at least 0 and at most"),
+        ("--val_fraction 5", "--val_fraction 5.0: must be above 0 and below 1"),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
         ("--data large", "token id 256 is outside the vocabulary of 256"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
@@ -100,13 +104,13 @@ CASES = {
     "fineweb.py": [
         ("--input missing.txt", "missing.txt: no such file, or not readable; give files or"),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
+        ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
         ("--input latin.jsonl --strict", "latin.jsonl, line 1: 'utf-8' ... leave out --strict"),
         ("--input no.parquet", "no.parquet: ... repair it, or leave it out"),
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
-        ("--input text.txt --tokenizer bytes --output_dir own", "own: has another tokenizer.json"),
         ("--input text.txt --output_dir good", "good: has shards of another ... another --"),
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],

@@ -304,8 +304,9 @@ def test_a_sample_of_few_large_documents(tmp_path):
     ("--input t.txt --output no/x.json", "--output no/x.json: cannot write there; give a file")])
 def test_mistakes(flags, error, tmp_path):
     (tmp_path / "t.txt").write_bytes("中".encode()[:2])
-    _, err = program(*flags.split(), cwd=tmp_path, program="tokenizer.py", status=2)
+    out, err = program(*flags.split(), cwd=tmp_path, program="tokenizer.py", status=2)
     assert err.splitlines()[-1].startswith(f"error: {error}"), err
+    assert ("skipped 1 damaged documents; the first one: t.txt, line 1" in out) == ("no " in error)
 
 
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
