@@ -202,12 +202,17 @@ def test_small_data_get_a_note_each(tmp_path):
 
 
 def test_the_best_model_survives_a_resume(tmp_path):
-    """Its validation was after the checkpoint of the same step, from which the run continues."""
-    flags = ["--keep_best", "--val_every", 7, "--schedule", "constant", "--log_dir", "run"]
+    """Its validation was after the checkpoint from which the run continues."""
+    flags = ["--keep_best", "--val_every", 7, "--schedule", "constant", "--log_dir", "run",
+             "--save_every", 7, "--keep", 0]
     train(*flags, "--max_steps", 20, cwd=tmp_path)
     train(*flags, "--max_steps", 21, "--resume", "--max_lr", 0.06, cwd=tmp_path)
     log, best = read_log(tmp_path / "run"), tmp_path / "run" / "model_best.pt"
     assert float(log[21, "val"]) > float(log[20, "val"])
+    assert torch.load(best, weights_only=True)["step"] == 20
+    for step in (20, 21):  # now the run continues from step 14
+        (tmp_path / "run" / f"model_{step:06d}.pt").unlink()
+    train(*flags, "--max_steps", 16, "--resume", "--max_lr", 0.06, cwd=tmp_path)
     assert torch.load(best, weights_only=True)["step"] == 20
 
 
