@@ -69,7 +69,7 @@ def group_runs(runs):
         groups.setdefault((stem, repr((same, facts.get("model_config")))), {})[name] = streams
     for (stem, _), members in groups.items():
         name = stem.rstrip("-_")
-        if len(members) == 1 or name in {**runs, **named}:
+        if len(members) == 1 or name in runs or name in named:
             name = ", ".join(members)
         named[name] = [*members.values()]
     return named

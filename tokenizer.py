@@ -158,16 +158,16 @@ class VocabularyConfig:
 def read_sample(config):
     """The texts to train on, evenly spaced in the files. Raises UserError."""
     paths = find_files(config.input)
-    share = config.sample_bytes / max(1, sum(path.stat().st_size for path in paths))
+    n_bytes = sum(path.stat().st_size for path in paths)
     texts, damaged, size, n_before = [], [], 0, 0
     for document in read_documents(paths, config.text_key):
         text = document.text or ""  # empty if the document is damaged
         if document.problem:
             damaged.append(f"{document.where}: {document.problem}")
         for start in range(0, len(text), PIECE):
-            # Bytes on disk up to here. Compressed files hold more text than that.
-            n_read = n_before + (document.done - n_before) * start / len(text)
-            if size <= n_read * share:
+            # Bytes on disk up to the end of the piece. Compressed files hold more text than that.
+            n_read = n_before + (document.done - n_before) * min(1, (start + PIECE) / len(text))
+            if size * n_bytes <= config.sample_bytes * n_read:
                 texts.append(text[start : start + PIECE])
                 size += len(texts[-1].encode())
         n_before = document.done

@@ -101,7 +101,7 @@ class Saver:
         if config.keep_best and best.exists():
             self.best_val = min(self.best_val, float(load_checkpoint(best)["best_val"]))
         print0(f"resumed from step {step} in {place}")
-        before = {**before, "dropout": checkpoint["model_config"]["dropout"]}
+        before = {**before, **checkpoint["model_config"]}
         for name, now in {**asdict(config), **shape}.items():
             if before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")

@@ -50,12 +50,10 @@ class RunLog:
         self.figures = {}  # the last value of each stream
         self.rises = 0  # of the validation loss, in a row
         self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(run)
-        on_rank0(self.open_directory, Path(config.log_dir), step, model.config)
-        if run.rank == 0 and step < config.max_steps:  # a finished run keeps its run.json
-            self.write_facts(model)
+        on_rank0(self.open_directory, Path(config.log_dir), step, model)
 
-    def open_directory(self, directory, step, gpt_config):
-        """Locks the run directory, moves an old run aside, and opens the files."""
+    def open_directory(self, directory, step, model):
+        """Locks the run directory, moves an old run aside, opens the files, writes the facts."""
         config, self.path = self.config, directory / "log.txt"
         # Imports before it moves anything.
         tensorboard = cli.require("torch.utils.tensorboard") if config.tensorboard else None
@@ -78,11 +76,13 @@ class RunLog:
             run = self.wandb.init(
                 project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
                 resume="allow", name=directory.name, dir=directory,
-                config={**asdict(config), **asdict(gpt_config)},
+                config={**asdict(config), **asdict(model.config)},
                 settings=self.wandb.Settings(console="off"))
             weakref.finalize(self, run.finish)  # at the end of main
         # Again, because purge_step has removed them.
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
+        if step < config.max_steps:  # a finished run keeps its run.json
+            self.write_facts(model)
 
     def write_facts(self, model):
         """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.

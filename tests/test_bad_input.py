@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, program, train
-from tokenizers import ByteLevelBPETokenizer
+
+from plaingpt.cli import write_json
+from plaingpt.tokenizer_json import byte_level_bpe
 
 
 class Mark:
@@ -55,9 +57,7 @@ def world(tmp_path_factory):
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         np.save(d / name / "x_train_000000.npy", array, allow_pickle=True)
     (d / "meta/meta.json").write_text('{"tokenizer": [7]}')
-    library = ByteLevelBPETokenizer({"a": 0, "b": 1}, [])
-    library.add_special_tokens(["<|endoftext|>"])
-    library.save(str(d / "own/tokenizer.json"))
+    write_json(d / "own/tokenizer.json", byte_level_bpe({"a": 0, "b": 1}, [], ["<|endoftext|>"]))
     path = d / "cut/x_train_000000.npy"
     path.write_bytes(path.read_bytes()[:-9])
     return d
@@ -66,6 +66,7 @@ def world(tmp_path_factory):
 CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
+        ("--max_step 5", "unknown flag --max_step; did you mean --max_steps?"),
         ("--epochs 5", "unknown flag --epochs; did you mean --max_steps?"),
         ("--preset gpt5", "--preset: invalid choice: 'gpt5' ... gpt2-medium"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: [Errno 2] No such ... or leave it"),

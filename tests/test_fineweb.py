@@ -191,9 +191,8 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
         fine(*flags, "--max_shards", n, directory=out, shard_size=10_000)
         assert shards_in(out) == dict(list(files.items())[:n])
         printed = capsys.readouterr().out
-        assert f"{n} shards (for validation: {min(n, 2)})" in printed
-        assert ("to train on it" in printed) == (n > 2)
-        assert f"is complete up to --max_shards {n}" in printed
+        extent = f"up to --max_shards {n}: {n} shards (for validation: {min(n, 2)})"
+        assert f"out is complete {extent}" in printed and ("to train on" in printed) == (n > 2)
     fine(*flags, directory=out, shard_size=10_000)
     fine(*flags, directory=tmp_path / "whole", shard_size=10_000)
     assert {p.name for p in out.glob("*.npy")} == {"out" + name for name in files}
@@ -245,6 +244,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
     for i, (_, reason) in enumerate(BAD[: fineweb.SHOWN]):
         assert re.search(rf"skipped .*a\.jsonl, line {2 * i + 2}: {re.escape(reason)}", err), err
     assert err.count("skipped ") == fineweb.SHOWN
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON .*; correct it, or leave out"):
+        fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "strict")
 
 
 def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):

@@ -126,10 +126,10 @@ def test_prompts_with_a_byte_order_mark_and_unicode_line_separators(run, tmp_pat
 
 def test_a_million_spaces():
     """tiktoken's regex would overflow its stack."""
-    text, reason = "a" + " " * 1_000_000, "500,000 or more white spaces in a row"
-    with pytest.raises(UserError, match=reason):
+    text = "a" + " " * 1_000_000
+    with pytest.raises(UserError, match="500,000 or more white spaces in a row; remove") as error:
         get_tokenizer("gpt2").encode(text)
-    assert make_document("a.txt, line 1", {"text": text}, "text").problem.startswith(reason)
+    assert make_document("a.txt, line 1", {"text": text}, "text").problem == str(error.value)
 
 
 # Benchmarks
