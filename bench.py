@@ -21,6 +21,7 @@ memory of one process, on a GPU of its tensors; time of the first step, with
 compilation.
 """
 
+import math
 import resource
 import statistics
 import sys
@@ -28,14 +29,17 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+import plaingpt.device as devices  # before torch, see plaingpt/__init__.py
+
+# isort: split
 import torch
 
-import plaingpt.device as devices
 from model import GPT, PRESETS, GPTConfig
 from plaingpt import parallel
-from plaingpt.checkpoint import load_weights
+from plaingpt.checkpoint import whole_gpt
 from plaingpt.cli import UserError, parse_flags, print0, require, run_program
-from train_gpt2 import RECIPES, TrainConfig, train_step
+from plaingpt.data import plan_steps
+from train_gpt2 import RECIPES, TrainConfig, Training, make_training, train_step
 
 
 @dataclass
@@ -73,50 +77,42 @@ class Peer(torch.nn.Module):
         return None, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_step(name, gpt_config, config, run):
-    """Makes model, optimizers and scaler: as main of train_gpt2.py does, or those of a peer."""
-    is_sharded = run.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
-    if name == "plaingpt":
-        with torch.device("meta"):
-            raw_model = GPT(gpt_config)
-        raw_model.activation_checkpointing = config.activation_checkpointing
-        if is_sharded:
-            raw_model = parallel.ShardedGPT(raw_model, config, run)
-        load_weights(raw_model, device=run.device)
-        optimizers = raw_model.configure_optimizers(0.1, config.max_lr, config.optimizer)
-    else:
-        raw_model = Peer(name, gpt_config).to(run.device)
-        optimizers = [torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)]
-    model = raw_model
-    if config.compile and not is_sharded:
-        model = torch.compile(raw_model, dynamic=False, fullgraph=name == "plaingpt")
-    if run.world_size > 1 and not is_sharded:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizers[0].n_shares = run.world_size  # of Muon
-    return model, optimizers, parallel.grad_scaler(raw_model, run)
+def make_peer(name, gpt_config, config, process):
+    """Another model and what trains it -> Training."""
+    raw_model = Peer(name, gpt_config).to(process.device)
+    optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
+    model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
+    return Training(raw_model, model, [optimizer], parallel.grad_scaler(process))
 
 
 def main(argv=None):
     given = parse_flags(__doc__, BenchConfig, argv=argv)
     bench = BenchConfig(**given)
-    run = devices.start(bench.device, bench.dtype, bench.tp, bench.pp, bench.parallel)
-    if bench.step != "plaingpt" and run.world_size > 1:
+    process = devices.start_process(
+        bench.device, bench.dtype, bench.tp, bench.pp, bench.parallel)
+    if bench.step != "plaingpt" and process.world_size > 1:
         raise UserError(f"--step {bench.step}: needs one process; leave it out with torchrun")
-    cuda = run.device.type == "cuda"
+    cuda = process.device.type == "cuda"
+    gpt_config = GPTConfig(**PRESETS[bench.preset])  # no dropout: all models compute the same
+    B = bench.batch_size or (64 if cuda else 4)
+    T = gpt_config.block_size = bench.block_size or gpt_config.block_size
+    given.update(compile=devices.choose_compile(bench.compile, process.device), batch_size=B,
+                 total_batch_size=B * T * process.dp_size)
     values = {**RECIPES[bench.preset], **given}
     config = TrainConfig(**{k: v for k, v in values.items() if hasattr(TrainConfig, k)})
-    config.compile = devices.choose_compile(bench.compile, run.device)
-    gpt_config = GPTConfig(**PRESETS[bench.preset])  # no dropout: all models compute the same
-    B = config.batch_size = bench.batch_size or (64 if cuda else 4)
-    T = gpt_config.block_size = bench.block_size or gpt_config.block_size
-    torch.manual_seed(run.dp_rank)
+    [(n, micro_B)] = plan_steps(config, T, math.inf, process.dp_size)
+    torch.manual_seed(process.dp_rank)
     with devices.batch_size_advice(B):
-        x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=run.device)  # (B, T) each
-        step = make_step(bench.step, gpt_config, config, run)
+        x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
+        micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
+        if bench.step == "plaingpt":
+            training = make_training(gpt_config, config, process)
+        else:
+            training = make_peer(bench.step, gpt_config, config, process)
 
         def timed_step():
             start = time.perf_counter()
-            train_step(*step, [(x, y)], config.grad_clip, run)  # waits for the device
+            train_step(training, micro_batches, config.grad_clip, [], process)  # waits
             return time.perf_counter() - start
 
         first, _, *times = [timed_step() for _ in range(bench.steps + 2)]  # both may be slow
@@ -124,18 +120,17 @@ def main(argv=None):
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if cuda:
         memory = torch.cuda.max_memory_allocated()
-    with torch.device("meta"):
-        flops = GPT(gpt_config).flops_per_token()
+    flops = whole_gpt(gpt_config).flops_per_token()
     optimizer = config.optimizer if bench.step == "plaingpt" else "adamw"
-    ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(run)
-    tok_s = B * T * run.dp_size / statistics.median(times)
+    ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(process)
+    tok_s = n * T / statistics.median(times)
     share = f" | {tok_s * flops / peak:.1%} of peak" if peak else ""
     print0(f"{bench.step} {'compiled' if config.compile else 'eager'} "
-           f"{str(run.dtype).removeprefix('torch.')} {optimizer} | {bench.preset} B={B} T={T} | "
+           f"{process.dtype_name} {optimizer} | {bench.preset} B={B} T={T} | "
            f"{statistics.median(ms):,.0f} ms ({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s "
            f"| {tok_s * flops / 1e12:.2f} TFLOP/s{share} | {memory / 1e9:.2f} GB | "
            f"first step {first:.1f} s")
-    run.barrier()
+    process.barrier()
 
 
 if __name__ == "__main__":

@@ -13,14 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
+import plaingpt.device as devices  # before torch, see plaingpt/__init__.py
+
+# isort: split
 import torch
 
 from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, visible
-from plaingpt.device import Dtype, memory_advice, start
 from plaingpt.evaluation import get_fields, load_records
-from plaingpt.sampling import attention_for_many_shapes
+from plaingpt.sampling import attention_for_many_shapes, generate_tokens
 
 
 @dataclass
@@ -40,7 +42,7 @@ class GenerateConfig:
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**63 - 1}"] = 42
     json: Annotated[str | None, "also write prompts and texts to this file"] = None
     device: Annotated[str, "cuda, mps or cpu"] = "auto"
-    dtype: Annotated[Dtype, "number format of the weights; float32 is the most exact"] = "auto"
+    dtype: Annotated[devices.Dtype, "number format of weights; float32 is the most exact"] = "auto"
 
 
 def read_prompts(config):
@@ -101,14 +103,14 @@ def write_texts(model, tokenizer, ids, config):
     Returns {"prompt": text, "texts": list of texts, with the prompt}.
     """
     n, prompt = config.num_samples, tokenizer.decode(ids[1:])
+    options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "seed")}
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
     texts, shown = [""] * n, ""  # what follows the prompt
     print(visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
     with (suppress(*stops), attention_for_many_shapes(),
-          memory_advice(f"--num_samples {n}: out of memory; give fewer")):
-        for new in model.stream(idx, config.max_new_tokens, config.temperature, config.top_k,
-                                config.top_p, config.seed):
+          devices.memory_advice(f"--num_samples {n}: out of memory; give fewer")):
+        for new in generate_tokens(model, idx, config.max_new_tokens, **options):
             idx = torch.cat([idx, new], dim=1)
             rows = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
             texts, ended = zip(*rows)
@@ -127,12 +129,12 @@ def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
     check_output("--json", config.json, [config.prompts])
     prompts, name = read_prompts(config), config.model or newest_model(config.checkpoint)
-    process = start(config.device, config.dtype)
+    process = devices.start_process(config.device, config.dtype)
     model, tokenizer = load_model(name)
     model.to(process.device, process.dtype).eval()
     prompts = [tokenize_prompt(prompt, tokenizer, model.config.block_size) for prompt in prompts]
     print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-           f"{str(process.dtype).removeprefix('torch.')} on {process.device}\n")
+           f"{process.dtype_name} on {process.device}\n")
     if config.interactive:
         prompts = ask_prompts(tokenizer, config, model.config.block_size)
     results = [write_texts(model, tokenizer, ids, config) for ids in prompts]

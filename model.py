@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype, stream_dtype
 from plaingpt.muon import Muon
-from plaingpt.sampling import KVCache, sample
+from plaingpt.sampling import generate_tokens
 
 
 @dataclass
@@ -166,7 +166,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """The head: (..., C) -> (..., vocab_size). ShardedGPT has its own hidden, logits, loss."""
+        """The head: (..., C) -> (..., vocab_size)."""
         return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):
@@ -180,30 +180,12 @@ class GPT(nn.Module):
             return self.logits(x), None  # (B, T, vocab_size)
         return None, self.loss(x, targets)
 
-    @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0):
-        """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
+    def generate(self, idx, max_new_tokens, **options):
+        """Samples ids after each row: (B, T) -> (B, T + max_new_tokens).
 
-        temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
-        the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
+        options: seed, temperature, top_k and top_p, see plaingpt/sampling.py.
         """
-        generator = torch.Generator(device=idx.device).manual_seed(seed)
-        T_max = self.config.block_size
-        length = min(idx.size(1) + max_new_tokens, T_max)
-        cache = [KVCache(length) for _ in range(self.config.n_layer)]
-        new = idx  # (B, T): the ids whose keys and values are not in the cache
-        for _ in range(max_new_tokens):
-            if idx.size(1) > T_max:  # the window slides: with new positions, the cache is invalid
-                cache = None
-                new = idx[:, -T_max:]  # (B, T_max)
-            logits = self.logits(self.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)
-            new = sample(logits, temperature, top_k, top_p, generator)  # (B, 1)
-            idx = torch.cat([idx, new], dim=1)  # (B, T+1)
-            yield new
-
-    def generate(self, idx, max_new_tokens, *args, **options):
-        """All of stream() at once: (B, T) -> (B, T + max_new_tokens)."""
-        return torch.cat([idx, *self.stream(idx, max_new_tokens, *args, **options)], dim=1)
+        return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
         """Returns [AdamW], or for "muon" [Muon, AdamW]. muon_lr: None means learning_rate.
@@ -223,6 +205,8 @@ class GPT(nn.Module):
                 adjust_lr_fn="match_rms_adamw"))
         groups = [dict(params=matrices, weight_decay=weight_decay),
                   dict(params=vectors, weight_decay=0.0)]
+        # A stage of a pipeline may have no matrices outside its blocks.
+        groups = [group for group in groups if group["params"]]
         optimizers.append(torch.optim.AdamW(
             groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))  # fused: for speed
         return optimizers

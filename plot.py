@@ -22,9 +22,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from plaingpt.checkpoint import NOT_STORED
-from plaingpt.cli import UserError, parse_flags, read_json, require, run_program, writing
+from plaingpt import cli
+from plaingpt.cli import FREE, REPEAT, UserError
 from plaingpt.runlog import read_log
+from train_gpt2 import TrainConfig
 
 # Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
 # Streams that are not here follow in panels of their own.
@@ -56,15 +57,15 @@ def read_run(directory):
         streams.setdefault(stream, {})[step] = float(value)
     if not streams.keys() - {"tokens"}:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    return streams, read_json(Path(directory, "run.json"))  # build-nanogpt writes none
+    return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes none
 
 
 def group_runs(runs):
     """{directory: (streams, facts)} -> {group: list of streams}. rms-1 and rms-2 are in rms."""
-    groups, named = {}, {}
+    groups, named, ignored = {}, {}, cli.marked(TrainConfig, FREE, REPEAT)
     for name, (streams, facts) in runs.items():
         config = facts.get("train_config", {})
-        same = {k: v for k, v in config.items() if k not in NOT_STORED | {"seed"}}
+        same = {k: v for k, v in config.items() if k not in ignored}
         stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name)
         groups.setdefault((stem, repr((same, facts.get("model_config")))), {})[name] = streams
     for (stem, _), members in groups.items():
@@ -150,7 +151,9 @@ def draw(runs, x):
     names = [name for name in (*PANELS, *(found.keys() - PANELS.keys() - {"tokens"}))
              if name in found]
     rows = (len(names) + 1) // 2
-    figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
+    ticker = cli.require("matplotlib.ticker")
+    figure = cli.require("matplotlib.figure").Figure(
+        (10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
     for i, (name, group) in enumerate(group_runs(runs).items()):
         if x == "tokens" and "tokens" not in group[0]:
@@ -168,7 +171,7 @@ def draw(runs, x):
                        transform=panel.get_yaxis_transform(), clip_on=True)
         panel.set(xlabel=x, ylabel=label)
         panel.grid(alpha=0.25)
-        panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
+        panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # plain numbers: 0.0006, not 6 and 1e-4
     first = next(iter(panels.values()))  # one legend for all panels
     figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
@@ -176,14 +179,14 @@ def draw(runs, x):
 
 
 def main(argv=None):
-    given = parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
+    given = cli.parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
     directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # without a last /
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--output {config.output}: must be a .png, .svg or .pdf")
     runs = {directory: read_run(directory) for directory in directories}
     figure = draw(runs, config.x)
-    with writing(config.output):
+    with cli.writing(config.output):
         figure.savefig(config.output)
     rows = compare(group_runs(runs))
     if rows:
@@ -195,4 +198,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_program(main)
+    cli.run_program(main)

@@ -26,29 +26,27 @@ first moves the files of an old one to another directory: log/baby.1.
 """
 
 import math
-import os
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-# On a CPU: threads that wait soon sleep. Else a step takes many times as long beside a busy
-# program. torch reads this when it is imported.
-os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
+import plaingpt.device as devices  # before torch, see plaingpt/__init__.py
 
+# isort: split
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import plaingpt.device as devices
 from model import GPT, PRESETS, GPTConfig
-from plaingpt import parallel
+from plaingpt import cli, parallel
 from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights
-from plaingpt.cli import catch_stop_signals, parse_flags, print0, run_program
-from plaingpt.data import Data, check_batch_size, sequences_in_step, tokens_in_step
+from plaingpt.cli import FREE, REPEAT, UserError, print0
+from plaingpt.data import find_sources, open_data, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.order import hash_numbers, order_of_sets, permute
 from plaingpt.runlog import RunLog
+from plaingpt.sampling import attention_for_many_shapes
 
 
 @dataclass
@@ -58,14 +56,14 @@ class TrainConfig:
     tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
     val_fraction: Annotated[float | None, "held out [0.01; text 0.1]", "above 0 and below 1"] = None
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
-    seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}"] = 1337
+    seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}", REPEAT] = 1337
     init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
-    batch_size: Annotated[int, "sequences per process at once; fewer: less memory", "above 0"] = 64
+    batch_size: Annotated[int, "sequences in a micro-batch of a process", "above 0", FREE] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     max_steps: Annotated[int, "steps in the run; gpt2: 10B tokens", "above 0"] = 19073
-    max_minutes: Annotated[float | None, "save and end then", "above 0 and at most 1e6"] = None
+    max_minutes: Annotated[float | None, "save and end", "above 0 and at most 1e6", FREE] = None
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
     muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
@@ -81,21 +79,21 @@ class TrainConfig:
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 500
     sample_tokens: Annotated[int | None, "length of a sample [64; bytes: 500]", "above 0"] = None
-    log_dir: Annotated[str | None, "run directory [log/PRESET]"] = None
-    resume: Annotated[bool, "continue the run in log_dir, or start if there is none"] = False
+    log_dir: Annotated[str | None, "run directory [log/PRESET]", FREE] = None
+    resume: Annotated[bool, "continue the run in log_dir; starts it if there is none", FREE] = False
     save_every: Annotated[int, "steps between saves; 0: last step only", "at least 0"] = 1000
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
-    keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt"] = False
-    log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0"] = 1
-    tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir"] = False
-    wandb: Annotated[str | None, "also log to this project of Weights & Biases"] = None
-    device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
+    keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt", FREE] = False
+    log_every: Annotated[int, "steps between printed lines", "above 0", FREE] = 1
+    tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir", FREE] = False
+    wandb: Annotated[str | None, "also log to this project of Weights & Biases", FREE] = None
+    device: Annotated[str, "cuda, cuda:1, mps or cpu", FREE] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [cuda: on, else off]"] = None
-    activation_checkpointing: Annotated[bool, "recompute activations to save memory"] = False
-    parallel: Annotated[Literal["ddp", "fsdp"], "processes replicate or shard the model"] = "ddp"
-    tp: Annotated[int, "tensor parallel processes; divides n_head", "above 0"] = 1
-    pp: Annotated[int, "pipeline stages; at most n_layer", "above 0"] = 1
+    compile: Annotated[bool | None, "use torch.compile [cuda: on, else off]", FREE] = None
+    activation_checkpointing: Annotated[bool, "recompute activations: less memory", FREE] = False
+    parallel: Annotated[Literal["ddp", "fsdp"], "replicate or shard the model", FREE] = "ddp"
+    tp: Annotated[int, "tensor parallel processes; divides n_head", "above 0", FREE] = 1
+    pp: Annotated[int, "pipeline stages; at most n_layer", "above 0", FREE] = 1
 
 
 # Groups in --help: the first flag of each, and its title.
@@ -127,7 +125,7 @@ SHARDS = "edu_fineweb10B"
 TEXT = Path(__file__).with_name("input.txt")
 
 
-def find_data(given):
+def choose_data(given):
     """--data. Without it: the shards if there are any; for mini, baby, fine-tuning: input.txt."""
     for_text = given.get("preset") in ("baby", "mini", "finetune") or "init_from" in given
     no_shards = given.get("preset", "auto") == "auto" and not Path(SHARDS).is_dir()
@@ -135,41 +133,49 @@ def find_data(given):
     return given.get("data") or [text if for_text or no_shards else SHARDS]
 
 
-def choose_preset(given, data):
+def choose_preset(given, sources):
     """--preset auto: by --init_from, by the kind and size of the data, and by the device."""
     if "init_from" in given:
         return "finetune"
-    if data.is_text:
+    if sources.is_text:
         return "baby"
     # --device cuda:1 is a GPU, too.
     cuda = given.get("device", "auto").startswith(("auto", "cuda")) and torch.cuda.is_available()
-    return "gpt2" if cuda and data.count_train_tokens() >= 10**9 else "mini"
+    return "gpt2" if cuda and sources.count_train_tokens() >= 10**9 else "mini"
 
 
-def make_configs(given, data):
-    """Defaults, then the preset, then the flags given -> (GPTConfig, TrainConfig)."""
+def make_configs(given, sources):
+    """Defaults, then the preset, then the flags given -> (GPTConfig, TrainConfig).
+
+    Raises UserError if the flags do not fit together.
+    """
     preset = given.get("preset", "auto")
     if preset == "auto":
-        preset = choose_preset(given, data)
+        preset = choose_preset(given, sources)
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
-        # 10 epochs of the data at this batch size, but from 200 steps to those of the recipe.
-        n_tokens, batch = max(1, data.count_train_tokens()), recipe["total_batch_size"]
+        # Ten epochs, but at least 200 steps and at most those of the recipe.
+        n_tokens, batch = max(1, sources.count_train_tokens()), recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
         # The more often the data are read, the more dropout: 0.1 for 10 epochs.
         recipe["dropout"] = round(min(0.1, recipe["max_steps"] * batch / n_tokens / 100), 2)
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), "log_dir": f"log/{preset}", **recipe}
     if "evals" in given:
         values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune have 0
-    values.update(given, preset=preset, data=data.sources)
+    values.update(given, preset=preset, data=sources.items)
     steps = values["max_steps"]
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
-    # In a short run: ten validations, and steps for the decay.
+    # In a short run, validate ten times, and warm up for at most a fifth of the steps.
     for name, most in ("val_every", max(1, steps // 10)), ("warmup_steps", steps // 5):
         if name not in given:
             values[name] = min(values[name], most)
-    print0(f"preset {preset} on {', '.join(data.shares)} ({data.tokenizer.n_vocab:,} ids), "
+    if values["n_embd"] % values["n_head"]:
+        raise UserError(f"--n_head {values['n_head']} does not divide --n_embd {values['n_embd']}; "
+                        "give a divisor")
+    if values["muon_lr"] and values["optimizer"] != "muon":
+        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
+    print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return [kind(**{f.name: values[f.name] for f in fields(kind)})
             for kind in (GPTConfig, TrainConfig)]
@@ -191,10 +197,11 @@ class DataLoaderLite:
     """
 
     def __init__(self, sets, shares, T, seed=1337, shuffle=True):
-        self.sets, self.shares = sets, list(shares)
+        self.sets, self.shares = sets, shares
         self.T, self.seed, self.shuffle = T, seed, shuffle
         self.lengths = [tokens.count_sequences(T) for tokens in sets]  # in sequences
-        self.turns = order_of_sets(self.shares)  # a period: [(set, its turns before this one)]
+        # One period of the mixture: for each turn, the data set, and how many turns it had before.
+        self.turns = order_of_sets(self.shares)
         self.turns_of = [int(share * len(self.turns)) for share in self.shares]  # exact: Fractions
 
     def sequence(self, position):
@@ -216,21 +223,20 @@ class DataLoaderLite:
         tokens = tokens.to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]  # (B, T) each
 
-    def batches(self, step, position, config, run):
-        """Yields the micro-batches of each step, from `step` on: a list of (x, y), (B, T) each.
+    def batches(self, steps, position, sizes, process):
+        """Yields the micro-batches of each step: (n, list of (x, y)), (B, T) each.
 
-        A step has n = total_batch_size / T sequences. The process with dp_rank 0 gets the first
-        B = batch_size of them, dp_rank 1 gets the next B, and so on, round and round. dp_rank is
-        the rank. With TP or PP, it is the number of a group: the processes of a group share a model
-        and have the same batches.
+        A step has n sequences. The process with dp_rank 0 gets the first B of them, dp_rank 1 gets
+        the next B, and so on, round and round. dp_rank is the rank. With TP or PP, it is the number
+        of a group: the processes of a group share a model and have the same batches.
+
+        steps: the range of steps. position: of the first one. sizes: (n, B) of plan_steps.
         """
-        while step < config.max_steps:
-            # n is a multiple of dp_size x B. A ramp begins with a smaller n. All its steps have one
-            # B, which is at most n / dp_size of the first. With --pp, B is n / dp_size.
-            n, B = sequences_in_step(step, config, self.T, run.dp_size)
-            starts = range(position + run.dp_rank * B, position + n, run.dp_size * B)
-            yield [self.batch(start, B, run.device) for start in starts]
-            step, position = step + 1, position + n
+        for step in steps:
+            n, B = sizes[min(step, len(sizes) - 1)]
+            starts = range(position + process.dp_rank * B, position + n, process.dp_size * B)
+            yield n, [self.batch(start, B, process.device) for start in starts]
+            position += n
 
 
 def get_lr(step, config):
@@ -254,66 +260,129 @@ def set_lr(optimizers, lr, config):
     """Sets the rate of each parameter group to its peak x lr / max_lr. Muon has its own peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # In the first call "lr" is the peak that configure_optimizers has set.
-            peak = group.setdefault("initial_lr", group["lr"])
+            # configure_optimizers has stored the peak in "lr". Remember it before the first change.
+            peak = group.setdefault("peak_lr", group["lr"])
             group["lr"] = peak * lr / config.max_lr
 
 
 @torch.no_grad()
-def estimate_loss(model, loader, text_bytes, config, run):
+def estimate_loss(model, loader, n_bytes_of_id, config, process):
     """Loss of the first val_tokens tokens -> (nats per token, bits per byte of text).
 
-    text_bytes: (vocab_size,), the bytes of each id. Special ids have 0: they count for the first
-    result only. Except for rounding, the number of processes does not matter.
+    n_bytes_of_id: (vocab_size,), how many bytes of text each id stands for. Special ids have 0, so
+    they count in nats per token and not in bits per byte. Except for rounding, the number of
+    processes does not matter.
     """
     B, T = config.batch_size, loader.T
     n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
     model.eval()
-    sums = torch.zeros(3, device=run.device)  # nats, nats of text, bytes of text
-    for start in range(0, n_sequences, run.dp_size * B):
-        first = start + run.dp_rank * B
-        # Always B sequences; those from n_sequences on do not count. torch.compile compiles each
-        # shape, and every process must take part in the collectives of a sharded model.
-        x, y = loader.batch(first, B, run.device)  # (B, T) each
-        with run.autocast:
+    sums = torch.zeros(3, device=process.device)  # nats, nats of text, bytes of text
+    for start in range(0, n_sequences, process.dp_size * B):
+        first = start + process.dp_rank * B
+        # Every process runs the same number of full batches: torch.compile wants one shape, and a
+        # split model needs all processes. The surplus is cut off below.
+        x, y = loader.batch(first, B, process.device)  # (B, T) each
+        with process.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
-        n_bytes = text_bytes[y]  # (B, T)
+        n_bytes = n_bytes_of_id[y]  # (B, T)
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
         sums += parts[:, : max(0, n_sequences - first)].sum(dim=(1, 2))
     model.train()
-    nats, text_nats, n_bytes = run.sum(sums).tolist()  # each sequence counts once, also with TP
+    nats, text_nats, n_bytes = process.sum(sums).tolist()  # each sequence counts once, also with TP
     return nats / (n_sequences * T), text_nats / max(1, n_bytes) / math.log(2)
 
 
-def train_step(model, optimizers, scaler, micro_batches, grad_clip, run):
-    """One step: forward, backward, clip, update -> (mean loss, norm of the mean gradient).
+def draw_samples(model, tokenizer, config, process):
+    """Two texts that the model writes without a prompt. All processes must call this."""
+    idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (B, T)
+    n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
+    model.eval()
+    with process.autocast, attention_for_many_shapes():
+        idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
+    model.train()
+    return [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
 
-    micro_batches: list of (x, y), (B, T) each. scaler: does nothing unless the dtype is float16. A
-    step with a non-finite gradient leaves parameters and optimizers as they are, but counts.
+
+class Training(NamedTuple):
+    """A model and what trains it."""
+
+    # Both have the same parameters. `model`, compiled and in DDP, is only for train_step.
+    # Validation, samples and checkpoints use `raw_model`.
+    raw_model: torch.nn.Module
+    model: torch.nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler  # does nothing unless the dtype is float16
+
+
+def make_training(gpt_config, config, process, weights=None):
+    """Makes a model and what trains it -> Training. weights: a state dict; None: random ones.
+
+    The order has reasons. A GPT on the device meta has shapes, but no memory. So it can be split
+    before any process holds all of it, and each process then allocates its own part only. The
+    optimizers come after the weights, because these replace the parameters of the device meta. They
+    come before torch.compile and DDP, which wrap the model, but keep its parameters. DDP is outside
+    of torch.compile: then the compiler cuts its graph where a bucket of gradients is full, and DDP
+    sends this bucket while the rest of the backward pass still computes.
     """
+    with torch.device("meta"):
+        raw_model = GPT(gpt_config)
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
+    if is_split:
+        # With FSDP and TP, it is still this GPT, with a part of each tensor. With --pp, it is a
+        # Pipeline, with some of the blocks. If config.compile, each block is compiled.
+        raw_model = parallel.split(raw_model, config, process)
+    # Allocates the parameters on the device. Copies `weights` into them, or draws random ones.
+    load_weights(raw_model, weights, config.seed, process.device)
+    optimizers = raw_model.configure_optimizers(
+        config.weight_decay, config.max_lr, config.optimizer, config.muon_lr)
+    model = raw_model
+    if config.compile and not is_split:
+        model = torch.compile(raw_model, dynamic=False, fullgraph=True)
+        raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # validation calls it alone
+    if process.world_size > 1 and not is_split:
+        model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
+        optimizers[0].n_shares = process.world_size  # Muon: each process updates some matrices
+    return Training(raw_model, model, optimizers, parallel.grad_scaler(process))
+
+
+def accumulate(model, scaler, micro_batches, process):
+    """Sums the gradients of the micro-batches, one after the other. Returns their mean loss."""
     loss_sum = 0.0
     for i, (x, y) in enumerate(micro_batches, start=1):
-        # DDP and ShardedGPT average the gradients over the processes if this is True, in backward.
-        model.require_backward_grad_sync = i == len(micro_batches)
-        with run.autocast:
-            # With --pp there is one micro-batch, and this call also computes its gradients, scaled
-            # by the same scaler. backward() below then only reaches the loss itself, a leaf.
+        # DDP and FSDP average the gradients over the processes only in the last backward pass.
+        parallel.set_gradient_sync(model, i == len(micro_batches))
+        with process.autocast:
             _, loss = model(x, y)
         loss = loss / len(micro_batches)  # cross-entropy is a mean: average over the micro-batches
         scaler.scale(loss).backward()
         loss_sum += loss.detach()
+    return loss_sum
+
+
+def train_step(training, micro_batches, grad_clip, signals, process):
+    """One optimizer step -> (mean loss, norm of the gradient, whether any process has signals).
+
+    micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal may append now. A
+    step with a non-finite gradient leaves parameters and optimizers as they are, but counts.
+    """
+    _, model, optimizers, scaler = training
+    if isinstance(model, parallel.Pipeline):
+        loss_sum = model(micro_batches, scaler)  # the stages work on different micro-batches
+    else:
+        loss_sum = accumulate(model, scaler, micro_batches, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
-    # Floats. Here, and only here, the CPU waits for the device. The norm is the same on all
-    # processes. run.mean also sets run.stopping on all of them, if one was told to stop.
-    loss, norm = run.mean(loss_sum, norm)
+    # These are means over the processes, as Python floats. In a step, the CPU waits for the device
+    # only here. The norm is the same on all processes.
+    loss, norm, stopping = process.mean(loss_sum, norm, len(signals) > 0)
     for optimizer in optimizers:
         if math.isfinite(norm):
-            optimizer.step()  # scaler.step would wait again
+            optimizer.step()  # not scaler.step(): it would wait for the device again
         optimizer.zero_grad()
-    scaler.update()  # from what unscale_ has found
-    return loss, norm
+    scaler.update()  # lowers the scale if unscale_ has seen inf or NaN
+    return loss, norm, stopping > 0
 
 
 def due(step, every):
@@ -321,84 +390,81 @@ def due(step, every):
 
 
 def main(argv=None):
-    given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
-    data = Data(find_data(given), given.get("tokenizer"), given.get("val_fraction"))
-    gpt_config, config = make_configs(given, data)
-    run = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
-    config.compile = devices.choose_compile(config.compile, run.device)
+    given = cli.parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
+    sources = find_sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
+    gpt_config, config = make_configs(given, sources)
+    process = devices.start_process(
+        config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
     # Shape and weights: of `saved`, else of --init_from, else of the flags, with weights None.
-    gpt_config, weights = choose_start(saved, gpt_config, config, given, data)
+    start = choose_start(saved, gpt_config, config, given, sources)
+    does_compile = devices.choose_compile(config.compile, process.device)
+    gpt_config, config = start.gpt_config, replace(config, compile=does_compile, **start.kept)
 
     T = gpt_config.block_size
     # Validation data of each set: its val shards; without them, its last tokens (val_fraction).
-    train_sets, val_sets = data.open(gpt_config.vocab_size)
-    loader = DataLoaderLite(train_sets, data.shares.values(), T, config.seed, config.shuffle)
-    val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in val_sets]
-    check_batch_size(config, T, sum(loader.lengths), run.dp_size)
-    text_bytes = torch.from_numpy(data.tokenizer.text_bytes(gpt_config.vocab_size)).to(run.device)
+    data = open_data(sources, start.tokenizer, gpt_config)
+    loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
+    val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
+    sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
+    n_bytes_of_id = data.tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
+    n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
     evals = load_evals(config, data.tokenizer, gpt_config)  # empty if eval_every is 0
 
-    with torch.device("meta"):  # shapes without memory; load_weights gives them memory and values
-        raw_model = GPT(gpt_config)
-    raw_model.activation_checkpointing = config.activation_checkpointing
-    is_sharded = run.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
-    if is_sharded:  # each process keeps a part, compiled if asked for; the methods are GPT's
-        raw_model = parallel.ShardedGPT(raw_model, config, run)
-    load_weights(raw_model, weights, config.seed, run.device)  # moves; without weights: random
-    optimizers = raw_model.configure_optimizers(
-        config.weight_decay, config.max_lr, config.optimizer, config.muon_lr)
-    model = raw_model  # model: for training, wrapped below; raw_model: for everything else
-    if config.compile and not is_sharded:
-        model = torch.compile(raw_model, dynamic=False, fullgraph=True)
-        raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # validation calls it alone
-    if run.world_size > 1 and not is_sharded:
-        model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
-        optimizers[0].n_shares = run.world_size  # for Muon: each updates some matrices
-    scaler = parallel.grad_scaler(raw_model, run)
-
-    saver = Saver(raw_model, optimizers, scaler, data, config, run)
+    training = make_training(gpt_config, config, process, start.weights)
+    saver = Saver(training, data, config, process)
     # Loads the state of optimizers and scaler; the weights are loaded above. Rates and all other
     # settings are those of this command. (0, 0) in a new run. Refuses a step beyond max_steps.
     first_step, position = saver.restore(saved)
-    log = RunLog(config, raw_model, data, first_step, run)  # run.json; moves an old run aside
-    batches = devices.prefetch(loader.batches(first_step, position, config, run), run.device)
-    step, signals = first_step, catch_stop_signals("finishing this step", config.max_minutes)
-    with signals as run.stop_signals, devices.batch_size_advice(config.batch_size):
+    log = RunLog(gpt_config, config, data, first_step, process)  # moves an old run aside
+    steps = range(first_step, config.max_steps)
+    batches = loader.batches(steps, position, sizes, process)
+    batches = devices.prefetch(batches, process.device)
+    step, raw_model, stopping, n_bad = first_step, training.raw_model, False, 0
+    with (cli.catch_stop_signals("finishing this step", config.max_minutes) as signals,
+          devices.batch_size_advice(config.batch_size)):
         while True:
-            last = step == config.max_steps  # all updates are done
-            # A signal or max_minutes makes run.stopping true in train_step, on all processes alike.
-            # A run that stops here leaves what is due below to its resume. A resumed run removes
-            # the lines after its step from log.txt. What log.txt has is not written twice.
-            if step > first_step and (last or run.stopping or due(step, config.save_every)):
+            done = step == config.max_steps  # no step is left to do
+            # A run that stops leaves what is due below to its resume. A resumed run removes the
+            # lines after its step from log.txt. What log.txt has is not written twice.
+            if step > first_step and (done or stopping or due(step, config.save_every)):
                 saver.save(step, position)
-            if run.stopping and not last:
+            if stopping and not done:
                 break
-            if last or step == 0 or due(step, config.val_every):
-                losses = [estimate_loss(raw_model, v, text_bytes, config, run) for v in val_loaders]
-                val = log.write_losses(step, losses, loader, position)  # and epochs of the sets
+            if done or step == 0 or due(step, config.val_every):
+                losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
+                          for val_loader in val_loaders]
+                val = log.write_losses(step, losses, loader, position)
                 saver.save_best(val, step, position)
-            if evals and (last or due(step, config.eval_every)):
-                log.write(step, **run_evals(evals, raw_model, run, config, step))
-            if last or due(step, config.sample_every):
-                log.write_samples(step, raw_model)
-            if last:
+            if evals and (done or due(step, config.eval_every)):
+                log.write(step, **run_evals(evals, raw_model, process, config, step))
+            if done or due(step, config.sample_every):
+                texts = draw_samples(raw_model, data.tokenizer, config, process)
+                log.write_samples(step, texts)
+            if done:
                 break
-            start = time.perf_counter()  # evaluating and saving are not timed
+            began = time.perf_counter()  # evaluating and saving are not timed
             lr = get_lr(step, config)
-            set_lr(optimizers, lr, config)
-            # For dropout. The processes of a TP group need the same masks.
-            torch.manual_seed(hash_numbers(config.seed, step, run.rank // config.tp))
-            loss, norm = train_step(model, optimizers, scaler, next(batches), config.grad_clip, run)
-            n_tokens = tokens_in_step(step, config)  # `batches` counts the same, a step ahead
-            position += n_tokens // T
-            log.write_step(step, n_tokens, time.perf_counter() - start, train=loss, lr=lr,
-                           norm=norm, tokens=position * T)
+            set_lr(training.optimizers, lr, config)
+            # The seed belongs to the step, so that a resumed run draws the same dropout masks.
+            # The processes of a TP group need equal masks.
+            torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
+            n, micro_batches = next(batches)  # n: sequences of the step, of all processes
+            # A signal or max_minutes makes `stopping` true, on all processes alike.
+            loss, norm, stopping = train_step(
+                training, micro_batches, config.grad_clip, signals, process)
+            position += n
+            log.write_step(step, n * T, time.perf_counter() - began, train=loss, lr=lr, norm=norm,
+                           tokens=position * T)
+            n_bad = 0 if math.isfinite(norm) else n_bad + 1
+            if n_bad == 10:
+                raise UserError(f"no finite gradient in {n_bad} steps in a row; continue with "
+                                f"--resume --max_lr {config.max_lr / 2:g}")
             step += 1
     log.finish(step)
-    run.barrier()
+    process.barrier()
     return log.figures  # {stream: last value}
 
 
 if __name__ == "__main__":
-    run_program(main)
+    cli.run_program(main)

@@ -1,0 +1,7 @@
+"""Sets how the threads of a CPU wait. This file must be imported before torch."""
+
+import os
+
+# Waiting threads spin by default. When another program uses the cores, that makes a step several
+# times slower, so let them sleep early. torch reads this when it is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")

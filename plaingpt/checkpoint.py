@@ -6,32 +6,31 @@ import inspect
 import math
 import os
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from model import GPT, GPTConfig
 from plaingpt import parallel
-from plaingpt.cli import UserError, first_line, print0, replacing, writing
+from plaingpt.cli import FREE, UserError, first_line, marked, print0, replacing, writing
 from plaingpt.device import check_equal, memory_advice
-from tokenizer import get_tokenizer, load_tokenizer
+from tokenizer import Tokenizer, get_tokenizer, load_tokenizer
 
-# Settings that checkpoints do not store. They may change at a resume without a note.
-NOT_STORED = {"batch_size", "device", "compile", "activation_checkpointing", "parallel", "tp", "pp",
-              "log_dir", "log_every", "resume", "tensorboard", "wandb", "keep_best", "max_minutes"}
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
 
 class Saver:
     """Saves and restores the state of a run. All processes must call its methods."""
 
-    def __init__(self, model, optimizers, scaler, data, config, run):
-        self.model, self.optimizers, self.scaler = model, optimizers, scaler
-        self.data, self.config, self.run = data, config, run
+    def __init__(self, training, data, config, process):
+        self.model, self.scaler = training.raw_model, training.scaler
+        self.data, self.config, self.process = data, config, process
         check_equal(data.fingerprints, "--data: the processes have different data; copy the same "
                     "files to all machines")
-        self.names = [type(optimizer).__name__.lower() for optimizer in optimizers]  # adamw, muon
+        self.optimizers = {type(optimizer).__name__.lower(): optimizer  # adamw, muon
+                           for optimizer in training.optimizers}
         self.model_code = hash_of_model_code()  # now: it may be edited later
         self.best_val = math.inf  # the lowest validation loss of the run
 
@@ -40,16 +39,20 @@ class Saver:
 
         position: sequences consumed. The file is complete or absent. Raises UserError.
         """
-        model_state, optimizer_states = parallel.whole_state(self.model, self.optimizers)
-        if self.run.rank > 0:
+        model, process = self.model, self.process
+        weights = parallel.gather(model, dict(model.named_parameters()), process)
+        moments = {kind: parallel.gather(model, get_moments(optimizer), process)
+                   for kind, optimizer in self.optimizers.items()}
+        if process.rank > 0:
             return
+        free = marked(type(self.config), FREE)
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
-            model=model_state, optimizer=dict(zip(self.names, optimizer_states)),
+            model=add_tied_names(model.config, weights), optimizer=moments,
             scaler=self.scaler.state_dict(), step=step, position=position,
             best_val=self.best_val, tokenizer=self.data.tokenizer.source,
-            model_code=self.model_code, model_config=asdict(self.model.config),
-            train_config={k: v for k, v in settings.items() if k not in NOT_STORED})
+            model_code=self.model_code, model_config=asdict(model.config),
+            train_config={k: v for k, v in settings.items() if k not in free})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         remedy = "the older checkpoints are complete: free some space, then continue with --resume"
         with writing(path, remedy), replacing(path) as temporary, open(temporary, "wb") as file:
@@ -89,11 +92,12 @@ class Saver:
         if changed:
             raise UserError(f"the run in {place} had other --data: {', '.join(changed)}; for a new "
                             f"run: --init_from {place}, not --resume")
-        if saved.keys() != {*self.names}:
+        if saved.keys() != self.optimizers.keys():
             raise UserError(f"the run in {place} has --optimizer {before.get('optimizer')}; give "
                             "all its flags again")
-        states = [saved[name]["state"] for name in self.names]
-        parallel.load_optimizers(self.optimizers, states)
+        whole = whole_gpt(self.model.config).configure_optimizers(0.0, 0.0, config.optimizer)
+        for (kind, optimizer), of_whole in zip(self.optimizers.items(), whole):
+            set_moments(optimizer, moments_by_name(saved[kind], of_whole))
         if checkpoint["scaler"]:  # empty unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
@@ -108,6 +112,56 @@ class Saver:
         return step, checkpoint["position"]
 
 
+def whole_gpt(config):
+    """The whole GPT of this GPTConfig, without memory: its names and shapes."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def add_tied_names(config, weights):
+    """{name: tensor} -> state dict of a GPT, in which a tied matrix has all its names."""
+    first_names, state = {}, {}
+    for name, p in whole_gpt(config).named_parameters(remove_duplicate=False):
+        state[name] = weights[first_names.setdefault(p, name)]
+    return state
+
+
+def get_moments(optimizer):
+    """The moments of an optimizer: {"wte.weight.exp_avg": tensor}, with full names."""
+    return {f"{name}.{moment}": tensor for name, p in named_params(optimizer)
+            for moment, tensor in optimizer.state.get(p, {}).items()}
+
+
+def set_moments(optimizer, moments):
+    """The inverse of get_moments, from whole tensors. The flags set rates and weight decay."""
+    own = dict(named_params(optimizer))
+    for key, whole in moments.items():
+        name, _, moment = key.rpartition(".")
+        if name in own:  # otherwise it belongs to another stage of the pipeline
+            part = parallel.scatter(name, whole, own[name], own[name].device)
+            optimizer.state[own[name]][moment] = part
+
+
+def named_params(optimizer):
+    """[(name, parameter)] of an optimizer."""
+    return [pair for group in optimizer.param_groups
+            for pair in zip(group["param_names"], group["params"])]
+
+
+def moments_by_name(saved, whole):
+    """An optimizer's part of a checkpoint -> {"wte.weight.exp_avg": tensor}, with full names.
+
+    Older versions stored the state dict of the optimizer. There, parameters have numbers, and
+    mostly also a list of their names. whole: the same optimizer of the whole model.
+    """
+    if "param_groups" not in saved:
+        return saved
+    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    names = names or [name for name, _ in named_params(whole)]
+    return {f"{names[i]}.{moment}": tensor for i, moments in saved["state"].items()
+            for moment, tensor in moments.items()}
+
+
 def load_checkpoint(path):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError."""
     remedy = "give another one, or delete it to resume from the one before"
@@ -120,8 +174,7 @@ def load_checkpoint(path):
         if checkpoint.get("model_code", code := hash_of_model_code()) != code:
             print0(f"note: {path} was written by another model.py")
             remedy = "restore that model.py; its run may have a changes.patch"
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**checkpoint["model_config"]))
+        model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
         if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
@@ -154,8 +207,7 @@ def load_newest(directory):
 def load_model(name):
     """Loads weights -> (GPT, Tokenizer). Raises UserError. name: as in read_weights."""
     config, weights, tokenizer = read_weights(name)
-    with torch.device("meta"):
-        model = GPT(config)
+    model = whole_gpt(config)
     load_weights(model, weights)
     return model, tokenizer
 
@@ -200,60 +252,64 @@ def newest_model(place=None):
     return max(newest, key=lambda path: path.stat().st_mtime)
 
 
-def choose_start(checkpoint, gpt_config, config, given, data):
-    """What the model starts from -> (GPTConfig, state dict, or None for random weights).
+class Start(NamedTuple):
+    """What a run starts from."""
+
+    gpt_config: GPTConfig
+    weights: dict | None  # a state dict; None: random weights
+    tokenizer: Tokenizer
+    kept: dict  # settings that a resumed run keeps: {name of a flag: value}
+
+
+def choose_start(checkpoint, gpt_config, config, given, sources):
+    """Decides what the model starts from -> Start. Changes nothing.
 
     With --resume the checkpoint decides, else --init_from, else the flags and the vocabulary of the
-    data. given: the flags given. Sets data.tokenizer to that of the weights. Raises UserError if
-    weights, flags and data do not fit together.
+    data. given: the flags given. Raises UserError if weights, flags and data do not fit together.
     """
-    g, c = gpt_config, config
-    if g.n_embd % g.n_head:
-        raise UserError(f"--n_head {g.n_head} does not divide --n_embd {g.n_embd}; give a divisor")
-    if c.muon_lr and c.optimizer != "muon":
-        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
-    if not checkpoint and not c.init_from:
-        n_vocab = data.tokenizer.n_vocab
-        if "vocab_size" not in given:
-            g.vocab_size = n_vocab
-        if g.vocab_size > n_vocab:
+    g, source = gpt_config, config.log_dir if checkpoint else config.init_from
+    if not source:
+        n_vocab = sources.tokenizer.n_vocab
+        if given.get("vocab_size", 0) > n_vocab:
             raise UserError(f"--vocab_size: the data have {n_vocab} ids; the model pads by itself")
-        return g, None
-    source = c.log_dir if checkpoint else c.init_from
+        g = replace(g, vocab_size=given.get("vocab_size", n_vocab))
+        return Start(g, None, sources.tokenizer, {})
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
-    have.dropout = g.dropout
+    have, kept = replace(have, dropout=g.dropout), {}
     if checkpoint:  # a new --max_steps does not change what was derived from the old one
-        for name in {"warmup_steps", "val_every"} - given.keys():
-            setattr(c, name, checkpoint["train_config"].get(name, getattr(c, name)))
+        names = {"warmup_steps", "val_every"} & checkpoint["train_config"].keys() - given.keys()
+        kept = {name: checkpoint["train_config"][name] for name in names}
     else:
         print0(f"starting from the weights in {source}")
         if "block_size" in given and g.block_size < have.block_size:
-            have.block_size = g.block_size  # fine-tuning with a shorter context
+            have = replace(have, block_size=g.block_size)  # fine-tuning with a shorter context
             weights = {name: w[: g.block_size] if name == "transformer.wpe.weight" else w
                        for name, w in weights.items()}  # a model need not have this one, (T, C)
-    if not data.is_plain_text and data.tokenizer.name != tokenizer.name:
-        raise UserError(f"--data has tokens of {data.tokenizer.name}, but {source} those of "
+    if not sources.is_plain_text and sources.tokenizer.name != tokenizer.name:
+        raise UserError(f"--data has tokens of {sources.tokenizer.name}, but {source} those of "
                         f"{tokenizer.name}; give the data as a text file, without --tokenizer")
-    data.tokenizer = tokenizer
     wrong = [f"{k} is {value}, not {getattr(g, k)}" for k, value in asdict(have).items()
              if k in given and value != getattr(g, k)]
     if wrong:
         raise UserError(f"{source} has another model: {', '.join(wrong)}; leave out these flags")
-    return have, weights
+    return Start(have, weights, tokenizer, kept)
 
 
 def load_weights(model, weights=None, seed=0, device="cpu"):
-    """Gives a model on the meta device its parameters, one at a time: random ones without weights.
+    """Allocates the parameters of a meta model on the device, one at a time, and fills them.
 
-    weights: a state dict. Random weights depend on the seed only, not on how the model is split
-    over processes. Raises UserError if the device has too little memory.
+    weights: a state dict; without it, they get random values. These depend on the seed only, not on
+    how the model is split over processes. Raises UserError if the device has too little memory.
     """
     torch.manual_seed(seed)
+    own, whole_model = dict(model.named_parameters()), whole_gpt(model.config)
     with memory_advice("the model does not fit into memory; choose a smaller one"):
-        for name, p in model.named_parameters():
+        for name, p in whole_model.named_parameters():
             whole = torch.empty(p.shape)
             if weights:
                 whole.copy_(weights[name])
-            else:
-                model.init_weight(name, whole)
-            parallel.load_parameter(name, p, whole, device)
+            else:  # also for the parameters of other stages, which use the same random numbers
+                whole_model.init_weight(name, whole)
+            if name in own:
+                part = torch.nn.Parameter(parallel.scatter(name, whole, own[name], device))
+                torch.utils.swap_tensors(own[name], part)  # keeps tied weights tied

@@ -1,8 +1,10 @@
 """The command line of every program, its errors, and small helpers for terminals and files.
 
-A field of a configuration dataclass is a flag. Its annotation carries type, help and range:
+A field of a configuration dataclass is a flag. Its annotation carries type, help and range. FREE or
+REPEAT behind them says what another value means:
 
   max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
+  tp: Annotated[int, "tensor parallel processes", "above 0", FREE] = 1
 """
 
 import argparse
@@ -27,6 +29,9 @@ from pathlib import Path
 # Flags of other trainers, and ours.
 OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "--max_steps",
                "--gradient_accumulation_steps": "--total_batch_size", "--config": "--preset"}
+# FREE: the figures of a run do not depend on this flag, so a resume may change it without a note.
+# REPEAT: runs that differ in this flag repeat one experiment. All others make another experiment.
+FREE, REPEAT = "free", "repeat"
 COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le,
            "below": operator.lt}
 
@@ -70,9 +75,15 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     return vars(given)
 
 
+def marked(config, *marks):
+    """Names of the fields of a dataclass whose annotation has one of the marks."""
+    return {field.name for field in dataclasses.fields(config)
+            if {*marks} & {*typing.get_args(field.type)[1:]}}
+
+
 def read_annotation(name, hint, default):
     """Annotation of a field -> options for add_argument."""
-    kind, text, *limits = typing.get_args(hint)
+    kind, text, *limits = [part for part in typing.get_args(hint) if part not in (FREE, REPEAT)]
     text += "" if default is None or default is False else f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
     if type(None) in typing.get_args(kind):

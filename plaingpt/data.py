@@ -1,63 +1,89 @@
-"""The data of a run: --data with its tokenizer and its splits; the sizes of steps and batches.
+"""The data of a run: --data with its tokenizer and its splits; the sizes of its steps.
 
   --data fineweb=0.7 code=0.2 zh=0.1
 """
 
 import math
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.cli import UserError, print0
 from plaingpt.megatron import find_index
-from plaingpt.shards import is_text, open_splits, read_meta
-from tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.shards import is_text_file, open_splits, read_meta
+from tokenizer import Tokenizer, get_tokenizer, load_tokenizer
 
 MAX_PERIOD = 100_000  # sequences after which the order of the sets repeats
 
 
-class Data:
-    """The data sets of --data: one or several. Raises UserError.
+@dataclass(frozen=True)
+class Sources:
+    """What --data names: one or several data sets, before they are opened.
 
-    items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer.
-    shares: {path: its share of the sequences}. fingerprints: {name of a split: text}.
+    items: values of --data. shares: {path: its share of the sequences}, Fractions that add up to 1.
+    tokenizer: that of the shards, or for a text of --tokenizer, or bytes. is_plain_text: a text
+    without --tokenizer. It has no tokenizer of its own, so a model that is trained further brings
+    its own.
     """
 
-    def __init__(self, items, tokenizer=None, val_fraction=None):
-        self.sources = items
-        self.shares = read_shares(items)
-        self.val_fraction = val_fraction
-        self.is_text = all(map(is_text, self.shares))
-        self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
-        # A text has no tokenizer of its own: a model that is trained further brings its own.
-        self.is_plain_text = self.is_text and not tokenizer
-        names = [re.sub(r"\s", "_", Path(path).name) for path in self.shares]
-        unique = len({*names}) == len(names)
-        self.names = names if unique else [re.sub(r"\s", "_", path) for path in self.shares]
-
-    def open(self, vocab_size):
-        """Opens all sets -> (list of training Tokens, list of validation Tokens)."""
-        pairs = [open_splits(path, self.tokenizer, self.val_fraction) for path in self.shares]
-        for tokens in sum(pairs, ()):
-            tokens.vocab_size = vocab_size
-        train, val = map(list, zip(*pairs))
-        self.train_tokens = sum(map(len, train))
-        self.val_tokens = min(map(len, val))  # of the smallest set
-        self.fingerprints = {"training split": self.fingerprint(train),
-                             "validation split": self.fingerprint(val)}
-        return train, val
+    items: list
+    shares: dict
+    tokenizer: Tokenizer
+    val_fraction: float | None
+    is_text: bool
+    is_plain_text: bool
 
     def count_train_tokens(self):
-        """Number of training tokens. May be called before open()."""
+        """Number of training tokens."""
         return sum(len(open_splits(path, self.tokenizer, self.val_fraction)[0])
                    for path in self.shares)
 
-    def fingerprint(self, sets):
-        """Fingerprint of a split: token count and CRC-32 of each set, with its share."""
-        texts = [tokens.fingerprint() for tokens in sets]
-        if len(sets) > 1:
-            texts = [f"{share} of {text}" for text, share in zip(texts, self.shares.values())]
-        return " + ".join(texts)
+
+def find_sources(items, tokenizer=None, val_fraction=None):
+    """Values of --data, each PATH or PATH=WEIGHT, and of --tokenizer -> Sources. Raises UserError.
+    """
+    shares = read_shares(items)
+    is_text = all(map(is_text_file, shares))
+    return Sources(items, shares, find_common_tokenizer(shares, tokenizer), val_fraction,
+                   is_text, is_plain_text=is_text and not tokenizer)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The open data sets of a run. train, val: their Tokens. shares: Fractions. names: for the log.
+
+    fingerprints: {name of a split: text}.
+    """
+
+    train: list
+    val: list
+    shares: list
+    names: list
+    tokenizer: Tokenizer
+    fingerprints: dict
+
+
+def open_data(sources, tokenizer, gpt_config):
+    """Opens the sources for a model with this tokenizer and GPTConfig -> Data. Raises UserError."""
+    pairs = [open_splits(path, tokenizer, sources.val_fraction, gpt_config.vocab_size)
+             for path in sources.shares]
+    train, val = map(list, zip(*pairs))
+    shares = list(sources.shares.values())
+    names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
+    if len({*names}) < len(names):
+        names = [re.sub(r"\s", "_", path) for path in sources.shares]
+    fingerprints = {"training split": fingerprint(train, shares),
+                    "validation split": fingerprint(val, shares)}
+    return Data(train, val, shares, names, tokenizer, fingerprints)
+
+
+def fingerprint(sets, shares):
+    """Fingerprint of a split: token count and CRC-32 of each set, with its share."""
+    texts = [tokens.fingerprint() for tokens in sets]
+    if len(sets) > 1:
+        texts = [f"{share} of {text}" for text, share in zip(texts, shares)]
+    return " + ".join(texts)
 
 
 def read_shares(items):
@@ -102,7 +128,7 @@ def find_tokenizer(data, place=None):
     place: value of --tokenizer. Raises UserError without data, or if the data have another.
     """
     path, own = Path(data), None
-    if not (path.is_dir() or is_text(path) or find_index(path)):
+    if not (path.is_dir() or is_text_file(path) or find_index(path)):
         raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
     if (path / "progress.json").exists():
         print0(f"note: {path} is not complete; fineweb.py is still running, or was interrupted")
@@ -117,41 +143,42 @@ def find_tokenizer(data, place=None):
                         "away, or make the shards again")
     if own and given and own.name != given.name:
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
-    return own or given or get_tokenizer("bytes" if is_text(path) else "gpt2")
+    return own or given or get_tokenizer("bytes" if is_text_file(path) else "gpt2")
 
 
-def tokens_in_step(step, config):
-    """Rises linearly to total_batch_size in rampup_steps, in multiples of rampup_batch_size."""
-    if step >= config.rampup_steps:
-        return config.total_batch_size
-    first = config.rampup_batch_size
-    growth = (config.total_batch_size - first) * step // config.rampup_steps
-    return first + growth // first * first
+def plan_steps(config, T, n_sequences, dp_size):
+    """The sizes of the steps: [(n, B)] of each step of the ramp, and of all later steps.
 
-
-def sequences_in_step(step, config, T, dp_size):
-    """Returns (sequences in a step, B). B: a micro-batch; with PP, all sequences of a process."""
-    n = tokens_in_step(step, config) // T
-    if config.pp > 1:
-        return n, n // dp_size  # the pipeline cuts them into micro-batches
-    # A ramp has one micro-batch size, because torch.compile compiles each size.
-    smallest = tokens_in_step(0 if step < config.rampup_steps else step, config)
-    return n, min(config.batch_size, smallest // (T * dp_size))
-
-
-def check_batch_size(config, T, n_sequences, dp_size):
-    """Raises UserError unless every process gets whole micro-batches in every step.
-
-    n_sequences: of T tokens, in the training data.
+    n: sequences of a step, of all processes. It rises linearly to total_batch_size / T, in
+    multiples of the ramp's first n. B: sequences of a micro-batch of one process. In a ramp n grows
+    and B stays, so that torch.compile compiles one shape. n_sequences: of the training data. Raises
+    UserError unless every process gets whole micro-batches in every step.
     """
-    unit, most = T * dp_size, n_sequences * T  # tokens
-    for step in range(config.rampup_steps + 1):
-        size = tokens_in_step(step, config)
-        name = "rampup_batch_size" if step < config.rampup_steps else "total_batch_size"
-        if size % unit or not config.pp * unit <= size <= most:
-            raise UserError(f"--{name}: must be a multiple of {unit} (block_size {T} x {dp_size} "
-                            f"processes), from {config.pp * unit} to {most}, the data's tokens")
-        share = size // unit  # sequences of a process in this step
-        if share % min(config.batch_size, share // config.pp):
-            raise UserError(f"--batch_size: each process has {share} sequences in a step; give a "
-                            f"divisor of {share}, at most {share // config.pp}")
+    n = config.total_batch_size // T
+    B = micro_batch_size(config, "total_batch_size", T, n_sequences, dp_size)
+    if not config.rampup_steps:
+        return [(n, B)]
+    if config.rampup_batch_size > config.total_batch_size:
+        raise UserError(f"--rampup_batch_size {config.rampup_batch_size} is above "
+                        f"--total_batch_size {config.total_batch_size}; give a smaller one")
+    first = config.rampup_batch_size // T
+    first_B = micro_batch_size(config, "rampup_batch_size", T, n_sequences, dp_size)
+    growth = [(n - first) * step // config.rampup_steps for step in range(config.rampup_steps)]
+    return [(first + more // first * first, first_B) for more in growth] + [(n, B)]
+
+
+def micro_batch_size(config, flag, T, n_sequences, dp_size):
+    """Sequences of a micro-batch in a step of so many tokens as a flag says. Raises UserError."""
+    size, unit = getattr(config, flag), T * dp_size  # tokens
+    if size % unit or not unit <= size <= n_sequences * T:
+        raise UserError(f"--{flag}: must be a multiple of {unit} (block_size {T} x {dp_size} "
+                        f"processes), from {unit} to {n_sequences * T}, the data's tokens")
+    share = size // unit  # sequences of a process
+    if share < config.pp:
+        raise UserError(f"--pp {config.pp}: needs a sequence for each stage, but each process has "
+                        f"{share} in a step; give more sequences, or fewer stages")
+    B = min(config.batch_size, share // config.pp)  # every stage gets work
+    if share % B:
+        raise UserError(f"--batch_size: each process has {share} sequences in a step; give a "
+                        f"divisor of {share}, at most {share // config.pp}")
+    return B

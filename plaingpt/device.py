@@ -1,4 +1,4 @@
-"""Processes, devices and number formats: the Run of a program.
+"""Processes, devices and number formats: the Process of a program.
 
 Bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7, FP16 1+5+10. FP16 has a
 small range: small gradients become zero unless a scaler enlarges them.
@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
 
 
 @dataclass
-class Run:
+class Process:
     """This process among the processes of a program, its device and its number format.
 
     The processes form a mesh of pp x dp x tp. Each of the dp_size data parallel groups has its own
@@ -42,8 +42,11 @@ class Run:
     dp_size: int
     device: torch.device
     dtype: torch.dtype  # of matrix products
-    stop_signals: list = field(default_factory=list)  # not empty: this process was told to stop
-    stopping: bool = False  # True on all processes, if any of them was told to stop
+
+    @property
+    def dtype_name(self):
+        """"bfloat16", "float16" or "float32"."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def autocast(self):
@@ -51,17 +54,16 @@ class Run:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, *scalars):
-        """Means over all processes of 0-dimensional tensors -> list of floats.
+        """Means over all processes of numbers and 0-dimensional tensors -> list of floats.
 
-        The CPU waits here for the device. The same message sets `stopping` on all processes.
+        They are sent in one message. The CPU waits here for the device.
         """
-        stop = torch.full_like(scalars[0], len(self.stop_signals) > 0)
-        values = torch.stack([*scalars, stop])
+        values = torch.stack([
+            x if isinstance(x, torch.Tensor) else torch.full((), float(x), device=self.device)
+            for x in scalars])
         if self.world_size > 1:
             dist.all_reduce(values)
-        *means, stop = (values / self.world_size).tolist()
-        self.stopping = stop > 0
-        return means
+        return (values / self.world_size).tolist()
 
     def sum(self, tensor):
         """Sums a tensor over the data parallel groups."""
@@ -77,8 +79,8 @@ class Run:
             dist.barrier()
 
 
-def start(device, dtype, tp=1, pp=1, parallel="ddp"):
-    """Chooses device and dtype, and joins the process group -> Run. Raises UserError.
+def start_process(device, dtype, tp=1, pp=1, parallel="ddp"):
+    """Chooses device and dtype, and joins the process group -> Process. Raises UserError.
 
     The arguments are the values of the flags.
     """
@@ -105,7 +107,7 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
         atexit.register(dist.destroy_process_group)
     dp_size = world_size // model_size
     dp_rank = rank // tp % dp_size  # tp varies fastest, then dp, then pp
-    return Run(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))
+    return Process(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))
 
 
 def find_device(name, local_rank=0, world_size=1):
@@ -237,8 +239,8 @@ PEAK_FLOPS = {
     "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12, "T4": 65e12}
 
 
-def peak_flops(run):
+def peak_flops(process):
     """Peak FLOP/s of all processes together, or None if unknown or for float32."""
-    hardware = hardware_name(run.device)
+    hardware = hardware_name(process.device)
     peaks = [peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", hardware)]
-    return peaks[0] * run.world_size if peaks and run.dtype != torch.float32 else None
+    return peaks[0] * process.world_size if peaks and process.dtype != torch.float32 else None

@@ -166,27 +166,28 @@ def forward(model, rows, L, device):
 
 
 @torch.no_grad()
-def score(model, examples, rows, run, tokens_per_forward):
+def score(model, examples, rows, process, tokens_per_forward):
     """Scores the N pairs of the examples -> arrays (N), the same on every process.
 
-    rows: of make_rows. run: a device.Run.
+    rows: of make_rows. process: a device.Process.
     """
     rows = sorted(rows, key=lambda row: -row.length)  # first the one that needs most memory
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    with run.autocast, attention_for_many_shapes():  # entered once: the weights are converted once
+    # Entered once, so that autocast converts the weights once.
+    with process.autocast, attention_for_many_shapes():
         while first < len(rows):
             L = rows[first].length
-            L += -L % ROUND[run.device.type]
+            L += -L % ROUND[process.device.type]
             B = max(1, tokens_per_forward // L)
-            batch = rows[first : first + B * run.dp_size]
+            batch = rows[first : first + B * process.dp_size]
             first += len(batch)
-            own = batch[run.dp_rank :: run.dp_size]
+            own = batch[process.dp_rank :: process.dp_size]
             # A process without rows runs a row with weight 0: all must join the collectives.
-            pair, values = forward(model, own or batch[:1], L, run.device)
+            pair, values = forward(model, own or batch[:1], L, process.device)
             np.add.at(sums, (slice(None), pair), values * bool(own))
             show_progress(first, len(rows), "rows")
-    sums = run.sum(torch.from_numpy(sums)).cpu().numpy()
+    sums = process.sum(torch.from_numpy(sums)).cpu().numpy()
     return SimpleNamespace(
         log_likelihood=sums[0],  # of the ending, in nats
         tokens=sums[1].astype(int),  # all of the ending, unless it was cut
@@ -271,16 +272,16 @@ def load_evals(config, tokenizer, gpt_config):
     return evals
 
 
-def run_evals(evals, model, run, config, step):
+def run_evals(evals, model, process, config, step):
     """Scores all benchmarks. Prints and returns {stream: figure}, equal on all processes.
 
     evals: of load_evals. model: has the methods of GPT. config: TrainConfig.
     """
     figures = {}
-    tokens = min(config.batch_size * model.config.block_size, TOKENS[run.device.type])
+    tokens = min(config.batch_size * model.config.block_size, TOKENS[process.device.type])
     model.eval()
     for benchmark, examples, rows in evals:
-        scores = score(model, examples, rows, run, tokens)
+        scores = score(model, examples, rows, process, tokens)
         figures[benchmark.stream] = next(iter(benchmark.report(examples, scores).values()))
     model.train()
     print0(" | ".join([f"step {step}", *(f"{k} {value:.4f}" for k, value in figures.items())]))
@@ -309,20 +310,20 @@ def main(benchmark, argv=None):
     config = EvalConfig(**given)
     check_output("--json", config.json, [config.data, options.get("bundle")])
     source = config.model or newest_model(config.checkpoint)
-    run = devices.start(config.device, config.dtype)
+    process = devices.start_process(config.device, config.dtype)
     examples = devices.on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = load_model(source)
-    model.to(run.device).eval()
+    model.to(process.device).eval()
     rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
-    tokens = config.tokens_per_forward or TOKENS[run.device.type]
+    tokens = config.tokens_per_forward or TOKENS[process.device.type]
     with devices.memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
-        scores = score(model, examples, rows, run, tokens)
+        scores = score(model, examples, rows, process, tokens)
     figures = benchmark.report(examples, scores)
     facts = dict(
         benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
         **options, limit=config.limit or None, model=str(source),
-        tokenizer=tokenizer.name, dtype=str(run.dtype).removeprefix("torch."),
-        device=f"{run.world_size} x {run.device.type}", n_examples=len(examples))
+        tokenizer=tokenizer.name, dtype=process.dtype_name,
+        device=f"{process.world_size} x {process.device.type}", n_examples=len(examples))
     facts = {name: value for name, value in facts.items() if value is not None}
     for name, value in facts.items():
         print0(f"{name:<18} {value}")
@@ -332,11 +333,11 @@ def main(benchmark, argv=None):
         if "acc" in name:  # with the standard error of a mean
             text += f" ± {math.sqrt(value * (1 - value) / len(examples)):.4f}"
         print0(f"{name:<18} {text:<18} {meaning}")
-    if config.json and run.rank == 0:
+    if config.json and process.rank == 0:
         results = [dict(label=example.label, **example.counts) for example in examples]
         for name, values in vars(scores).items():
             for result, own in zip(results, split(examples, values)):
                 result[name] = own.tolist()
         write_json(config.json, dict(**facts, figures=figures, examples=results))
-    run.barrier()
+    process.barrier()
     return figures

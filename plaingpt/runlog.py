@@ -17,15 +17,14 @@ from pathlib import Path
 import torch
 
 from plaingpt import cli
-from plaingpt.cli import UserError, print0
+from plaingpt.checkpoint import whole_gpt
+from plaingpt.cli import print0
 from plaingpt.device import hardware_name, on_rank0, peak_flops
-from plaingpt.sampling import attention_for_many_shapes
 
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
 LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 MANY_EPOCHS = 30  # more are worth a note
 FEW_TOKENS = 4096  # fewer validation tokens are worth a note
-MAX_BAD_STEPS = 10  # steps in a row with a non-finite gradient after which a run stops
 
 
 def read_log(path):
@@ -42,17 +41,19 @@ class RunLog:
     validation loss and the scores of the step at which it resumes.
     """
 
-    def __init__(self, config, model, data, step, run):
-        self.config, self.data, self.run = config, data, run
+    def __init__(self, gpt_config, config, data, step, process):
+        self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
         self.pace = deque(maxlen=10)  # seconds per token of the last steps
-        self.bad_in_a_row = self.skipped = 0  # steps with a non-finite gradient
+        self.skipped = 0  # steps with a non-finite gradient
         self.figures = {}  # the last value of each stream
         self.rises = 0  # of the validation loss, in a row
-        self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(run)
-        on_rank0(self.open_directory, Path(config.log_dir), step, model)
+        model = whole_gpt(gpt_config)
+        self.n_parameters = sum(p.numel() for p in model.parameters())
+        self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(process)
+        on_rank0(self.open_directory, Path(config.log_dir), step)
 
-    def open_directory(self, directory, step, model):
+    def open_directory(self, directory, step):
         """Locks the run directory, moves an old run aside, opens the files, writes the facts."""
         config, self.path = self.config, directory / "log.txt"
         # Imports before it moves anything.
@@ -76,26 +77,29 @@ class RunLog:
             run = self.wandb.init(
                 project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
                 resume="allow", name=directory.name, dir=directory,
-                config={**asdict(config), **asdict(model.config)},
+                config={**asdict(config), **asdict(self.gpt_config)},
                 settings=self.wandb.Settings(console="off"))
             weakref.finalize(self, run.finish)  # at the end of main
         # Again, because purge_step has removed them.
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
         if step < config.max_steps:  # a finished run keeps its run.json
-            self.write_facts(model)
+            self.write_facts()
 
-    def write_facts(self, model):
+    def write_facts(self):
         """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
 
         changes.patch: how the tracked files differ from the commit, if they do.
         """
-        c, g, run = self.config, model.config, self.run
+        c, process = self.config, self.process
+        n_train = sum(map(len, self.data.train))
+        n_val = min(map(len, self.data.val))  # of the smallest set
         commit = ask_git("describe", "--always", "--abbrev=40", "--dirty")
         facts = dict(
-            model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
-            parameters=sum(p.numel() for p in model.parameters()),
-            train_tokens=self.data.train_tokens, device=hardware_name(run.device),
-            dtype=str(run.dtype).removeprefix("torch."), processes=run.world_size,
+            model_config=asdict(self.gpt_config), train_config=asdict(c),
+            tokenizer=self.data.tokenizer.name,
+            parameters=self.n_parameters, train_tokens=n_train,
+            device=hardware_name(process.device),
+            dtype=process.dtype_name, processes=process.world_size,
             git_commit=commit.decode().strip() or None,
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
@@ -106,9 +110,9 @@ class RunLog:
                 patch.write_bytes(changes)
             elif commit:  # an older patch, which this code does not have any more
                 patch.unlink(missing_ok=True)
-        n_train, n_val = self.data.train_tokens, self.data.val_tokens
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, "
-               f"{facts['dtype']} on {facts['device']}, {run.world_size} processes, in {c.log_dir}")
+               f"{process.dtype_name} on {facts['device']}, {process.world_size} processes, "
+               f"in {c.log_dir}")
         if (epochs := c.max_steps * c.total_batch_size // n_train) > MANY_EPOCHS:
             print0(f"note: the run reads the training data {epochs} times, and may learn them by "
                    "heart; more data, or a smaller --max_steps, would be better")
@@ -119,7 +123,7 @@ class RunLog:
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
         self.figures.update(values)
-        if self.run.rank > 0:
+        if self.process.rank > 0:
             return
         new = {k: v for k, v in values.items() if (step, k) not in self.known}
         texts = {k: v if isinstance(v, int) else f"{v:.8g}" for k, v in new.items()}
@@ -163,17 +167,9 @@ class RunLog:
         self.write(step, **streams)
         return val
 
-    def write_samples(self, step, model):
-        """Prints two texts that the model writes without a prompt. All processes must call."""
-        tokenizer, device = self.data.tokenizer, self.run.device
-        model.eval()
-        idx = torch.full((2, 1), tokenizer.end_of_text, device=device)  # (B, T)
-        n = self.config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
-        with self.run.autocast, attention_for_many_shapes():  # FSDP gathers in its dtype
-            idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
-        model.train()
-        for i, ids in enumerate(idx.tolist()):
-            text = tokenizer.decode(ids[1:]).strip()
+    def write_samples(self, step, texts):
+        """Prints samples, and sends them to TensorBoard and wandb. They are in no file."""
+        for i, text in enumerate(texts):
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
 
@@ -186,7 +182,6 @@ class RunLog:
         self.write(step, **streams, tok_s=tok_s)
         is_bad = not math.isfinite(norm)
         self.skipped += is_bad
-        self.bad_in_a_row = self.bad_in_a_row + 1 if is_bad else 0
         self.pace.append(seconds / n_tokens)
         seconds_to_go = statistics.median(self.pace) * n_tokens * (c.max_steps - step - 1)
         to_go = timedelta(seconds=round(seconds_to_go))
@@ -200,9 +195,6 @@ class RunLog:
                 f"{tok_s:,.0f} tok/s | lr {streams['lr']:.2e} | {seconds * 1000:.0f} ms | "
                 f"{flops / 1e12:.2f} TFLOP/s{mfu}"))
         cli.show_progress(step + 1, c.max_steps, progress)
-        if self.bad_in_a_row == MAX_BAD_STEPS:
-            raise UserError(f"no finite gradient in {MAX_BAD_STEPS} steps in a row; continue with "
-                            f"--resume --max_lr {c.max_lr / 2:g}")
 
     def finish(self, step):
         """Prints how the run has ended."""

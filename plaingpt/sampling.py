@@ -1,15 +1,22 @@
-"""What generation needs beside the model: the cache of keys and values, and drawing a token."""
+"""What generation needs beside the model: the cache of keys and values, and drawing tokens."""
 
+import contextlib
 import math
+import sys
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
+@contextlib.contextmanager
 def attention_for_many_shapes():
-    """Context without cuDNN's attention, which would prepare a plan for every new shape."""
-    return sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    """Context without compiled blocks and cuDNN's attention: both prepare a plan for each shape."""
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
+        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 class KVCache:
@@ -31,8 +38,12 @@ class KVCache:
         return [buffer[:, :, : self.length] for buffer in self.buffers]
 
 
-def sample(logits, temperature, top_k, top_p, generator):
-    """Draws one id for each row: (B, vocab_size) -> (B, 1)."""
+def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
+    """Draws one id for each row: (B, vocab_size) -> (B, 1).
+
+    temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
+    the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
+    """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     # NaN or infinity would end the process on a GPU.
@@ -46,3 +57,24 @@ def sample(logits, temperature, top_k, top_p, generator):
         drop = probs.cumsum(dim=-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
+
+
+@torch.no_grad()
+def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
+    """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
+
+    options: of sample().
+    """
+    generator = torch.Generator(device=idx.device).manual_seed(seed)
+    T_max = model.config.block_size
+    length = min(idx.size(1) + max_new_tokens, T_max)
+    cache = [KVCache(length) for _ in range(model.config.n_layer)]
+    new = idx  # (B, T): the ids whose keys and values are not in the cache
+    for _ in range(max_new_tokens):
+        if idx.size(1) > T_max:  # the window slides: with new positions, the cache is invalid
+            cache = None
+            new = idx[:, -T_max:]  # (B, T_max)
+        logits = model.logits(model.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)
+        new = sample(logits, generator, **options)  # (B, 1)
+        idx = torch.cat([idx, new], dim=1)  # (B, T+1)
+        yield new

@@ -27,15 +27,15 @@ VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # of Megatron's fi
 class Tokens:
     """The tokens of a split: those of its files, one file after the other, from start to stop.
 
-    name: for messages. files: paths of shards, or [array] with the ids of a text.
+    name: for messages. files: paths of shards, or [array] with the ids of a text. vocab_size: of
+    the model.
     """
 
-    def __init__(self, name, files, start=0, stop=None):
-        self.name, self.files = name, files
+    def __init__(self, name, files, vocab_size, start=0, stop=None):
+        self.name, self.files, self.vocab_size = name, files, vocab_size
         self.starts = np.cumsum([0] + [len(open_ids(file)) for file in files]).tolist()
         self.start = start
         self.stop = self.starts[-1] if stop is None else stop
-        self.vocab_size = 2**32  # of the model
 
     def __len__(self):
         return self.stop - self.start
@@ -99,7 +99,7 @@ def open_shard(path):
         raise UserError(f"{path}: not a readable shard ({reason}); make it again") from error
 
 
-def is_text(path):
+def is_text_file(path):
     """Whether a value of --data is a text file."""
     return Path(path).is_file() and not find_index(path)
 
@@ -133,26 +133,27 @@ def read_meta(directory):
     return read_json(directory / "meta.json") or read_json(directory / "progress.json")
 
 
-def open_splits(path, tokenizer, val_fraction=None):
+def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a data set -> (training Tokens, validation Tokens). Raises UserError.
 
     path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
     X.idx as X. The validation data are the val shards. Without them, they are the last documents:
     val_fraction of the tokens, by default a tenth of a text, and a hundredth of shards.
+    vocab_size: of the model, by default the number of the tokenizer's ids.
     """
-    path = Path(path)
+    path, V = Path(path), vocab_size or tokenizer.n_vocab
     files, val_files, fraction = find_shards(path, "train"), find_shards(path, "val"), 0.01
-    if is_text(path):
+    if is_text_file(path):
         files, val_files, fraction = [read_text(path, tokenizer)], [], 0.1
     if not files:
         raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
     names = [f"--data {path}, {split} split" for split in ("train", "val")]
-    train = Tokens(names[0], files)
+    train = Tokens(names[0], files, V)
     if val_files:
-        return train, Tokens(names[1], val_files)
+        return train, Tokens(names[1], val_files, V)
     n = len(train)
     cut = n - math.ceil(n * Fraction(str(val_fraction or fraction)))
-    if n and not is_text(path):
+    if n and not is_text_file(path):
         tokens = train.read(cut, min(2**20, (n - cut + 1) // 2))  # keeps at least half of the part
         cut += int(np.argmax(tokens == tokenizer.end_of_text))  # 0 if no document begins in them
-    return Tokens(names[0], files, 0, cut), Tokens(names[1], files, cut, n)
+    return Tokens(names[0], files, V, 0, cut), Tokens(names[1], files, V, cut, n)

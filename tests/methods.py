@@ -9,29 +9,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 
-from bench import make_step  # noqa: E402
 from model import GPTConfig  # noqa: E402
-from plaingpt.device import start  # noqa: E402
-from train_gpt2 import TrainConfig, train_step  # noqa: E402
+from plaingpt.device import start_process  # noqa: E402
+from train_gpt2 import TrainConfig, make_training, train_step  # noqa: E402
 
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-run = start("cpu", "float32", tp, pp)
+process = start_process("cpu", "float32", tp, pp)
 config = TrainConfig(batch_size=2, parallel=parallel, tp=tp, pp=pp, max_lr=0.01)
 shape = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=97)
-model, *rest = make_step("plaingpt", shape, config, run)
+training = make_training(shape, config, process)
+model = training.raw_model
 torch.manual_seed(1)
 x, y = torch.randint(97, (2, 4, 16))  # (B, T) each
+micro_batches = list(zip(x.split(1), y.split(1)))
 found = {}
 for step in range(2):  # the second time with the weights after a step
     model.eval()
     with torch.no_grad():
         h = model.hidden(x)  # (B, T, C)
         found[step] = dict(
-            hidden=h, logits=model.logits(h[:, -1]), forward=model(x)[0], loss=model.loss(h, y),
+            hidden=h, logits=model.logits(h[:, -1]), loss=model.loss(h, y),
             losses=model.loss(h, y, reduction="none"), greedy=model.generate(x, 9, temperature=0),
             drawn=model.generate(x[:, :3], 9, top_k=9, top_p=0.9, seed=2))
     model.train()
-    found[step]["norm"] = train_step(model, *rest, [(x, y)], 0.5, run)[1]
-found["training loss"] = model(x, y)[1].detach()
-torch.save(found, f"{sys.argv[4]}.{run.rank}")
-run.barrier()
+    found[step]["trained"] = train_step(training, micro_batches, 0.5, [], process)
+torch.save(found, f"{sys.argv[4]}.{process.rank}")
+process.barrier()

@@ -7,14 +7,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from bench import make_step  # noqa: E402
 from model import GPTConfig  # noqa: E402
-from plaingpt.device import start  # noqa: E402
-from train_gpt2 import TrainConfig  # noqa: E402
+from plaingpt.device import start_process  # noqa: E402
+from train_gpt2 import TrainConfig, make_training  # noqa: E402
 
-run = start("cpu", "float32")
+process = start_process("cpu", "float32")
 shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=32, vocab_size=256)
-model, (muon, _), _ = make_step("plaingpt", shape, TrainConfig(optimizer="muon"), run)
+_, model, (muon, _), _ = make_training(shape, TrainConfig(optimizer="muon"), process)
 x = torch.zeros((2, 32), dtype=torch.long)  # (B, T)
 for _ in range(2):
     model(x, x)[1].backward()
@@ -22,4 +21,4 @@ for _ in range(2):
         muon.step()
     model.zero_grad()
 print(counter.get_total_flops())
-run.barrier()
+process.barrier()

@@ -22,7 +22,7 @@ import wikitext
 from model import GPT, GPTConfig
 from plaingpt import evaluation
 from plaingpt.cli import UserError
-from plaingpt.device import Run
+from plaingpt.device import Process
 from plaingpt.evaluation import Example, make_rows, score
 from plaingpt.huggingface import save_gpt2
 from tokenizer import get_tokenizer
@@ -263,7 +263,7 @@ class Parrot(GPT):
 
 def scores_of(model, examples, dtype=torch.float32, tokens=1000):
     rows = make_rows(examples, get_tokenizer("bytes"), model.config)
-    return score(model, examples, rows, Run(0, 1, 0, 1, torch.device("cpu"), dtype), tokens)
+    return score(model, examples, rows, Process(0, 1, 0, 1, torch.device("cpu"), dtype), tokens)
 
 
 def knowing(module, records):

@@ -18,8 +18,8 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from plaingpt import text as texts
 from plaingpt.cli import UserError
-from plaingpt.data import tokens_in_step
-from plaingpt.device import Run
+from plaingpt.data import plan_steps
+from plaingpt.device import Process
 from plaingpt.order import permute
 from plaingpt.shards import open_shard, open_splits
 from tokenizer import get_tokenizer
@@ -110,7 +110,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
 
     with tempfile.TemporaryDirectory() as directory:
         tokens = write_shards(directory, lengths)
-        train, _ = open_splits(directory, get_tokenizer("bytes"))
+        train, _ = open_splits(directory, get_tokenizer("bytes"), vocab_size=2**16)
         loader = DataLoaderLite([train], [1], T, seed, shuffle)
         order = [i for p in range(2 * n) for i in numbers(*loader.batch(p, 1, CPU))]
         for epoch in (order[:n], order[n:]):
@@ -119,12 +119,16 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
         config = TrainConfig(
             batch_size=B, total_batch_size=growth * first * T, rampup_steps=rampup_steps, pp=pp,
             rampup_batch_size=first * T, max_steps=-(-2 * n // first))
-        streams = [list(loader.batches(0, 0, config, Run(i, dp, i, dp, CPU, torch.float32)))
+        steps, sizes = range(config.max_steps), plan_steps(config, T, 10**9, dp)
+        streams = [list(loader.batches(steps, 0, sizes, Process(i, dp, i, dp, CPU, torch.float32)))
                    for i in range(dp)]
         position = 0
-        for step in range(config.max_steps):
-            end = position + tokens_in_step(step, config) // T
-            seen = Counter(i for stream in streams for batch in stream[step]
+        for step in steps:
+            most = (growth - 1) * first
+            grown = most * step // rampup_steps if step < rampup_steps else most
+            end = position + first + grown // first * first
+            assert {stream[step][0] for stream in streams} == {end - position}
+            seen = Counter(i for stream in streams for batch in stream[step][1]
                            for i in numbers(*batch))
             assert seen.total() == end - position
             # The last steps continue into the third epoch.

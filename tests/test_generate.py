@@ -3,11 +3,13 @@
 import itertools
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import program, spawn, train
 
+import generate
 from generate import GenerateConfig, ask_prompts, write_texts
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_model
@@ -15,13 +17,13 @@ from plaingpt.huggingface import save_gpt2
 from tokenizer import get_tokenizer
 
 
-def generate(*flags, **options):
+def run_generate(*flags, **options):
     return program("--device", "cpu", *flags, program="generate.py", **options)
 
 
 def generate_json(*flags, cwd):
     """Returns what --json writes."""
-    generate(*flags, "--json", "out.json", cwd=cwd)
+    run_generate(*flags, "--json", "out.json", cwd=cwd)
     return json.loads((cwd / "out.json").read_text(encoding="utf-8"))
 
 
@@ -34,7 +36,7 @@ def trained(tmp_path_factory):
 
 def test_generates_from_the_newest_checkpoint(trained):
     os.utime(trained / "log" / "baby" / "model_000001.pt", (1, 1))
-    out, _ = generate("--max_new_tokens", 20, "--num_samples", 3, "--dtype", "float32",
+    out, _ = run_generate("--max_new_tokens", 20, "--num_samples", 3, "--dtype", "float32",
                       cwd=trained)
     assert "log/baby/model_000002.pt, 34,688 parameters, float32 on cpu\n" in out
     assert out.count("--- sample ") == 3
@@ -45,7 +47,7 @@ def test_generates_from_the_newest_checkpoint(trained):
     (["--prompts", "nowhere.txt"], "nowhere.txt: [Errno 2] No such file"),
 ])
 def test_each_mistake_gives_a_one_sentence_error(flags, sentence, trained):
-    _, err = generate(*flags, cwd=trained, status=2)
+    _, err = run_generate(*flags, cwd=trained, status=2)
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
 
 
@@ -65,16 +67,15 @@ def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
     assert together[1:2] != generate_json(*flags, "--seed", 7, cwd=trained)
 
 
-class Script:
-    """A model whose stream() is fixed: the tokens of each row, one after the other."""
-
-    def __init__(self, *rows):
-        self.rows, self.lm_head = rows, torch.nn.Linear(1, 1)
-
-    def stream(self, idx, n, *args):
+def script(monkeypatch, *rows):
+    """A model whose new tokens are fixed: those of each row, one after the other."""
+    def tokens(model, idx, n, **options):
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # a plan for each length would be slow
-        for column in list(zip(*self.rows))[:n]:
+        for column in list(zip(*rows))[:n]:
             yield torch.tensor(column)[:, None]
+
+    monkeypatch.setattr(generate, "generate_tokens", tokens)
+    return SimpleNamespace(lm_head=torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("ids, flags, parts, whole", [
@@ -88,7 +89,7 @@ class Script:
 def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, monkeypatch):
     tokenizer, printed = get_tokenizer("bytes"), []
     monkeypatch.setattr("builtins.print", lambda text, **options: printed.append(text))
-    model = Script(tokenizer.encode(ids) if isinstance(ids, str) else ids)
+    model = script(monkeypatch, tokenizer.encode(ids) if isinstance(ids, str) else ids)
     prompt = [tokenizer.end_of_text, *tokenizer.encode("中!é")]
     result = write_texts(model, tokenizer, prompt, GenerateConfig(**flags))
     assert result == dict(prompt="中!é", texts=["中!é" + whole])
@@ -98,9 +99,10 @@ def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, 
 
 @pytest.mark.parametrize("ignore, texts", [
     (False, ["Hello", ""]), (True, ["Hello<|endoftext|> world", "<|endoftext|> a b"])])
-def test_end_of_text_ends_a_text(ignore, texts):
+def test_end_of_text_ends_a_text(ignore, texts, monkeypatch):
     tokenizer = get_tokenizer("gpt2")
-    model = Script([*tokenizer.encode("Hello"), 50256, *tokenizer.encode(" world")],
+    model = script(monkeypatch,
+                   [*tokenizer.encode("Hello"), 50256, *tokenizer.encode(" world")],
                    [50256, *tokenizer.encode(" a b")])
     config = GenerateConfig(num_samples=2, ignore_end=ignore)
     result = write_texts(model, tokenizer, [50256], config)
@@ -120,10 +122,10 @@ def test_interactive_mode_reads_prompts_until_the_end(trained):
 def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
     """As a signal would: in the middle of a text, and at the prompt."""
     model, tokenizer = load_model(str(trained / "log/baby"))
-    real, prompts = GPT.stream, iter(["a", KeyboardInterrupt(), "a", EOFError()])
+    real, prompts = generate.generate_tokens, iter(["a", KeyboardInterrupt(), "a", EOFError()])
 
-    def interrupted(*args):
-        yield from itertools.islice(real(*args), 3)
+    def interrupted(*args, **options):
+        yield from itertools.islice(real(*args, **options), 3)
         raise KeyboardInterrupt
 
     def read(_):
@@ -132,7 +134,7 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
             return prompt
         raise prompt
 
-    monkeypatch.setattr(GPT, "stream", interrupted)
+    monkeypatch.setattr(generate, "generate_tokens", interrupted)
     monkeypatch.setattr("builtins.input", read)
     config = GenerateConfig(interactive=True, temperature=2.0, top_k=0)
     texts = [write_texts(model.eval(), tokenizer, ids, config)["texts"][0]

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from conftest import ROOT, TINY, assert_close_logs
 
 import plaingpt.evaluation as evaluation
-from bench import make_step
 from model import GPT, PRESETS, GPTConfig
-from plaingpt.device import Run, choose_dtype
+from plaingpt.device import Process, choose_dtype
 from tokenizer import get_tokenizer
-from train_gpt2 import TrainConfig, train_step
+from train_gpt2 import TrainConfig, make_training, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 CUDA = torch.device("cuda:0")
@@ -24,22 +23,23 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=10
 
 
 def make(gpt_config=SMALL, dtype="bfloat16", several=False, **settings):
-    """Model, optimizers and scaler on the GPU -> ((model, optimizers, scaler), Run, (x, y)).
+    """What trains a model on the GPU -> (Training, Process, (x, y)).
 
     several: those that main makes for several processes. x, y: 8 sequences.
     """
-    run = Run(0, 1, 0, 1, CUDA, choose_dtype(dtype, CUDA))
+    process = Process(0, 1, 0, 1, CUDA, choose_dtype(dtype, CUDA))
     config = TrainConfig(**{"compile": False, "max_lr": 1e-3, **settings})
-    step = make_step("plaingpt", gpt_config, config, replace(run, world_size=1 + several))
+    training = make_training(gpt_config, config, replace(process, world_size=1 + several))
     x, y = torch.randint(gpt_config.vocab_size, (2, 8, gpt_config.block_size), device=CUDA)
-    return step, run, (x, y)
+    return training, process, (x, y)
 
 
 def losses(n_micro=2, **settings):
     """The losses and gradient norms of five steps on one batch: (5, 2)."""
     torch.manual_seed(0)
-    step, run, batch = make(**settings)
-    return torch.tensor([train_step(*step, [batch] * n_micro, 1.0, run) for _ in range(5)])
+    training, process, batch = make(**settings)
+    return torch.tensor([train_step(training, [batch] * n_micro, 1.0, [], process)[:2]
+                         for _ in range(5)])
 
 
 @pytest.fixture
@@ -73,12 +73,13 @@ def test_16_bit_steps_are_close_to_float32(dtype):
 
 
 def test_float16_skips_a_step_that_overflows():
-    (model, optimizers, _), run, batch = make(dtype="float16")
+    training, process, batch = make(dtype="float16")
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
-    before = [p.clone() for p in model.parameters()]
-    _, norm = train_step(model, optimizers, scaler, [batch], 1.0, run)
+    training, parameters = training._replace(scaler=scaler), training.raw_model.parameters
+    before = [p.clone() for p in parameters()]
+    _, norm, _ = train_step(training, [batch], 1.0, [], process)
     assert not math.isfinite(norm) and scaler.get_scale() < 2.0**60
-    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, before, parameters()))
 
 
 @pytest.mark.parametrize("settings", [
@@ -91,13 +92,13 @@ def test_ddp_compiles_without_a_graph_break(process_group, settings):
 
 
 def test_one_synchronization_per_step():
-    step, run, batch = make()
-    train_step(*step, [batch] * 3, 1.0, run)
+    training, process, batch = make()
+    train_step(training, [batch] * 3, 1.0, [], process)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train_step(*step, [batch] * 3, 1.0, run)
+            train_step(training, [batch] * 3, 1.0, [], process)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("synchron" in str(w.message) for w in caught) == 1
@@ -108,11 +109,11 @@ def test_memory_of_a_step_of_gpt2():
     token, channel and layer, 19 GB. Logits of a chunk: 1.6 GB."""
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB")
-    step, run, _ = make(GPTConfig(**PRESETS["gpt2"]), compile=True)
+    training, process, _ = make(GPTConfig(**PRESETS["gpt2"]), compile=True)
     x = torch.randint(50257, (64, 1024), device=CUDA)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
-        train_step(*step, [(x, x)], 1.0, run)
+        train_step(training, [(x, x)], 1.0, [], process)
     assert torch.cuda.max_memory_allocated() < 28e9
 
 
@@ -138,8 +139,8 @@ def test_benchmarks_give_the_scores_of_the_cpu():
     rows = evaluation.make_rows(examples, get_tokenizer("gpt2"), model.config)
     found = []
     for device in (torch.device("cpu"), CUDA):
-        run = Run(0, 1, 0, 1, device, choose_dtype("float32", device))  # no TF32
-        scores = evaluation.score(model.to(device), examples, rows, run, 2048)
+        process = Process(0, 1, 0, 1, device, choose_dtype("float32", device))  # no TF32
+        scores = evaluation.score(model.to(device), examples, rows, process, 2048)
         found.append(torch.tensor(scores.log_likelihood))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 

@@ -12,17 +12,16 @@ from conftest import program, spawn
 
 import plaingpt.device as devices
 import plaingpt.evaluation as evaluation
-from bench import make_step
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.cli import UserError
-from plaingpt.device import Run
+from plaingpt.device import Process
 from plaingpt.loss import CHUNK_SIZE, LinearCrossEntropyLoss
 from plaingpt.order import permute
 from tokenizer import get_tokenizer
-from train_gpt2 import RECIPES, TrainConfig, train_step
+from train_gpt2 import RECIPES, TrainConfig, make_training, train_step
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
-ALONE = Run(0, 1, 0, 1, torch.device("cpu"), torch.float32)
+ALONE = Process(0, 1, 0, 1, torch.device("cpu"), torch.float32)
 
 
 # The head
@@ -67,7 +66,7 @@ def buffers(code):
 def test_sums_of_one_process_stay_where_they_are():
     """Benchmarks sum in float64, which MPS does not have."""
     sums = torch.ones(3, dtype=torch.float64)
-    assert Run(0, 1, 0, 1, torch.device("mps"), torch.float32).sum(sums) is sums
+    assert Process(0, 1, 0, 1, torch.device("mps"), torch.float32).sum(sums) is sums
 
 
 # The step
@@ -76,13 +75,14 @@ def test_sums_of_one_process_stay_where_they_are():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(optimizer):
     config = TrainConfig(optimizer=optimizer, max_lr=0.01)
-    model, optimizers, scaler = make_step("plaingpt", SMALL, config, ALONE)
+    training = make_training(SMALL, config, ALONE)
+    model = training.raw_model
     x, norms = torch.randint(256, (2, 32)), []  # (B, T)
 
     def step():
         """Takes a step -> copies of all parameters and moments after it."""
-        norms.append(train_step(model, optimizers, scaler, [(x, x)], 1.0, ALONE)[1])
-        states = [state for o in optimizers for state in o.state.values()]
+        norms.append(train_step(training, [(x, x)], 1.0, [], ALONE)[1])
+        states = [state for o in training.optimizers for state in o.state.values()]
         moments = [moment for state in states for moment in state.values()]
         return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
 
@@ -96,12 +96,13 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(optimizer):
 
 def test_a_run_compiles_its_model_once():
     """Although train_step sets an attribute for DDP, and a validation uses the same model."""
-    raw_model, *rest = make_step("plaingpt", SMALL, TrainConfig(), ALONE)
+    training = make_training(SMALL, TrainConfig(), ALONE)
+    raw_model = training.raw_model
     x, graphs = torch.randint(256, (2, 32)), []  # (B, T)
     model = torch.compile(raw_model, backend=lambda graph, _: graphs.append(graph) or graph,
                           dynamic=False, fullgraph=True)
     for _ in range(2):
-        train_step(model, *rest, [(x, x)] * 3, 1.0, ALONE)
+        train_step(training._replace(model=model), [(x, x)] * 3, 1.0, [], ALONE)
         with torch.no_grad():
             raw_model.eval().loss(raw_model.hidden(x), x)
         raw_model.train()

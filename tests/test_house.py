@@ -48,9 +48,11 @@ def test_code_is_counted_without_comments_and_docstrings():
 
 
 def test_number_of_lines_of_code():
-    assert count_files(["model.py", "train_gpt2.py"]) <= 432
-    assert count_files(PRODUCT) <= 3333
-    assert count_files(TESTS) <= 4666
+    """The budgets of the project. A commit that would exceed one deletes something first."""
+    assert count_files(["model.py", "train_gpt2.py"]) <= 460
+    assert count_files(PRODUCT) <= 3350
+    assert count_files(TESTS) <= 4850
+    assert max(count_files([path]) for path in PRODUCT) <= 320
 
 
 @pytest.mark.parametrize("path", [*PRODUCT, *TESTS, *DOCS], ids=str)
@@ -113,18 +115,23 @@ def test_no_import_cycles():
 
 
 def runs_at_import(statement):
-    """Calls in a statement at module level that could do more than compute a constant."""
+    """Whether a statement at module level could do more than compute a constant."""
     if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
-        return []
-    if isinstance(statement, (ast.Expr, ast.For, ast.While, ast.With, ast.Try, ast.If)):
-        return [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return []
+        return False
+    if isinstance(statement, ast.Assign):  # x = ... names something; x[...] = ... changes it
+        return any(isinstance(target, (ast.Subscript, ast.Attribute))
+                   for target in statement.targets)
+    kinds = (ast.Expr, ast.For, ast.While, ast.With, ast.Try, ast.If, ast.AugAssign)
+    return isinstance(statement, kinds) and any(isinstance(node, (ast.Call, ast.Subscript))
+                                                for node in ast.walk(statement))
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=str)
 def test_importing_a_file_does_nothing(path):
-    for statement in parsed[path].body:
-        assert not runs_at_import(statement), f"{path}:{statement.lineno}"
+    """One exception: the environment of OpenMP is set before torch is imported."""
+    found = [ast.unparse(statement) for statement in parsed[path].body if runs_at_import(statement)]
+    expected = {Path("plaingpt/__init__.py"): ["os.environ.setdefault('GOMP_SPINCOUNT', '10000')"]}
+    assert found == expected.get(path, [])
 
 
 @pytest.mark.parametrize("path", [*PRODUCT, *DOCS], ids=str)

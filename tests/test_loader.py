@@ -21,10 +21,8 @@ def open_tokens(data, split="train", vocab_size=256, tokenizer="bytes"):
     """The Tokens of a split. Shards without validation data get some."""
     if data.is_dir() and not list(data.glob("*_val_*")):
         np.save(data / "x_val_000000.npy", np.zeros(100, np.uint16))
-    train, val = open_splits(data, get_tokenizer(tokenizer))
-    tokens = train if split == "train" else val
-    tokens.vocab_size = vocab_size
-    return tokens
+    train, val = open_splits(data, get_tokenizer(tokenizer), vocab_size=vocab_size)
+    return train if split == "train" else val
 
 
 def open_loader(data, T=T, seed=1337, shuffle=True, **options):

@@ -272,7 +272,7 @@ def test_a_tokenizer_json_that_the_package_refuses(tmp_path):
 
 def test_a_temperature_near_zero_is_greedy():
     logits = torch.randn(4, 50)
-    ids = sample(logits, 1e-38, 0, 1.0, torch.Generator().manual_seed(0))
+    ids = sample(logits, torch.Generator().manual_seed(0), 1e-38)
     assert torch.equal(ids, logits.argmax(-1, keepdim=True))
 
 

@@ -1,15 +1,11 @@
 """plaingpt/parallel.py: every way to split a model gives the same training run. Uses gloo."""
 
-import json
 import re
 import signal
 
 import pytest
 import torch
 from conftest import assert_close_logs, program, read_log, spawn
-
-from model import GPT
-from plaingpt.parallel import ShardedGPT
 
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
@@ -59,9 +55,7 @@ def assert_same_run(run, reference, steps=8):
     for key in ("step", "position", "tokenizer", "model_config", "scaler"):
         assert a[key] == b[key]
     a, b = a["optimizer"]["adamw"], b["optimizer"]["adamw"]
-    assert a["param_groups"] == b["param_groups"] and a["state"].keys() == b["state"].keys()
-    for i, state in b["state"].items():
-        assert largest_difference(a["state"][i], state) < 1e-4
+    assert largest_difference(a, b) < 1e-4
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,8 +117,8 @@ def test_parallel_muon_with_bfloat16(tmp_path, processes, flags):
     run_small(tmp_path, 1, *muon, "--log_dir", "one")
     run_small(tmp_path, processes, *muon, *flags, "--log_dir", "two")
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=2e-2)
-    one, two = ({name: (saved["param_groups"], saved["state"].keys()) for name, saved
-                 in checkpoint(tmp_path / run, 8)["optimizer"].items()} for run in ("one", "two"))
+    one, two = ({name: saved.keys() for name, saved in
+                 checkpoint(tmp_path / run, 8)["optimizer"].items()} for run in ("one", "two"))
     assert one == two and one.keys() == {"muon", "adamw"}
 
 
@@ -163,35 +157,6 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     assert 16 < whole["ddp"] < 20 and 8 < whole["fsdp"] < 8 + 2 + 2, whole
 
 
-@pytest.mark.parametrize("way, expected", [
-    # All-gathers the weights of 3 blocks twice per micro-step, and those of embedding, head and
-    # last norm once. Reduce-scatters the gradients once per step. All in float32: on a CPU, FSDP
-    # does not convert them.
-    (("fsdp", 1, 1), {"allgatherbase float32 49984": 3 * 2 * 2, "allgatherbase float32 18560": 2,
-                      "reducescatterbase float32 24992": 3, "reducescatterbase float32 9280": 1,
-                      "allreduce float32 40": 1}),
-    # Per micro-step, in bfloat16: all-reduces after attention and MLP of each block, and of their
-    # inputs' gradients. In float32: after the embedding, and of the gradient before the head. For
-    # the loss, of 64 positions: the largest logit, then the normalizer and the target's logit.
-    (("ddp", 2, 1), {"allreduce bfloat16 4096": 3 * 2 * 2 * 2,
-                     "allreduce float32 4096": 2 * 2, "allreduce float32 64": 2,
-                     "allreduce float32 128": 2, "allreduce float32 40": 1}),
-    # Per micro-batch, sends the residual stream forward and its gradient backward. Per step,
-    # all-reduces the gradient of the embedding, and sends the loss to all stages.
-    (("ddp", 1, 2), {"send float32 4096": 2, "recv float32 4096": 2, "allreduce float32 16384": 1,
-                     "allreduce float32 1": 1, "broadcast float32 1": 1}),
-], ids=["fsdp", "tp", "pp"])
-def test_collectives_of_a_step(tmp_path, way, expected):
-    """Two micro-steps of 2 x 32 tokens, 64 wide: 4,096 numbers.
-
-    A block has 49,984 weights, the embedding 256 x 64. The gradient norm takes one all-reduce: of
-    the norms of 40 parameters, or of one number in a pipeline.
-    """
-    out, _ = program(*way, cwd=tmp_path, processes=2, program="tests/collectives.py")
-    expected["allreduce float32 3"] = 1  # the loss and two other numbers
-    assert json.loads(out.splitlines()[-1]) == expected
-
-
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
     """On all processes, before and after a step. All stages of a pipeline return one loss."""
     def results(way, processes):
@@ -204,14 +169,8 @@ def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
         found = results(way, processes)
         for result in found:
             torch.testing.assert_close(result, alone, rtol=1e-4, atol=1e-5)
-            assert result["training loss"] == found[0]["training loss"]
-
-
-def test_a_sharded_model_has_the_methods_of_gpt():
-    """A new method of GPT must be split, too, unless it uses config, named_parameters, these."""
-    public = {name for name in vars(GPT) if not name.startswith("_")}
-    assert public - vars(ShardedGPT).keys() == \
-        {"init_weight", "stream", "generate", "configure_optimizers", "flops_per_token"}
+            for step in (0, 1):
+                assert result[step]["trained"] == found[0][step]["trained"]
 
 
 def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):

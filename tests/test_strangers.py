@@ -14,15 +14,15 @@ from wandb.proto import wandb_internal_pb2
 
 from model import GPT, GPTConfig
 from plaingpt.cli import parse_flags
-from plaingpt.data import Data, sequences_in_step
+from plaingpt.data import find_sources, plan_steps
 from plaingpt.loss import CHUNK_SIZE
-from train_gpt2 import TrainConfig, find_data, get_lr, make_configs
+from train_gpt2 import TrainConfig, choose_data, get_lr, make_configs
 
 
 def config_of(*flags):
     """The TrainConfig of these flags."""
     given = parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
-    return make_configs(given, Data(find_data(given)))[1]
+    return make_configs(given, find_sources(choose_data(given)))[1]
 
 
 # The loss
@@ -116,7 +116,7 @@ def test_a_short_run_has_fewer_steps_and_validations(tmp_path):
 def test_a_ramp_has_two_micro_batch_sizes():
     """torch.compile compiles the step for each size, and fails after eight."""
     config = TrainConfig(rampup_steps=100, rampup_batch_size=2**15)
-    sizes = [sequences_in_step(step, config, 1024, 8) for step in range(120)]
+    sizes = plan_steps(config, 1024, 10**7, 8)
     assert {B for _, B in sizes[:100]} == {4} and {B for _, B in sizes[100:]} == {64}
     assert all(n % (8 * B) == 0 for n, B in sizes)
 
