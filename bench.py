@@ -88,8 +88,7 @@ def make_peer(name, gpt_config, config, process):
 def main(argv=None):
     given = parse_flags(__doc__, BenchConfig, argv=argv)
     bench = BenchConfig(**given)
-    process = devices.start_process(
-        bench.device, bench.dtype, bench.tp, bench.pp, bench.parallel)
+    process = devices.start(bench.device, bench.dtype, bench.tp, bench.pp, bench.parallel)
     if bench.step != "plaingpt" and process.world_size > 1:
         raise UserError(f"--step {bench.step}: needs one process; leave it out with torchrun")
     cuda = process.device.type == "cuda"

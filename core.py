@@ -79,8 +79,6 @@ def read_bundle(path, names):
         record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
         label, uri, num_fewshot, delimiter = get_fields(
             record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str)
-        if ".." in uri or Path(uri).is_absolute():
-            raise bad_record(record, f"dataset_uri {uri}: must be below eval_data")
         tasks[label] = Task(label, path / "eval_data" / uri, num_fewshot[0], delimiter)
     for row in load_records([path / "eval_meta_data.csv"]):
         if row["Eval Task"] in tasks:

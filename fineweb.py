@@ -207,12 +207,7 @@ def main(argv=None):
         stack.callback(os.close, cli.lock(directory, "--output_dir"))
         facts = read_progress(directory, name, settings, tokenizer.dtype.itemsize)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
-            before = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             write_shards(facts, config, paths, tokenizer)
-            for path, old in zip(paths, before):
-                if (path.stat().st_size, path.stat().st_mtime_ns) != old:
-                    raise UserError(f"{path}: was changed while it was read; delete {directory}, "
-                                    "and run the command again")
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"

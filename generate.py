@@ -20,7 +20,6 @@ import torch
 
 from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, check_output, parse_flags, print0, run_program, visible
 from plaingpt.evaluation import get_fields, load_records
 from plaingpt.sampling import attention_for_many_shapes, generate_tokens
 
@@ -57,7 +56,7 @@ def tokenize_prompt(prompt, tokenizer, T):
     """Prompt -> list of at most T ids, with end_of_text first. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     if len(ids) > T:
-        raise UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
+        raise cli.UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
     return ids
 
 
@@ -70,7 +69,7 @@ def ask_prompts(tokenizer, config, T):
         try:
             yield tokenize_prompt(input("> "), tokenizer, T)
             config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
-        except (UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
+        except (cli.UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
             print(message)
         except EOFError:
             print()
@@ -106,7 +105,7 @@ def write_texts(model, tokenizer, ids, config):
     options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "seed")}
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
     texts, shown = [""] * n, ""  # what follows the prompt
-    print(visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
+    print(cli.visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
     with (suppress(*stops), attention_for_many_shapes(),
           devices.memory_advice(f"--num_samples {n}: out of memory; give fewer")):
@@ -115,26 +114,26 @@ def write_texts(model, tokenizer, ids, config):
             rows = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
             texts, ended = zip(*rows)
             part = settled_part(texts[0], config.stop or "")[len(shown) :]
-            print(visible(part), end="", flush=True)
+            print(cli.visible(part), end="", flush=True)
             shown += part
             if all(ended):
                 break
-    print(visible(f"{texts[0][len(shown) :]}\n"), flush=True)
+    print(cli.visible(f"{texts[0][len(shown) :]}\n"), flush=True)
     for i, text in enumerate(texts[1:], start=1):
-        print(visible(f"--- sample {i} ---\n{prompt}{text}\n"), flush=True)
+        print(cli.visible(f"--- sample {i} ---\n{prompt}{text}\n"), flush=True)
     return dict(prompt=prompt, texts=[prompt + text for text in texts])
 
 
 def main(argv=None):
-    config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
-    check_output("--json", config.json, [config.prompts])
+    config = GenerateConfig(**cli.parse_flags(__doc__, GenerateConfig, argv=argv))
+    cli.check_output("--json", config.json, [config.prompts])
     prompts, name = read_prompts(config), config.model or newest_model(config.checkpoint)
-    process = devices.start_process(config.device, config.dtype)
+    process = devices.start(config.device, config.dtype)
     model, tokenizer = load_model(name)
     model.to(process.device, process.dtype).eval()
     prompts = [tokenize_prompt(prompt, tokenizer, model.config.block_size) for prompt in prompts]
-    print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-           f"{process.dtype_name} on {process.device}\n")
+    cli.print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
+               f"{process.dtype_name} on {process.device}\n")
     if config.interactive:
         prompts = ask_prompts(tokenizer, config, model.config.block_size)
     results = [write_texts(model, tokenizer, ids, config) for ids in prompts]
@@ -143,4 +142,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_program(main)
+    cli.run_program(main)

@@ -19,8 +19,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from plaingpt.cli import run_program
-from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, main
+from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, launch
 
 
 @dataclass
@@ -62,4 +61,4 @@ BENCHMARK = Benchmark(
                  acc_norm_byte="per byte; the harness's acc_bytes (--style harness)"))
 
 if __name__ == "__main__":
-    run_program(lambda: main(BENCHMARK))
+    launch(BENCHMARK)

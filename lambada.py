@@ -14,8 +14,7 @@ word. An answer is right if every token of the ending is the most likely one.
 docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 """
 
-from plaingpt.cli import run_program
-from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, main, perplexity
+from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, launch, perplexity
 
 
 def examples(records):
@@ -44,4 +43,4 @@ BENCHMARK = Benchmark(
                  last_token_acc="the last token; not comparable with papers"))
 
 if __name__ == "__main__":
-    run_program(lambda: main(BENCHMARK))
+    launch(BENCHMARK)

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from plaingpt import cli
-from plaingpt.cli import FREE, REPEAT, UserError
+from plaingpt.cli import require
 from plaingpt.runlog import read_log
 from train_gpt2 import TrainConfig
 
@@ -56,13 +56,13 @@ def read_run(directory):
     for step, stream, value in read_log(Path(directory, "log.txt")):
         streams.setdefault(stream, {})[step] = float(value)
     if not streams.keys() - {"tokens"}:
-        raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
+        raise cli.UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
     return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes none
 
 
 def group_runs(runs):
     """{directory: (streams, facts)} -> {group: list of streams}. rms-1 and rms-2 are in rms."""
-    groups, named, ignored = {}, {}, cli.marked(TrainConfig, FREE, REPEAT)
+    groups, named, ignored = {}, {}, cli.marked(TrainConfig, cli.FREE, cli.REPEAT)
     for name, (streams, facts) in runs.items():
         config = facts.get("train_config", {})
         same = {k: v for k, v in config.items() if k not in ignored}
@@ -151,13 +151,11 @@ def draw(runs, x):
     names = [name for name in (*PANELS, *(found.keys() - PANELS.keys() - {"tokens"}))
              if name in found]
     rows = (len(names) + 1) // 2
-    ticker = cli.require("matplotlib.ticker")
-    figure = cli.require("matplotlib.figure").Figure(
-        (10, 3.2 * rows), dpi=120, layout="constrained")
+    figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
     for i, (name, group) in enumerate(group_runs(runs).items()):
         if x == "tokens" and "tokens" not in group[0]:
-            raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
+            raise cli.UserError(f"{name}: log.txt has no stream tokens; use --x steps")
         draw_group(panels, name.replace("$", r"\$"), f"C{i}", group, x)
     fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
@@ -171,7 +169,7 @@ def draw(runs, x):
                        transform=panel.get_yaxis_transform(), clip_on=True)
         panel.set(xlabel=x, ylabel=label)
         panel.grid(alpha=0.25)
-        panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 1.5M
+        panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # plain numbers: 0.0006, not 6 and 1e-4
     first = next(iter(panels.values()))  # one legend for all panels
     figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
@@ -183,7 +181,7 @@ def main(argv=None):
     directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # without a last /
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--output {config.output}: must be a .png, .svg or .pdf")
+        raise cli.UserError(f"--output {config.output}: must be a .png, .svg or .pdf")
     runs = {directory: read_run(directory) for directory in directories}
     figure = draw(runs, config.x)
     with cli.writing(config.output):

@@ -15,8 +15,7 @@ The context is the four sentences; the model's answer is the likelier ending.
 Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
 """
 
-from plaingpt.cli import run_program
-from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, main
+from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, launch
 
 COLUMNS = {
     **{f"inputsentence{i}": str for i in (1, 2, 3, 4)}, "sentencequiz1": str,
@@ -45,4 +44,4 @@ BENCHMARK = Benchmark(
                  acc_norm_token="per token; as the GPT-3 paper"))
 
 if __name__ == "__main__":
-    run_program(lambda: main(BENCHMARK))
+    launch(BENCHMARK)

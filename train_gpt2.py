@@ -42,7 +42,7 @@ from model import GPT, PRESETS, GPTConfig
 from plaingpt import cli, parallel
 from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights
 from plaingpt.cli import FREE, REPEAT, UserError, print0
-from plaingpt.data import find_sources, open_data, plan_steps
+from plaingpt.data import Data, Sources, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.order import hash_numbers, order_of_sets, permute
 from plaingpt.runlog import RunLog
@@ -376,7 +376,7 @@ def train_step(training, micro_batches, grad_clip, signals, process):
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
     # These are means over the processes, as Python floats. In a step, the CPU waits for the device
     # only here. The norm is the same on all processes.
-    loss, norm, stopping = process.mean(loss_sum, norm, len(signals) > 0)
+    loss, norm, stopping = process.mean(loss_sum, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):
             optimizer.step()  # not scaler.step(): it would wait for the device again
@@ -391,34 +391,32 @@ def due(step, every):
 
 def main(argv=None):
     given = cli.parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
-    sources = find_sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
+    sources = Sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, sources)
-    process = devices.start_process(
-        config.device, config.dtype, config.tp, config.pp, config.parallel)
+    process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
     # Shape and weights: of `saved`, else of --init_from, else of the flags, with weights None.
-    start = choose_start(saved, gpt_config, config, given, sources)
-    does_compile = devices.choose_compile(config.compile, process.device)
-    gpt_config, config = start.gpt_config, replace(config, compile=does_compile, **start.kept)
+    # kept: settings that a resumed run keeps, although this command would derive other ones.
+    gpt_config, weights, tokenizer, kept = choose_start(saved, gpt_config, config, given, sources)
+    config = replace(config, **kept, compile=devices.choose_compile(config.compile, process.device))
 
     T = gpt_config.block_size
     # Validation data of each set: its val shards; without them, its last tokens (val_fraction).
-    data = open_data(sources, start.tokenizer, gpt_config)
+    data = Data(sources, tokenizer, gpt_config)
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
-    n_bytes_of_id = data.tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
+    n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
-    evals = load_evals(config, data.tokenizer, gpt_config)  # empty if eval_every is 0
+    evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
-    training = make_training(gpt_config, config, process, start.weights)
+    training = make_training(gpt_config, config, process, weights)
     saver = Saver(training, data, config, process)
     # Loads the state of optimizers and scaler; the weights are loaded above. Rates and all other
     # settings are those of this command. (0, 0) in a new run. Refuses a step beyond max_steps.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # moves an old run aside
-    steps = range(first_step, config.max_steps)
-    batches = loader.batches(steps, position, sizes, process)
+    batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
     batches = devices.prefetch(batches, process.device)
     step, raw_model, stopping, n_bad = first_step, training.raw_model, False, 0
     with (cli.catch_stop_signals("finishing this step", config.max_minutes) as signals,
@@ -439,8 +437,7 @@ def main(argv=None):
             if evals and (done or due(step, config.eval_every)):
                 log.write(step, **run_evals(evals, raw_model, process, config, step))
             if done or due(step, config.sample_every):
-                texts = draw_samples(raw_model, data.tokenizer, config, process)
-                log.write_samples(step, texts)
+                log.write_samples(step, draw_samples(raw_model, tokenizer, config, process))
             if done:
                 break
             began = time.perf_counter()  # evaluating and saving are not timed

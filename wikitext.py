@@ -21,8 +21,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from plaingpt.cli import run_program
-from plaingpt.evaluation import Benchmark, Example, get_fields, main, perplexity
+from plaingpt.evaluation import Benchmark, Example, get_fields, launch, perplexity
 
 TITLE = r"[^\S\n]*= (?!=).*(?<!=) =[^\S\n]*$"  # the line " = Title = "
 
@@ -94,4 +93,4 @@ BENCHMARK = Benchmark(
         bits_per_byte="per byte of the split text; as the harness"))
 
 if __name__ == "__main__":
-    run_program(lambda: main(BENCHMARK))
+    launch(BENCHMARK)

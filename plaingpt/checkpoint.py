@@ -8,7 +8,6 @@ import os
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -16,7 +15,7 @@ from model import GPT, GPTConfig
 from plaingpt import parallel
 from plaingpt.cli import FREE, UserError, first_line, marked, print0, replacing, writing
 from plaingpt.device import check_equal, memory_advice
-from tokenizer import Tokenizer, get_tokenizer, load_tokenizer
+from tokenizer import get_tokenizer, load_tokenizer
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
@@ -45,10 +44,13 @@ class Saver:
                    for kind, optimizer in self.optimizers.items()}
         if process.rank > 0:
             return
+        first_name = {}  # of each parameter; a tied matrix has two names
+        weights = {name: weights[first_name.setdefault(p, name)] for name, p in
+                   whole_gpt(model.config).named_parameters(remove_duplicate=False)}
         free = marked(type(self.config), FREE)
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
-            model=add_tied_names(model.config, weights), optimizer=moments,
+            model=weights, optimizer=moments,
             scaler=self.scaler.state_dict(), step=step, position=position,
             best_val=self.best_val, tokenizer=self.data.tokenizer.source,
             model_code=self.model_code, model_config=asdict(model.config),
@@ -118,14 +120,6 @@ def whole_gpt(config):
         return GPT(config)
 
 
-def add_tied_names(config, weights):
-    """{name: tensor} -> state dict of a GPT, in which a tied matrix has all its names."""
-    first_names, state = {}, {}
-    for name, p in whole_gpt(config).named_parameters(remove_duplicate=False):
-        state[name] = weights[first_names.setdefault(p, name)]
-    return state
-
-
 def get_moments(optimizer):
     """The moments of an optimizer: {"wte.weight.exp_avg": tensor}, with full names."""
     return {f"{name}.{moment}": tensor for name, p in named_params(optimizer)
@@ -176,8 +170,6 @@ def load_checkpoint(path):
             remedy = "restore that model.py; its run may have a changes.patch"
         model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
-        if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-            raise ValueError("its weights are not finite")
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
         raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
                         f"{remedy}") from error
@@ -252,28 +244,21 @@ def newest_model(place=None):
     return max(newest, key=lambda path: path.stat().st_mtime)
 
 
-class Start(NamedTuple):
-    """What a run starts from."""
-
-    gpt_config: GPTConfig
-    weights: dict | None  # a state dict; None: random weights
-    tokenizer: Tokenizer
-    kept: dict  # settings that a resumed run keeps: {name of a flag: value}
-
-
 def choose_start(checkpoint, gpt_config, config, given, sources):
-    """Decides what the model starts from -> Start. Changes nothing.
+    """Decides what a run starts from -> (GPTConfig, weights, Tokenizer, kept). Changes nothing.
 
     With --resume the checkpoint decides, else --init_from, else the flags and the vocabulary of the
-    data. given: the flags given. Raises UserError if weights, flags and data do not fit together.
+    data. given: the flags given. weights: a state dict, or None: random ones. kept: settings that a
+    resumed run keeps, {name of a flag: value}. Raises UserError if weights, flags and data do not
+    fit together.
     """
     g, source = gpt_config, config.log_dir if checkpoint else config.init_from
     if not source:
         n_vocab = sources.tokenizer.n_vocab
         if given.get("vocab_size", 0) > n_vocab:
             raise UserError(f"--vocab_size: the data have {n_vocab} ids; the model pads by itself")
-        g = replace(g, vocab_size=given.get("vocab_size", n_vocab))
-        return Start(g, None, sources.tokenizer, {})
+        vocab_size = given.get("vocab_size", n_vocab)
+        return replace(g, vocab_size=vocab_size), None, sources.tokenizer, {}
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
     have, kept = replace(have, dropout=g.dropout), {}
     if checkpoint:  # a new --max_steps does not change what was derived from the old one
@@ -285,14 +270,16 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
             have = replace(have, block_size=g.block_size)  # fine-tuning with a shorter context
             weights = {name: w[: g.block_size] if name == "transformer.wpe.weight" else w
                        for name, w in weights.items()}  # a model need not have this one, (T, C)
-    if not sources.is_plain_text and sources.tokenizer.name != tokenizer.name:
+    # A text without --tokenizer takes the tokenizer of the weights.
+    has_own = "tokenizer" in given or not sources.is_text
+    if has_own and sources.tokenizer.name != tokenizer.name:
         raise UserError(f"--data has tokens of {sources.tokenizer.name}, but {source} those of "
                         f"{tokenizer.name}; give the data as a text file, without --tokenizer")
     wrong = [f"{k} is {value}, not {getattr(g, k)}" for k, value in asdict(have).items()
              if k in given and value != getattr(g, k)]
     if wrong:
         raise UserError(f"{source} has another model: {', '.join(wrong)}; leave out these flags")
-    return Start(have, weights, tokenizer, kept)
+    return have, weights, tokenizer, kept
 
 
 def load_weights(model, weights=None, seed=0, device="cpu"):

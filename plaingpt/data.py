@@ -5,34 +5,29 @@
 
 import math
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.cli import UserError, print0
-from plaingpt.megatron import find_index
-from plaingpt.shards import is_text_file, open_splits, read_meta
-from tokenizer import Tokenizer, get_tokenizer, load_tokenizer
+from plaingpt.shards import find_index, is_text_file, open_splits, read_meta
+from tokenizer import get_tokenizer, load_tokenizer
 
 MAX_PERIOD = 100_000  # sequences after which the order of the sets repeats
 
 
-@dataclass(frozen=True)
 class Sources:
-    """What --data names: one or several data sets, before they are opened.
+    """What --data names: one or several data sets, before they are opened. Raises UserError.
 
-    items: values of --data. shares: {path: its share of the sequences}, Fractions that add up to 1.
-    tokenizer: that of the shards, or for a text of --tokenizer, or bytes. is_plain_text: a text
-    without --tokenizer. It has no tokenizer of its own, so a model that is trained further brings
-    its own.
+    items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
+    attribute `tokenizer` is that of the shards, or for a text that of the flag, or bytes.
+    shares: {path: its share of the sequences}, Fractions that add up to 1.
     """
 
-    items: list
-    shares: dict
-    tokenizer: Tokenizer
-    val_fraction: float | None
-    is_text: bool
-    is_plain_text: bool
+    def __init__(self, items, tokenizer=None, val_fraction=None):
+        self.items, self.val_fraction = items, val_fraction
+        self.shares = read_shares(items)
+        self.is_text = all(map(is_text_file, self.shares))
+        self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
 
     def count_train_tokens(self):
         """Number of training tokens."""
@@ -40,42 +35,23 @@ class Sources:
                    for path in self.shares)
 
 
-def find_sources(items, tokenizer=None, val_fraction=None):
-    """Values of --data, each PATH or PATH=WEIGHT, and of --tokenizer -> Sources. Raises UserError.
-    """
-    shares = read_shares(items)
-    is_text = all(map(is_text_file, shares))
-    return Sources(items, shares, find_common_tokenizer(shares, tokenizer), val_fraction,
-                   is_text, is_plain_text=is_text and not tokenizer)
-
-
-@dataclass(frozen=True)
 class Data:
-    """The open data sets of a run. train, val: their Tokens. shares: Fractions. names: for the log.
+    """The open data sets of a run. Raises UserError.
 
-    fingerprints: {name of a split: text}.
+    train, val: lists of Tokens. shares: Fractions. names: of the sets, for the log. fingerprints:
+    {name of a split: text}. gpt_config: of the model that reads the data.
     """
 
-    train: list
-    val: list
-    shares: list
-    names: list
-    tokenizer: Tokenizer
-    fingerprints: dict
-
-
-def open_data(sources, tokenizer, gpt_config):
-    """Opens the sources for a model with this tokenizer and GPTConfig -> Data. Raises UserError."""
-    pairs = [open_splits(path, tokenizer, sources.val_fraction, gpt_config.vocab_size)
-             for path in sources.shares]
-    train, val = map(list, zip(*pairs))
-    shares = list(sources.shares.values())
-    names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
-    if len({*names}) < len(names):
-        names = [re.sub(r"\s", "_", path) for path in sources.shares]
-    fingerprints = {"training split": fingerprint(train, shares),
-                    "validation split": fingerprint(val, shares)}
-    return Data(train, val, shares, names, tokenizer, fingerprints)
+    def __init__(self, sources, tokenizer, gpt_config):
+        self.tokenizer, self.shares = tokenizer, list(sources.shares.values())
+        pairs = [open_splits(path, tokenizer, sources.val_fraction, gpt_config.vocab_size)
+                 for path in sources.shares]
+        self.train, self.val = map(list, zip(*pairs))
+        names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
+        unique = len({*names}) == len(names)
+        self.names = names if unique else [re.sub(r"\s", "_", path) for path in sources.shares]
+        self.fingerprints = {"training split": fingerprint(self.train, self.shares),
+                             "validation split": fingerprint(self.val, self.shares)}
 
 
 def fingerprint(sets, shares):
@@ -139,8 +115,7 @@ def find_tokenizer(data, place=None):
     elif name and not (given and given.name == name):
         own = get_tokenizer(str(name))
     if own and name and own.name != name:
-        raise UserError(f"{data}: its tokenizer.json is not that of its shards, {name}; move it "
-                        "away, or make the shards again")
+        raise UserError(f"{data}: its tokenizer.json is not of its shards, {name}; move it away")
     if own and given and own.name != given.name:
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
     return own or given or get_tokenizer("bytes" if is_text_file(path) else "gpt2")
@@ -159,8 +134,7 @@ def plan_steps(config, T, n_sequences, dp_size):
     if not config.rampup_steps:
         return [(n, B)]
     if config.rampup_batch_size > config.total_batch_size:
-        raise UserError(f"--rampup_batch_size {config.rampup_batch_size} is above "
-                        f"--total_batch_size {config.total_batch_size}; give a smaller one")
+        raise UserError("--rampup_batch_size: is above --total_batch_size; give a smaller one")
     first = config.rampup_batch_size // T
     first_B = micro_batch_size(config, "rampup_batch_size", T, n_sequences, dp_size)
     growth = [(n - first) * step // config.rampup_steps for step in range(config.rampup_steps)]

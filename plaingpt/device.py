@@ -54,13 +54,11 @@ class Process:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, *scalars):
-        """Means over all processes of numbers and 0-dimensional tensors -> list of floats.
+        """Means over all processes of 0-dimensional tensors -> list of floats.
 
         They are sent in one message. The CPU waits here for the device.
         """
-        values = torch.stack([
-            x if isinstance(x, torch.Tensor) else torch.full((), float(x), device=self.device)
-            for x in scalars])
+        values = torch.stack(scalars)
         if self.world_size > 1:
             dist.all_reduce(values)
         return (values / self.world_size).tolist()
@@ -79,7 +77,7 @@ class Process:
             dist.barrier()
 
 
-def start_process(device, dtype, tp=1, pp=1, parallel="ddp"):
+def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     """Chooses device and dtype, and joins the process group -> Process. Raises UserError.
 
     The arguments are the values of the flags.
@@ -87,10 +85,9 @@ def start_process(device, dtype, tp=1, pp=1, parallel="ddp"):
     # torchrun sets these variables.
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    model_size = pp * tp  # processes that share one model
-    if world_size % model_size:
-        raise UserError(f"--tp {tp} --pp {pp}: use torchrun --nproc_per_node={model_size}, or a "
-                        f"multiple of {model_size} processes")
+    n_parts = pp * tp  # processes that share one model
+    if world_size % n_parts:
+        raise UserError(f"--tp {tp} --pp {pp}: use torchrun with a multiple of {n_parts} processes")
     device = find_device(device, local_rank, world_size)
     set_malloc(keep_memory=parallel != "fsdp")
     cuda = device.type == "cuda"
@@ -105,7 +102,7 @@ def start_process(device, dtype, tp=1, pp=1, parallel="ddp"):
         # afterwards, else they may crash (pytorch/pytorch#179291).
         atexit.register(time.sleep, 0.5)
         atexit.register(dist.destroy_process_group)
-    dp_size = world_size // model_size
+    dp_size = world_size // n_parts
     dp_rank = rank // tp % dp_size  # tp varies fastest, then dp, then pp
     return Process(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))
 

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 import plaingpt.device as devices
+from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, check_output, parse_flags, print0, show_progress, write_json
+from plaingpt.cli import UserError, print0
 from plaingpt.sampling import attention_for_many_shapes
 from plaingpt.text import load_hub, read_records
 
@@ -186,7 +187,7 @@ def score(model, examples, rows, process, tokens_per_forward):
             # A process without rows runs a row with weight 0: all must join the collectives.
             pair, values = forward(model, own or batch[:1], L, process.device)
             np.add.at(sums, (slice(None), pair), values * bool(own))
-            show_progress(first, len(rows), "rows")
+            cli.show_progress(first, len(rows), "rows")
     sums = process.sum(torch.from_numpy(sums)).cpu().numpy()
     return SimpleNamespace(
         log_likelihood=sums[0],  # of the ending, in nats
@@ -305,12 +306,12 @@ def main(benchmark, argv=None):
 
     Returns the figures, the same on every process.
     """
-    given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
+    given = cli.parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = {f.name: given.pop(f.name, f.default) for c in benchmark.options for f in fields(c)}
     config = EvalConfig(**given)
-    check_output("--json", config.json, [config.data, options.get("bundle")])
+    cli.check_output("--json", config.json, [config.data, options.get("bundle")])
     source = config.model or newest_model(config.checkpoint)
-    process = devices.start_process(config.device, config.dtype)
+    process = devices.start(config.device, config.dtype)
     examples = devices.on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = load_model(source)
     model.to(process.device).eval()
@@ -338,6 +339,11 @@ def main(benchmark, argv=None):
         for name, values in vars(scores).items():
             for result, own in zip(results, split(examples, values)):
                 result[name] = own.tolist()
-        write_json(config.json, dict(**facts, figures=figures, examples=results))
+        cli.write_json(config.json, dict(**facts, figures=figures, examples=results))
     process.barrier()
     return figures
+
+
+def launch(benchmark):
+    """What the file of a benchmark does as a program."""
+    cli.run_program(lambda: main(benchmark))

@@ -223,12 +223,6 @@ class Pipeline(nn.Module):
         dist.broadcast(result, group=self.group, group_src=index)
         return result
 
-    def all_gather(self, value):
-        """The values of all stages: a list of Python objects."""
-        values = [None] * self.n_stages
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
     def total_norm(self, parameters):
         """The norm of the gradient of all stages. parameters: those of this stage."""
         # The last stage's copy of the embedding has the same gradient as the first one's.
@@ -362,25 +356,24 @@ def gather(model, parts, process):
 
     One tensor at a time, to save memory. All processes must call it.
     """
-    is_pipeline, found, owners = isinstance(model, Pipeline), {}, {}
-    shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
-    stages = model.all_gather(shapes) if is_pipeline else [shapes]
-    for index, names in enumerate(stages):
-        for name in names:
-            owners.setdefault(name, index)  # the first stage that has it
-    for name, owner in owners.items():
-        if is_pipeline and owner != model.index:
-            shape, dtype = stages[owner][name]
-            whole = torch.empty(shape, dtype=dtype, device=process.device)
-        else:
-            whole = parts[name].detach()
-            if is_dtensor(whole):
-                whole = by_heads(name, whole.full_tensor(), whole.device_mesh, back=True)
-        if is_pipeline:
-            whole = whole.to(process.device)
-            dist.broadcast(whole, group=model.group, group_src=owner)
-        if process.rank == 0:
-            found[name] = whole.cpu()
+    is_pipeline, found = isinstance(model, Pipeline), {}
+    shapes = [{name: (part.shape, part.dtype) for name, part in parts.items()}]
+    if is_pipeline:
+        shapes *= model.n_stages
+        dist.all_gather_object(shapes, shapes[0], group=model.group)
+    for stage, names in enumerate(shapes):
+        for name, (shape, dtype) in names.items():
+            if not is_pipeline or stage == model.index:
+                whole = parts[name].detach()
+                if is_dtensor(whole):
+                    whole = by_heads(name, whole.full_tensor(), whole.device_mesh, back=True)
+            else:
+                whole = torch.empty(shape, dtype=dtype)
+            if is_pipeline:
+                whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
+                dist.broadcast(whole, group=model.group, group_src=stage)
+            if process.rank == 0:
+                found[name] = whole.cpu()
     return found
 
 

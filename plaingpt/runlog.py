@@ -45,9 +45,9 @@ class RunLog:
         self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
         self.pace = deque(maxlen=10)  # seconds per token of the last steps
-        self.skipped = 0  # steps with a non-finite gradient
+        # Steps with a non-finite gradient; rises of the validation loss, in a row.
+        self.skipped = self.rises = 0
         self.figures = {}  # the last value of each stream
-        self.rises = 0  # of the validation loss, in a row
         model = whole_gpt(gpt_config)
         self.n_parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token, self.peak_flops = model.flops_per_token(), peak_flops(process)
@@ -90,16 +90,14 @@ class RunLog:
 
         changes.patch: how the tracked files differ from the commit, if they do.
         """
-        c, process = self.config, self.process
+        c, g, process = self.config, self.gpt_config, self.process
         n_train = sum(map(len, self.data.train))
         n_val = min(map(len, self.data.val))  # of the smallest set
         commit = ask_git("describe", "--always", "--abbrev=40", "--dirty")
         facts = dict(
-            model_config=asdict(self.gpt_config), train_config=asdict(c),
-            tokenizer=self.data.tokenizer.name,
-            parameters=self.n_parameters, train_tokens=n_train,
-            device=hardware_name(process.device),
-            dtype=process.dtype_name, processes=process.world_size,
+            model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
+            parameters=self.n_parameters, train_tokens=n_train, dtype=process.dtype_name,
+            device=hardware_name(process.device), processes=process.world_size,
             git_commit=commit.decode().strip() or None,
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
@@ -110,9 +108,8 @@ class RunLog:
                 patch.write_bytes(changes)
             elif commit:  # an older patch, which this code does not have any more
                 patch.unlink(missing_ok=True)
-        print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, "
-               f"{process.dtype_name} on {facts['device']}, {process.world_size} processes, "
-               f"in {c.log_dir}")
+        print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
+               f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
         if (epochs := c.max_steps * c.total_batch_size // n_train) > MANY_EPOCHS:
             print0(f"note: the run reads the training data {epochs} times, and may learn them by "
                    "heart; more data, or a smaller --max_steps, would be better")

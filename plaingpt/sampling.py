@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 @contextlib.contextmanager
 def attention_for_many_shapes():
     """Context without compiled blocks and cuDNN's attention: both prepare a plan for each shape."""
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(sdpa_kernel(
-            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
-        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
-            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    eager = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
+        eager = torch.compiler.set_stance("force_eager")
+    with eager, sdpa_kernel(kernels):
         yield
 
 

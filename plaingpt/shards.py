@@ -4,12 +4,18 @@ A shard is {name}_{train|val}_{index:06d}.npy, one-dimensional uint16, as build-
 or uint32 for vocabularies above 65,536 ids; the end-of-text id begins each document. llm.c's .bin
 files, uint16 or uint32 after 256 int32, are read too.
 meta.json says how the shards were made. It is called progress.json until they are complete.
+
+Megatron's data are pairs of files: X.idx describes the tokens in X.bin. X.idx has 9 bytes of magic,
+the version, a code for the type of the tokens, the number of sequences and of document boundaries;
+then for each sequence its length and its first byte in X.bin; then the sequences that begin
+documents (Megatron-LM, megatron/core/datasets/indexed_dataset.py).
 """
 
 import bisect
 import functools
 import math
 import re
+import struct
 import zlib
 from fractions import Fraction
 from pathlib import Path
@@ -17,10 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.cli import UserError, first_line, read_json
-from plaingpt.megatron import find_index, read_index
 
 ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
 BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by llm.c's magic and version
+# By the code in X.idx. Negative ids of int32 become large ones, which no vocabulary has.
+MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
 VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # of Megatron's files for validation
 
 
@@ -97,6 +104,27 @@ def open_shard(path):
     except Exception as error:  # a damaged header makes np.load raise any kind of error
         reason = first_line(error)
         raise UserError(f"{path}: not a readable shard ({reason}); make it again") from error
+
+
+def find_index(path):
+    """The .idx file of Megatron's data X, X.bin or X.idx; None if it is no such data."""
+    path = Path(path)
+    index = path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
+    return index if index.is_file() else None
+
+
+def read_index(path):
+    """X.idx -> (dtype of the tokens, their number).
+
+    Raises ValueError, or struct.error if the file is too short.
+    """
+    data = path.read_bytes()
+    version, code, n = struct.unpack_from("<QBQ", data, 9)
+    if data[:9] != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON_TYPES:
+        raise ValueError(f"{path.name} does not begin with MMIDIDX, version 1, and type 4 or 8")
+    sizes = np.frombuffer(data, "<i4", n, 34)
+    # The sequences are one after the other in X.bin.
+    return MEGATRON_TYPES[code], int(sizes.sum(dtype=np.int64))
 
 
 def is_text_file(path):

@@ -10,11 +10,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 
 from model import GPTConfig  # noqa: E402
-from plaingpt.device import start_process  # noqa: E402
+from plaingpt.device import start  # noqa: E402
 from train_gpt2 import TrainConfig, make_training, train_step  # noqa: E402
 
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-process = start_process("cpu", "float32", tp, pp)
+process = start("cpu", "float32", tp, pp)
 config = TrainConfig(batch_size=2, parallel=parallel, tp=tp, pp=pp, max_lr=0.01)
 shape = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=97)
 training = make_training(shape, config, process)

@@ -8,10 +8,10 @@ import torch  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from model import GPTConfig  # noqa: E402
-from plaingpt.device import start_process  # noqa: E402
+from plaingpt.device import start  # noqa: E402
 from train_gpt2 import TrainConfig, make_training  # noqa: E402
 
-process = start_process("cpu", "float32")
+process = start("cpu", "float32")
 shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=32, vocab_size=256)
 _, model, (muon, _), _ = make_training(shape, TrainConfig(optimizer="muon"), process)
 x = torch.zeros((2, 32), dtype=torch.long)  # (B, T)

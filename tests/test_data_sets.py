@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from model import GPTConfig
 from plaingpt.cli import UserError
-from plaingpt.data import find_sources, open_data, read_shares
+from plaingpt.data import Data, Sources, read_shares
 from plaingpt.order import order_of_sets, permute
 from plaingpt.shards import open_splits
 from tokenizer import get_tokenizer
@@ -92,7 +92,7 @@ def test_large_ids_are_refused(tmp_path):
 def test_megatrons_files_without_a_tokenizer_are_gpt2s(documents, tmp_path):
     write_megatron(tmp_path / "x", documents, "<u2", 8)
     for name in ("x", "x.bin", "x.idx"):
-        assert find_sources([str(tmp_path / name)]).tokenizer is GPT2
+        assert Sources([str(tmp_path / name)]).tokenizer is GPT2
 
 
 @pytest.mark.parametrize("fraction, of_text", [(None, 101), (0.1, 101), (0.07, 71)])
@@ -173,8 +173,8 @@ def plain_mixture(rows, shares, T, seed):
 
 @pytest.mark.parametrize("weights", [("0.55", "0.05", "0.4"), ("1", "2", "1/3"), ("1", "1", "1")])
 def test_a_mixture_equals_a_plain_loop(sets, weights):
-    sources = find_sources([f"{sets / name}={weight}" for name, weight in zip("abc", weights)])
-    data = open_data(sources, sources.tokenizer, GPTConfig(vocab_size=256))
+    sources = Sources([f"{sets / name}={weight}" for name, weight in zip("abc", weights)])
+    data = Data(sources, sources.tokenizer, GPTConfig(vocab_size=256))
     loader = DataLoaderLite(data.train, data.shares, 32, seed=7)
     rows = [np.load(sets / name / "x_train_000000.npy").tolist() for name in "abc"]
     plain = plain_mixture(rows, data.shares, 32, seed=7)

@@ -12,7 +12,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from conftest import TINY, assert_close_logs, names, program, read_log, spawn, train
 
 from plaingpt.checkpoint import load_checkpoint
@@ -180,18 +179,14 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 @pytest.mark.parametrize("damage, message", [
     ("truncated", UNREADABLE + r"\(.*\); give another one, or delete it to resume "
                   "from the one before"),
-    ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
-    ("weights", UNREADABLE + r"\(its weights are not finite\);.*")])
+    ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*")])
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     """It ends --resume and changes nothing. Without it, the run continues from step 5."""
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / "model_000010.pt"
-    data, saved = bytearray(path.read_bytes()), torch.load(path, weights_only=True)
-    saved["model"]["transformer.wpe.weight"][0, 0] = torch.nan if damage == "weights" else 0
+    data = bytearray(path.read_bytes())
     data[200_000] ^= 1
-    torch.save(saved, path)
-    if damage in ("truncated", "flipped"):
-        path.write_bytes(data[:100_000] if damage == "truncated" else data)
+    path.write_bytes(data[:100_000] if damage == "truncated" else data)
     _, err = train("--log_dir", "run", "--resume", cwd=tmp_path, status=2)
     assert re.fullmatch(f"error: {message}\n", err), err
     assert names(tmp_path / "run") == names(whole) and names(tmp_path) == ["run"]

@@ -121,7 +121,7 @@ def runs_at_import(statement):
     if isinstance(statement, ast.Assign):  # x = ... names something; x[...] = ... changes it
         return any(isinstance(target, (ast.Subscript, ast.Attribute))
                    for target in statement.targets)
-    kinds = (ast.Expr, ast.For, ast.While, ast.With, ast.Try, ast.If, ast.AugAssign)
+    kinds = (ast.Expr, ast.For, ast.While, ast.With, ast.Try, ast.If)
     return isinstance(statement, kinds) and any(isinstance(node, (ast.Call, ast.Subscript))
                                                 for node in ast.walk(statement))
 

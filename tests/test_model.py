@@ -91,7 +91,6 @@ def test_equals_transformers(tmp_path, shape):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(n_layer=20_000), "n_layer is 20000, above 1000"),
     (dict(activation_function="relu"), "activation_function is 'relu', not 'gelu_new'"),
     (dict(n_inner=77), "n_inner"), (dict(model_type="llama"), "model_type"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),

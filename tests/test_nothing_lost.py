@@ -209,21 +209,6 @@ def test_an_input_is_not_replaced_by_the_output(tmp_path):
     assert (tmp_path / "b.txt").read_text() == "some text"
 
 
-def test_an_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
-    path, write = tmp_path / "b.txt", fineweb.write_shards
-    path.write_text("some text " * 1000)
-
-    def write_and_change(*arguments):
-        write(*arguments)
-        path.write_text("other text")
-
-    monkeypatch.setattr(fineweb, "write_shards", write_and_change)
-    with pytest.raises(UserError, match="b.txt: was changed while it was read"):
-        fineweb.main(["--input", str(path), "--tokenizer", "bytes", "--output_dir",
-                      str(tmp_path / "out")])
-    assert "meta.json" not in names(tmp_path / "out")
-
-
 def test_processes_with_different_data_flags_or_checkpoints(tmp_path):
     """The second process has another text, rate, or log_dir, without the checkpoint."""
     train("--max_steps", 2, "--log_dir", "run", cwd=tmp_path)

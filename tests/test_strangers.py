@@ -14,7 +14,7 @@ from wandb.proto import wandb_internal_pb2
 
 from model import GPT, GPTConfig
 from plaingpt.cli import parse_flags
-from plaingpt.data import find_sources, plan_steps
+from plaingpt.data import Sources, plan_steps
 from plaingpt.loss import CHUNK_SIZE
 from train_gpt2 import TrainConfig, choose_data, get_lr, make_configs
 
@@ -22,7 +22,7 @@ from train_gpt2 import TrainConfig, choose_data, get_lr, make_configs
 def config_of(*flags):
     """The TrainConfig of these flags."""
     given = parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
-    return make_configs(given, find_sources(choose_data(given)))[1]
+    return make_configs(given, Sources(choose_data(given)))[1]
 
 
 # The loss

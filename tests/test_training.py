@@ -18,7 +18,7 @@ import train_gpt2
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_weights
 from plaingpt.cli import UserError, parse_flags, print0, show_progress
-from plaingpt.data import find_sources
+from plaingpt.data import Sources
 from plaingpt.device import Process, memory_advice, prefetch
 from plaingpt.huggingface import save_gpt2
 from plaingpt.parallel import grad_scaler
@@ -508,7 +508,7 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
 
 def configs(*flags):
     given = parse_flags("", GPTConfig, TrainConfig, argv=flags)
-    return make_configs(given, find_sources(choose_data(given)))
+    return make_configs(given, Sources(choose_data(given)))
 
 
 def test_gpt2_preset_is_the_published_recipe(shards):
