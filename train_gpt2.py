@@ -20,9 +20,9 @@ of a flag. A preset overrides the defaults, and a flag overrides the preset.
 A run writes into --log_dir: run.json at its start (and changes.patch, if files
 of this clone differ from its commit), log.txt in every step,
 model_STEP.pt every save_every steps, after the last step and when it is
-stopped, model_best.pt with --keep_best. Rank 0 writes them. Samples are only
-printed. --tensorboard and --wandb get all figures and samples, too. A new run
-first moves the files of an old one to another directory: log/baby.1.
+stopped, model_best.pt with --keep_best. Rank 0 writes all files. Samples are
+printed, and are in no file. TensorBoard and W&B also show them. A new run first
+moves the files of an old one, for example from log/baby to log/baby.1.
 """
 
 import math
@@ -31,7 +31,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import plaingpt.device as devices  # before torch, see plaingpt/__init__.py
+# Before torch, because plaingpt sets a variable that torch reads: see plaingpt/__init__.py.
+import plaingpt.device as devices
 
 # isort: split
 import numpy as np
@@ -49,6 +50,8 @@ from plaingpt.runlog import RunLog
 from plaingpt.sampling import attention_for_many_shapes
 
 
+# The flags. FREE: the figures of a run do not depend on this flag, so a resume may change it
+# without a note. REPEAT: runs that differ in this flag repeat one experiment.
 @dataclass
 class TrainConfig:
     preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data and device"] = "auto"
@@ -73,8 +76,8 @@ class TrainConfig:
     min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
     weight_decay: Annotated[float, "of matrices and embeddings", "at least 0"] = 0.1
     grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
-    val_every: Annotated[int, "steps between validations; less in a short run", "at least 0"] = 500
-    val_tokens: Annotated[int, "tokens of a validation", "above 0"] = 20 * 2**19
+    val_every: Annotated[int, "steps between validations; 0: first and last", "at least 0"] = 500
+    val_tokens: Annotated[int, "validation tokens of each data set", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 500
@@ -84,7 +87,7 @@ class TrainConfig:
     save_every: Annotated[int, "steps between saves; 0: last step only", "at least 0"] = 1000
     keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
     keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt", FREE] = False
-    log_every: Annotated[int, "steps between printed lines", "above 0", FREE] = 1
+    log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0", FREE] = 1
     tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir", FREE] = False
     wandb: Annotated[str | None, "also log to this project of Weights & Biases", FREE] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu", FREE] = "auto"
@@ -99,10 +102,11 @@ class TrainConfig:
 # Groups in --help: the first flag of each, and its title.
 GROUPS = dict(n_layer="model", preset="preset and data", batch_size="batch and steps",
               optimizer="optimizer", val_every="evaluation", log_dir="output", device="hardware")
-# Learning rates and total batch sizes: GPT-3 paper, table 2.1, from the model of about that size;
-# gpt2-xl has half of its batch. mini and baby: the best recipes that we measured on two CPU cores.
-LARGE = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
-HUGE = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
+# Learning rates and total batch sizes: GPT-3 paper, table 2.1, from the model of about that size.
+# gpt2-xl has half the batch of GPT-3 1.3B. mini and baby: the best recipes that we measured on two
+# CPU cores.
+BATCH_1M = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
+BATCH_2M = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
 SMALL = dict(optimizer="muon", max_lr=8e-3, min_lr=0.0, schedule="linear", batch_size=16,
              warmup_steps=100, val_tokens=65536, eval_every=0, save_every=500, log_every=100)
 RECIPES = {
@@ -112,10 +116,10 @@ RECIPES = {
     "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
     "gpt3-350m": dict(max_lr=3e-4, batch_size=16),
     "gpt3-760m": dict(max_lr=2.5e-4, batch_size=8),
-    "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **LARGE),
-    "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **LARGE),
-    "gpt3-6.7b": dict(max_lr=1.2e-4, batch_size=2, **HUGE),
-    "gpt3-13b": dict(max_lr=1e-4, batch_size=1, **HUGE),
+    "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **BATCH_1M),
+    "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **BATCH_1M),
+    "gpt3-6.7b": dict(max_lr=1.2e-4, batch_size=2, **BATCH_2M),
+    "gpt3-13b": dict(max_lr=1e-4, batch_size=1, **BATCH_2M),
     "baby": dict(total_batch_size=1024, max_steps=2700, sample_every=900, **SMALL),
     "mini": dict(total_batch_size=2048, max_steps=2500, **SMALL),
     "finetune": dict(SMALL, optimizer="adamw", max_lr=5e-5, batch_size=4, total_batch_size=4096,
@@ -126,7 +130,11 @@ TEXT = Path(__file__).with_name("input.txt")
 
 
 def choose_data(given):
-    """--data. Without it: the shards if there are any; for mini, baby, fine-tuning: input.txt."""
+    """Returns --data. Without this flag: input.txt for baby, mini, fine-tuning, or without shards;
+    otherwise the directory of shards.
+
+    given: {name: value} of the flags on the command line.
+    """
     for_text = given.get("preset") in ("baby", "mini", "finetune") or "init_from" in given
     no_shards = given.get("preset", "auto") == "auto" and not Path(SHARDS).is_dir()
     text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)  # short in the log
@@ -147,14 +155,15 @@ def choose_preset(given, sources):
 def make_configs(given, sources):
     """Defaults, then the preset, then the flags given -> (GPTConfig, TrainConfig).
 
-    Raises UserError if the flags do not fit together.
+    given: {name: value} of the flags on the command line. choose_start completes the GPTConfig: its
+    vocab_size is that of the data or of the weights. Raises UserError if flags contradict.
     """
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = choose_preset(given, sources)
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
-        # Ten epochs, but at least 200 steps and at most those of the recipe.
+        # Ten epochs with the recipe's batch, but at least 200 steps and at most the recipe's.
         n_tokens, batch = max(1, sources.count_train_tokens()), recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
         # The more often the data are read, the more dropout: 0.1 for 10 epochs.
@@ -167,7 +176,7 @@ def make_configs(given, sources):
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
     # In a short run, validate ten times, and warm up for at most a fifth of the steps.
-    for name, most in ("val_every", max(1, steps // 10)), ("warmup_steps", steps // 5):
+    for name, most in (("val_every", max(1, steps // 10)), ("warmup_steps", steps // 5)):
         if name not in given:
             values[name] = min(values[name], most)
     if values["n_embd"] % values["n_head"]:
@@ -185,8 +194,8 @@ class DataLoaderLite:
     """The stream of sequences of a run: a pure function of (data, shares, T, seed, shuffle).
 
     Sequence j of a data set is the T+1 tokens from jT to jT+T. Its last token is the first one of
-    sequence j+1, so no token is a target twice. An epoch of a data set is a random permutation of
-    its sequences. Several data sets take turns, each as often as its share says.
+    sequence j+1, so no token is a target twice in an epoch. An epoch of a data set is a random
+    permutation of its sequences. Several data sets take turns, each as often as its share says.
 
     A position counts sequences from the start of the run. A step of n sequences that begins at
     position p takes p to p+n-1, on any number of processes. The next step begins at p+n. If the
@@ -200,15 +209,16 @@ class DataLoaderLite:
         self.sets, self.shares = sets, shares
         self.T, self.seed, self.shuffle = T, seed, shuffle
         self.lengths = [tokens.count_sequences(T) for tokens in sets]  # in sequences
-        # One period of the mixture: for each turn, the data set, and how many turns it had before.
+        # One period of the mixture: for each turn, the data set, and how many turns it had earlier
+        # in the period. Shares 2/3 and 1/3: [(0, 0), (1, 0), (0, 1)].
         self.turns = order_of_sets(self.shares)
-        self.turns_of = [int(share * len(self.turns)) for share in self.shares]  # exact: Fractions
+        self.turns_per_period = [int(share * len(self.turns)) for share in self.shares]
 
     def sequence(self, position):
         """The T+1 tokens at a position: (T+1,)."""
         periods, i = divmod(position, len(self.turns))
-        k, before = self.turns[i]  # the data set
-        taken = periods * self.turns_of[k] + before  # sequences of this set before this one
+        k, earlier = self.turns[i]  # k: the data set
+        taken = periods * self.turns_per_period[k] + earlier  # sequences of this set so far
         epoch, j = divmod(taken, self.lengths[k])
         if self.shuffle:
             j = permute(j, self.lengths[k], self.seed, epoch)
@@ -227,13 +237,15 @@ class DataLoaderLite:
         """Yields the micro-batches of each step: (n, list of (x, y)), (B, T) each.
 
         A step has n sequences. The process with dp_rank 0 gets the first B of them, dp_rank 1 gets
-        the next B, and so on, round and round. dp_rank is the rank. With TP or PP, it is the number
-        of a group: the processes of a group share a model and have the same batches.
+        the next B, and so on, round and round. n is a multiple of dp_size x B. Without TP and PP,
+        dp_rank is the rank and dp_size the number of processes. With them, dp_rank is the number of
+        a group, rank // tp % dp_size: the processes of a group share one model and have the same
+        batches.
 
-        steps: the range of steps. position: of the first one. sizes: (n, B) of plan_steps.
+        steps: the range of steps. position: of the first one. sizes: of plan_steps.
         """
         for step in steps:
-            n, B = sizes[min(step, len(sizes) - 1)]
+            n, B = sizes[min(step, len(sizes) - 1)]  # after the ramp: the last size
             starts = range(position + process.dp_rank * B, position + n, process.dp_size * B)
             yield n, [self.batch(start, B, process.device) for start in starts]
             position += n
@@ -267,11 +279,11 @@ def set_lr(optimizers, lr, config):
 
 @torch.no_grad()
 def estimate_loss(model, loader, n_bytes_of_id, config, process):
-    """Loss of the first val_tokens tokens -> (nats per token, bits per byte of text).
+    """Loss on the first val_tokens tokens of a data set -> (nats per token, bits per byte of text).
 
-    n_bytes_of_id: (vocab_size,), how many bytes of text each id stands for. Special ids have 0, so
-    they count in nats per token and not in bits per byte. Except for rounding, the number of
-    processes does not matter.
+    loader: of this data set, without shuffling. n_bytes_of_id: (vocab_size,), how many bytes of
+    text each id stands for. Special ids have 0, so they count in nats per token and not in bits per
+    byte. Except for rounding, the number of processes does not matter. All processes must call it.
     """
     B, T = config.batch_size, loader.T
     n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
@@ -279,16 +291,18 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
     sums = torch.zeros(3, device=process.device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, process.dp_size * B):
         first = start + process.dp_rank * B
-        # Every process runs the same number of full batches: torch.compile wants one shape, and a
-        # split model needs all processes. The surplus is cut off below.
+        # Every process runs the same number of full batches: compiled code has one shape, and a
+        # split model needs all processes. A batch may go beyond n_sequences.
         x, y = loader.batch(first, B, process.device)  # (B, T) each
         with process.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
         n_bytes = n_bytes_of_id[y]  # (B, T)
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
+        # Without the sequences from n_sequences on.
         sums += parts[:, : max(0, n_sequences - first)].sum(dim=(1, 2))
     model.train()
-    nats, text_nats, n_bytes = process.sum(sums).tolist()  # each sequence counts once, also with TP
+    # Sums over the data parallel groups, so that each sequence counts once, also with TP and PP.
+    nats, text_nats, n_bytes = process.sum(sums).tolist()
     return nats / (n_sequences * T), text_nats / max(1, n_bytes) / math.log(2)
 
 
@@ -306,8 +320,8 @@ def draw_samples(model, tokenizer, config, process):
 class Training(NamedTuple):
     """A model and what trains it."""
 
-    # Both have the same parameters. `model`, compiled and in DDP, is only for train_step.
-    # Validation, samples and checkpoints use `raw_model`.
+    # raw_model and model share their parameters. `model`, compiled and in DDP, is only for
+    # train_step. Validation, samples and checkpoints use `raw_model`.
     raw_model: torch.nn.Module
     model: torch.nn.Module
     optimizers: list
@@ -317,32 +331,39 @@ class Training(NamedTuple):
 def make_training(gpt_config, config, process, weights=None):
     """Makes a model and what trains it -> Training. weights: a state dict; None: random ones.
 
-    The order has reasons. A GPT on the device meta has shapes, but no memory. So it can be split
-    before any process holds all of it, and each process then allocates its own part only. The
-    optimizers come after the weights, because these replace the parameters of the device meta. They
-    come before torch.compile and DDP, which wrap the model, but keep its parameters. DDP is outside
-    of torch.compile: then the compiler cuts its graph where a bucket of gradients is full, and DDP
-    sends this bucket while the rest of the backward pass still computes.
+    The order has reasons:
+    - A GPT on the device meta has shapes, but no memory. So parallel.split can split it before any
+      process holds all of it, and each process then allocates only its own part.
+    - load_weights replaces the meta parameters. So the optimizers are made after it.
+    - torch.compile and DDP wrap a model and keep its parameters. The optimizers are made before
+      them, because the methods and the parameter names are those of the bare model.
+    - DDP is outside of torch.compile: then the compiler also cuts the compiled code where a bucket
+      of gradients is full, and DDP sends a bucket while the backward pass still computes. (So
+      fullgraph=True, which makes code that cannot be compiled an error, still permits these cuts.)
     """
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing
     is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     if is_split:
-        # With FSDP and TP, it is still this GPT, with a part of each tensor. With --pp, it is a
-        # Pipeline, with some of the blocks. If config.compile, each block is compiled.
+        # FSDP and TP: the same GPT, but each process has a part of each tensor. PP: a Pipeline,
+        # which has the methods of a GPT, and in each process some of the blocks. split also
+        # compiles each block, if config.compile, and averages gradients over data parallel groups.
         raw_model = parallel.split(raw_model, config, process)
-    # Allocates the parameters on the device. Copies `weights` into them, or draws random ones.
+    # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
+    # which depend on the seed only: they are the same for any number of processes.
     load_weights(raw_model, weights, config.seed, process.device)
     optimizers = raw_model.configure_optimizers(
         config.weight_decay, config.max_lr, config.optimizer, config.muon_lr)
     model = raw_model
     if config.compile and not is_split:
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
-        raw_model.loss_fn.compile(dynamic=False, fullgraph=True)  # validation calls it alone
+        # Validation calls loss_fn outside of the compiled model.
+        raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
     if process.world_size > 1 and not is_split:
         model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
-        optimizers[0].n_shares = process.world_size  # Muon: each process updates some matrices
+        # For Muon: each process updates some of the matrices. AdamW does not read this.
+        optimizers[0].n_processes = process.world_size
     return Training(raw_model, model, optimizers, parallel.grad_scaler(process))
 
 
@@ -350,11 +371,12 @@ def accumulate(model, scaler, micro_batches, process):
     """Sums the gradients of the micro-batches, one after the other. Returns their mean loss."""
     loss_sum = 0.0
     for i, (x, y) in enumerate(micro_batches, start=1):
-        # DDP and FSDP average the gradients over the processes only in the last backward pass.
+        # DDP and FSDP average the gradients over the processes only in the step's last backward.
         parallel.set_gradient_sync(model, i == len(micro_batches))
         with process.autocast:
             _, loss = model(x, y)
-        loss = loss / len(micro_batches)  # cross-entropy is a mean: average over the micro-batches
+        # Each loss is the mean of its micro-batch. The step needs the mean of all of them.
+        loss = loss / len(micro_batches)
         scaler.scale(loss).backward()
         loss_sum += loss.detach()
     return loss_sum
@@ -363,19 +385,22 @@ def accumulate(model, scaler, micro_batches, process):
 def train_step(training, micro_batches, grad_clip, signals, process):
     """One optimizer step -> (mean loss, norm of the gradient, whether any process has signals).
 
-    micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal may append now. A
-    step with a non-finite gradient leaves parameters and optimizers as they are, but counts.
+    micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal handler may
+    append at any time. A step with a non-finite gradient leaves parameters and optimizers as they
+    are, but counts.
     """
     _, model, optimizers, scaler = training
     if isinstance(model, parallel.Pipeline):
-        loss_sum = model(micro_batches, scaler)  # the stages work on different micro-batches
+        # Forward and backward as in accumulate, but the stages work on different micro-batches at
+        # a time. All stages get the mean loss.
+        loss_sum = model(micro_batches, scaler)
     else:
         loss_sum = accumulate(model, scaler, micro_batches, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
-    # These are means over the processes, as Python floats. In a step, the CPU waits for the device
-    # only here. The norm is the same on all processes.
+    # These become Python floats: means over all processes. The norm is the same on all of them
+    # before, too. In a step, the CPU waits for the device only here.
     loss, norm, stopping = process.mean(loss_sum, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):
@@ -386,25 +411,40 @@ def train_step(training, micro_batches, grad_clip, signals, process):
 
 
 def due(step, every):
+    """Whether something happens after so many steps. Never at step 0."""
     return every > 0 and step > 0 and step % every == 0
 
 
+# `step` is the number of updates so far, `position` the number of sequences that they took. In each
+# round of the loop, all that is due at `step` happens first, then one more update:
+#
+#   step 0       validation
+#   later        save, validation, benchmarks, samples, each if it is due
+#   max_steps    save, validation, benchmarks, samples; then the run is done
+#   a signal     save; then the run ends. Its resume does the rest that is due.
+#   a resume     begins at the step of the checkpoint, and does not save it again. What is due there
+#                is computed again, but log.txt keeps the lines that it has.
+#
+# All processes call all of these functions. Rank 0 prints, and writes the files.
 def main(argv=None):
     given = cli.parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
     sources = Sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, sources)
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
-    # Shape and weights: of `saved`, else of --init_from, else of the flags, with weights None.
-    # kept: settings that a resumed run keeps, although this command would derive other ones.
+    # Shape and weights: of `saved`, otherwise of --init_from, otherwise of the flags with weights
+    # None. A file's weights are memory-mapped. kept: settings that a resumed run keeps from its
+    # start, because they were derived there and not given: warmup_steps, val_every.
     gpt_config, weights, tokenizer, kept = choose_start(saved, gpt_config, config, given, sources)
     config = replace(config, **kept, compile=devices.choose_compile(config.compile, process.device))
 
     T = gpt_config.block_size
-    # Validation data of each set: its val shards; without them, its last tokens (val_fraction).
+    # Validation data of each set: its val shards, or without them its last tokens (val_fraction).
     data = Data(sources, tokenizer, gpt_config)
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
+    # [(n, B)]: sequences of a step, and of a micro-batch of one process. One pair for each step of
+    # the ramp, then one for all later steps.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
@@ -412,19 +452,17 @@ def main(argv=None):
 
     training = make_training(gpt_config, config, process, weights)
     saver = Saver(training, data, config, process)
-    # Loads the state of optimizers and scaler; the weights are loaded above. Rates and all other
-    # settings are those of this command. (0, 0) in a new run. Refuses a step beyond max_steps.
+    # Loads the state of optimizers and scaler; the weights are loaded above. Learning rates are
+    # those of this command. (0, 0) in a new run. Refuses a step beyond max_steps.
     first_step, position = saver.restore(saved)
-    log = RunLog(gpt_config, config, data, first_step, process)  # moves an old run aside
+    log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
-    batches = devices.prefetch(batches, process.device)
+    batches = devices.prefetch(batches, process.device)  # a thread prepares the next step
     step, raw_model, stopping, n_bad = first_step, training.raw_model, False, 0
     with (cli.catch_stop_signals("finishing this step", config.max_minutes) as signals,
           devices.batch_size_advice(config.batch_size)):
         while True:
             done = step == config.max_steps  # no step is left to do
-            # A run that stops leaves what is due below to its resume. A resumed run removes the
-            # lines after its step from log.txt. What log.txt has is not written twice.
             if step > first_step and (done or stopping or due(step, config.save_every)):
                 saver.save(step, position)
             if stopping and not done:
@@ -432,22 +470,23 @@ def main(argv=None):
             if done or step == 0 or due(step, config.val_every):
                 losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
                           for val_loader in val_loaders]
+                # val: the mean by the shares. The log also has the epochs of each data set.
                 val = log.write_losses(step, losses, loader, position)
-                saver.save_best(val, step, position)
+                saver.save_best(val, step, position)  # does nothing without --keep_best
             if evals and (done or due(step, config.eval_every)):
                 log.write(step, **run_evals(evals, raw_model, process, config, step))
             if done or due(step, config.sample_every):
                 log.write_samples(step, draw_samples(raw_model, tokenizer, config, process))
             if done:
                 break
-            began = time.perf_counter()  # evaluating and saving are not timed
+            began = time.perf_counter()  # not timed: evaluating and saving
             lr = get_lr(step, config)
             set_lr(training.optimizers, lr, config)
             # The seed belongs to the step, so that a resumed run draws the same dropout masks.
             # The processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
             n, micro_batches = next(batches)  # n: sequences of the step, of all processes
-            # A signal or max_minutes makes `stopping` true, on all processes alike.
+            # A signal to one process, or max_minutes, makes `stopping` true on all.
             loss, norm, stopping = train_step(
                 training, micro_batches, config.grad_clip, signals, process)
             position += n

@@ -12,17 +12,17 @@ class Muon(torch.optim.Muon):
     torch.optim.Muon computes in bfloat16. A device without instructions for it needs about ten
     times as long for that as for float32. This class uses float32 there.
 
-    n_shares: 1, or the number of processes of DDP. Each process then updates its share of the
+    n_processes: 1, or the number of processes of DDP. Each process then updates its share of the
     matrices and sends them to the others, because the orthogonalization takes most of the time.
     All processes keep the momentum of all matrices: a checkpoint fits any number of processes.
     """
 
-    n_shares = 1
+    n_processes = 1
 
     @torch.no_grad()
     def step(self):
         (group,) = self.param_groups
-        rank = dist.get_rank() if self.n_shares > 1 else 0
+        rank = dist.get_rank() if self.n_processes > 1 else 0
         # The largest one first, so that all shares take about the same time.
         matrices = sorted((p for p in group["params"] if p.grad is not None),
                           key=lambda p: -p.numel())
@@ -30,14 +30,14 @@ class Muon(torch.optim.Muon):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-            if i % self.n_shares == rank:
+            if i % self.n_processes == rank:
                 update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's
                 update = update.bfloat16() if has_bfloat16(p.device) else update
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 # The mean square of an orthogonal matrix is 1 / its longer side. 0.2: as AdamW's.
                 p.add_(orthogonalize(update), alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
-        for i, p in enumerate(matrices if self.n_shares > 1 else []):
-            dist.broadcast(p, i % self.n_shares)
+        for i, p in enumerate(matrices if self.n_processes > 1 else []):
+            dist.broadcast(p, i % self.n_processes)
 
 
 def orthogonalize(x):
