@@ -7,8 +7,8 @@
                                         with edu_fineweb10B/ from fineweb.py
                                         and GPUs: GPT-2 124M
 
-The same command with --resume continues a run. Brackets [] contain the default
-of a flag. A preset overrides the defaults, and a flag overrides the preset.
+The same command with --resume continues a run. In --help, [x] is the default of
+a flag. A preset overrides the defaults, and a flag overrides the preset.
 --no-NAME turns a switch off. The presets, with their numbers of parameters:
 
   baby      0.4M, reads bytes; auto for a text
@@ -17,12 +17,12 @@ of a flag. A preset overrides the defaults, and a flag overrides the preset.
   finetune  100 steps at a low rate; auto with --init_from
   gpt2-medium, -large, -xl: 355M, 774M, 1.6B; gpt3-SIZE: of the GPT-3 paper
 
-A run writes into --log_dir: run.json at its start (and changes.patch, if files
-of this clone differ from its commit), log.txt in every step,
-model_STEP.pt every save_every steps, after the last step and when it is
-stopped, model_best.pt with --keep_best. Rank 0 writes all files. Samples are
-printed, and are in no file. TensorBoard and W&B also show them. A new run first
-moves the files of an old one, for example from log/baby to log/baby.1.
+A run writes into --log_dir: run.json at its start and at each resume (and
+changes.patch, if files of this clone differ from its commit), log.txt in every
+step, model_STEP.pt every save_every steps, after the last step and when it is
+stopped (only the newest --keep stay), model_best.pt with --keep_best. Rank 0
+writes all files. Samples are printed; only TensorBoard and W&B keep them. A new
+run first moves the files of an old one, for example from log/baby to log/baby.1.
 """
 
 import math
@@ -50,8 +50,9 @@ from plaingpt.runlog import RunLog
 from plaingpt.sampling import attention_for_many_shapes
 
 
-# The flags. FREE: the figures of a run do not depend on this flag, so a resume may change it
-# without a note. REPEAT: runs that differ in this flag repeat one experiment.
+# The flags. FREE: losses and scores do not depend on this flag (except for rounding and the masks
+# of dropout), so a resume may change it without a note. REPEAT: runs that differ in this flag
+# repeat one experiment.
 @dataclass
 class TrainConfig:
     preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data and device"] = "auto"
@@ -66,7 +67,7 @@ class TrainConfig:
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     max_steps: Annotated[int, "steps in the run; gpt2: 10B tokens", "above 0"] = 19073
-    max_minutes: Annotated[float | None, "save and end", "above 0 and at most 1e6", FREE] = None
+    max_minutes: Annotated[float | None, "save, then end", "above 0 and at most 1e6", FREE] = None
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
     muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
@@ -80,12 +81,12 @@ class TrainConfig:
     val_tokens: Annotated[int, "validation tokens of each data set", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
     evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
-    sample_every: Annotated[int, "steps between samples; 0: last step only", "at least 0"] = 500
-    sample_tokens: Annotated[int | None, "length of a sample [64; bytes: 500]", "above 0"] = None
+    sample_every: Annotated[int, "steps between samples; 0: at the end", "at least 0", FREE] = 500
+    sample_tokens: Annotated[int | None, "of a sample [64; bytes: 500]", "above 0", FREE] = None
     log_dir: Annotated[str | None, "run directory [log/PRESET]", FREE] = None
     resume: Annotated[bool, "continue the run in log_dir; starts it if there is none", FREE] = False
-    save_every: Annotated[int, "steps between saves; 0: last step only", "at least 0"] = 1000
-    keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0"] = 2
+    save_every: Annotated[int, "steps between saves; 0: at the end", "at least 0", FREE] = 1000
+    keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0", FREE] = 2
     keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt", FREE] = False
     log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0", FREE] = 1
     tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir", FREE] = False
@@ -130,8 +131,8 @@ TEXT = Path(__file__).with_name("input.txt")
 
 
 def choose_data(given):
-    """Returns --data. Without this flag: input.txt for baby, mini, fine-tuning, or without shards;
-    otherwise the directory of shards.
+    """Returns --data. Without this flag: input.txt for baby, mini and fine-tuning, and for
+    --preset auto if there are no shards; otherwise the directory of shards.
 
     given: {name: value} of the flags on the command line.
     """
@@ -238,9 +239,9 @@ class DataLoaderLite:
 
         A step has n sequences. The process with dp_rank 0 gets the first B of them, dp_rank 1 gets
         the next B, and so on, round and round. n is a multiple of dp_size x B. Without TP and PP,
-        dp_rank is the rank and dp_size the number of processes. With them, dp_rank is the number of
-        a group, rank // tp % dp_size: the processes of a group share one model and have the same
-        batches.
+        dp_rank is the rank, and dp_size is the number of processes. With them, tp x pp processes
+        form a group: they share one model and have the same batches. dp_rank is the number of the
+        group, rank // tp % dp_size, and dp_size is the number of groups.
 
         steps: the range of steps. position: of the first one. sizes: of plan_steps.
         """
@@ -291,7 +292,7 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
     sums = torch.zeros(3, device=process.device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, process.dp_size * B):
         first = start + process.dp_rank * B
-        # Every process runs the same number of full batches: compiled code has one shape, and a
+        # Every process runs the same number of full batches: what is compiled has one shape, and a
         # split model needs all processes. A batch may go beyond n_sequences.
         x, y = loader.batch(first, B, process.device)  # (B, T) each
         with process.autocast:
@@ -301,7 +302,7 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
         # Without the sequences from n_sequences on.
         sums += parts[:, : max(0, n_sequences - first)].sum(dim=(1, 2))
     model.train()
-    # Sums over the data parallel groups, so that each sequence counts once, also with TP and PP.
+    # Adds one value per group, not per process, so that each sequence counts once.
     nats, text_nats, n_bytes = process.sum(sums).tolist()
     return nats / (n_sequences * T), text_nats / max(1, n_bytes) / math.log(2)
 
@@ -320,8 +321,8 @@ def draw_samples(model, tokenizer, config, process):
 class Training(NamedTuple):
     """A model and what trains it."""
 
-    # raw_model and model share their parameters. `model`, compiled and in DDP, is only for
-    # train_step. Validation, samples and checkpoints use `raw_model`.
+    # raw_model and model share their parameters. `model`, which may be compiled and in DDP, is only
+    # for train_step. Validation, samples and checkpoints use `raw_model`.
     raw_model: torch.nn.Module
     model: torch.nn.Module
     optimizers: list
@@ -336,10 +337,10 @@ def make_training(gpt_config, config, process, weights=None):
       process holds all of it, and each process then allocates only its own part.
     - load_weights replaces the meta parameters. So the optimizers are made after it.
     - torch.compile and DDP wrap a model and keep its parameters. The optimizers are made before
-      them, because the methods and the parameter names are those of the bare model.
-    - DDP is outside of torch.compile: then the compiler also cuts the compiled code where a bucket
-      of gradients is full, and DDP sends a bucket while the backward pass still computes. (So
-      fullgraph=True, which makes code that cannot be compiled an error, still permits these cuts.)
+      them, because configure_optimizers is a method of the bare model, and uses its names.
+    - DDP is outside of torch.compile. Then the compiler cuts its code where a bucket of gradients
+      is full, and DDP sends this bucket while the backward pass still computes. (fullgraph=True
+      only forbids cuts at code that cannot be compiled.)
     """
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
@@ -348,7 +349,8 @@ def make_training(gpt_config, config, process, weights=None):
     if is_split:
         # FSDP and TP: the same GPT, but each process has a part of each tensor. PP: a Pipeline,
         # which has the methods of a GPT, and in each process some of the blocks. split also
-        # compiles each block, if config.compile, and averages gradients over data parallel groups.
+        # compiles each block, if config.compile, then applies FSDP. This averages the gradients
+        # over the groups in the backward pass; without --parallel fsdp it shards nothing, like DDP.
         raw_model = parallel.split(raw_model, config, process)
     # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
     # which depend on the seed only: they are the same for any number of processes.
@@ -362,7 +364,8 @@ def make_training(gpt_config, config, process, weights=None):
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
     if process.world_size > 1 and not is_split:
         model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
-        # For Muon: each process updates some of the matrices. AdamW does not read this.
+        # optimizers[0] is Muon, if it is used: each process then updates some of the matrices.
+        # AdamW does not read this.
         optimizers[0].n_processes = process.world_size
     return Training(raw_model, model, optimizers, parallel.grad_scaler(process))
 
@@ -392,15 +395,15 @@ def train_step(training, micro_batches, grad_clip, signals, process):
     _, model, optimizers, scaler = training
     if isinstance(model, parallel.Pipeline):
         # Forward and backward as in accumulate, but the stages work on different micro-batches at
-        # a time. All stages get the mean loss.
+        # the same time. All stages get the mean loss.
         loss_sum = model(micro_batches, scaler)
     else:
         loss_sum = accumulate(model, scaler, micro_batches, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
-    # These become Python floats: means over all processes. The norm is the same on all of them
-    # before, too. In a step, the CPU waits for the device only here.
+    # Means over all processes, as Python floats. (The norm is already equal on all of them.) In a
+    # step, the CPU waits for the device only here.
     loss, norm, stopping = process.mean(loss_sum, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):
@@ -421,9 +424,11 @@ def due(step, every):
 #   step 0       validation
 #   later        save, validation, benchmarks, samples, each if it is due
 #   max_steps    save, validation, benchmarks, samples; then the run is done
-#   a signal     save; then the run ends. Its resume does the rest that is due.
+#   a signal     (or max_minutes) save; then the run ends. Its resume does the rest that is due.
 #   a resume     begins at the step of the checkpoint, and does not save it again. What is due there
-#                is computed again, but log.txt keeps the lines that it has.
+#                is computed again, but log.txt keeps its lines of validation and benchmarks. Lines
+#                of later steps are removed from it.
+#   ten bad steps in a row: an error, without a save
 #
 # All processes call all of these functions. Rank 0 prints, and writes the files.
 def main(argv=None):
@@ -433,8 +438,8 @@ def main(argv=None):
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
     # Shape and weights: of `saved`, otherwise of --init_from, otherwise of the flags with weights
-    # None. A file's weights are memory-mapped. kept: settings that a resumed run keeps from its
-    # start, because they were derived there and not given: warmup_steps, val_every.
+    # None. A file's weights are memory-mapped. kept: warmup_steps and val_every of the first start,
+    # if they are not given. A larger --max_steps does not change them.
     gpt_config, weights, tokenizer, kept = choose_start(saved, gpt_config, config, given, sources)
     config = replace(config, **kept, compile=devices.choose_compile(config.compile, process.device))
 
@@ -443,8 +448,9 @@ def main(argv=None):
     data = Data(sources, tokenizer, gpt_config)
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
-    # [(n, B)]: sequences of a step, and of a micro-batch of one process. One pair for each step of
-    # the ramp, then one for all later steps.
+    # [(n, B)]: sequences of a step, and of a micro-batch of one process. B is batch_size, or less
+    # if a process has fewer sequences in a step. One pair for each step of the ramp, then one for
+    # all later steps. n must not exceed the data.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
@@ -453,7 +459,7 @@ def main(argv=None):
     training = make_training(gpt_config, config, process, weights)
     saver = Saver(training, data, config, process)
     # Loads the state of optimizers and scaler; the weights are loaded above. Learning rates are
-    # those of this command. (0, 0) in a new run. Refuses a step beyond max_steps.
+    # those of this command. (0, 0) in a new run. Raises UserError if the step is above max_steps.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
@@ -497,7 +503,7 @@ def main(argv=None):
                 raise UserError(f"no finite gradient in {n_bad} steps in a row; continue with "
                                 f"--resume --max_lr {config.max_lr / 2:g}")
             step += 1
-    log.finish(step)
+    log.finish(step)  # prints how the run has ended
     process.barrier()
     return log.figures  # {stream: last value}
 
