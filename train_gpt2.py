@@ -264,8 +264,9 @@ def get_lr(step, config):
     if config.schedule == "wsd":
         first = max(first, config.max_steps - (config.decay_steps or config.max_steps // 5))
     progress = max(0.0, min(1.0, (step - first) / max(1, config.max_steps - first)))
+    # Between 0, which is min_lr, and 1, which is max_lr.
     heights = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)), linear=1 - progress,
-                   wsd=1 - progress, constant=1.0)  # between min_lr and max_lr
+                   wsd=1 - progress, constant=1.0)
     return config.min_lr + heights[config.schedule] * (config.max_lr - config.min_lr)
 
 
@@ -292,8 +293,9 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
     sums = torch.zeros(3, device=process.device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, process.dp_size * B):
         first = start + process.dp_rank * B
-        # Every process runs the same number of full batches: what is compiled has one shape, and a
-        # split model needs all processes. A batch may go beyond n_sequences.
+        # Every process runs the same number of full batches: what is compiled (the loss; the blocks
+        # of a split model) sees one shape, and a split model needs all processes. A batch may go
+        # beyond n_sequences.
         x, y = loader.batch(first, B, process.device)  # (B, T) each
         with process.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
@@ -309,11 +311,11 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
 
 def draw_samples(model, tokenizer, config, process):
     """Two texts that the model writes without a prompt. All processes must call this."""
-    idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (B, T)
+    idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
     n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
     model.eval()
     with process.autocast, attention_for_many_shapes():
-        idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (B, T)
+        idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (2, 1 + n)
     model.train()
     return [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
 
@@ -336,11 +338,11 @@ def make_training(gpt_config, config, process, weights=None):
     - A GPT on the device meta has shapes, but no memory. So parallel.split can split it before any
       process holds all of it, and each process then allocates only its own part.
     - load_weights replaces the meta parameters. So the optimizers are made after it.
-    - torch.compile and DDP wrap a model and keep its parameters. The optimizers are made before
-      them, because configure_optimizers is a method of the bare model, and uses its names.
-    - DDP is outside of torch.compile. Then the compiler cuts its code where a bucket of gradients
-      is full, and DDP sends this bucket while the backward pass still computes. (fullgraph=True
-      only forbids cuts at code that cannot be compiled.)
+    - To compile is only a mark: the code is compiled in its first call. So it may be marked before
+      or after the rest. A split model is marked block by block, inside of split.
+    - DDP takes the parameters as they are, so it comes last. It is outside of torch.compile: then
+      the compiler cuts its code where a bucket of gradients is full, and DDP sends this bucket
+      while the backward pass still computes. (fullgraph=True only forbids other cuts.)
     """
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
@@ -348,9 +350,9 @@ def make_training(gpt_config, config, process, weights=None):
     is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     if is_split:
         # FSDP and TP: the same GPT, but each process has a part of each tensor. PP: a Pipeline,
-        # which has the methods of a GPT, and in each process some of the blocks. split also
-        # compiles each block, if config.compile, then applies FSDP. This averages the gradients
-        # over the groups in the backward pass; without --parallel fsdp it shards nothing, like DDP.
+        # which has the methods of a GPT, and in each process some of the blocks. FSDP averages the
+        # gradients over the groups. Without --parallel fsdp, FSDP shards nothing and replaces DDP.
+        # Muon works on split matrices, too, but communicates for each of them.
         raw_model = parallel.split(raw_model, config, process)
     # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
     # which depend on the seed only: they are the same for any number of processes.
@@ -426,20 +428,21 @@ def due(step, every):
 #   max_steps    save, validation, benchmarks, samples; then the run is done
 #   a signal     (or max_minutes) save; then the run ends. Its resume does the rest that is due.
 #   a resume     begins at the step of the checkpoint, and does not save it again. What is due there
-#                is computed again, but log.txt keeps its lines of validation and benchmarks. Lines
-#                of later steps are removed from it.
+#                is computed again. If log.txt has its line already, no second one is written. Lines
+#                of later steps are removed from log.txt.
 #   ten bad steps in a row: an error, without a save
 #
-# All processes call all of these functions. Rank 0 prints, and writes the files.
+# All processes call save, estimate_loss, run_evals, draw_samples and the methods of log. Rank 0
+# prints, and writes the files.
 def main(argv=None):
     given = cli.parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
     sources = Sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, sources)
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
-    # Shape and weights: of `saved`, otherwise of --init_from, otherwise of the flags with weights
-    # None. A file's weights are memory-mapped. kept: warmup_steps and val_every of the first start,
-    # if they are not given. A larger --max_steps does not change them.
+    # Shape and weights are those of `saved`, otherwise those of --init_from. Otherwise the flags
+    # give the shape, and weights is None: random. A file's weights are memory-mapped. kept: a
+    # resume keeps warmup_steps and val_every of the first start, unless they are given.
     gpt_config, weights, tokenizer, kept = choose_start(saved, gpt_config, config, given, sources)
     config = replace(config, **kept, compile=devices.choose_compile(config.compile, process.device))
 
@@ -449,8 +452,9 @@ def main(argv=None):
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
     # [(n, B)]: sequences of a step, and of a micro-batch of one process. B is batch_size, or less
-    # if a process has fewer sequences in a step. One pair for each step of the ramp, then one for
-    # all later steps. n must not exceed the data.
+    # if a process has fewer sequences in a step. One pair for each step of the ramp, in which n
+    # grows linearly from rampup_batch_size / T, then one for all later steps: n is
+    # total_batch_size / T. Raises UserError if a step is larger than an epoch.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)

@@ -357,12 +357,12 @@ def gather(model, parts, process):
     One tensor at a time, to save memory. All processes must call it.
     """
     is_pipeline, found = isinstance(model, Pipeline), {}
-    shapes = [{name: (part.shape, part.dtype) for name, part in parts.items()}]
-    if is_pipeline:
-        shapes *= model.n_stages
-        dist.all_gather_object(shapes, shapes[0], group=model.group)
-    for stage, names in enumerate(shapes):
-        for name, (shape, dtype) in names.items():
+    for stage in range(model.n_stages if is_pipeline else 1):
+        shapes = [{name: (part.shape, part.dtype) for name, part in parts.items()}]
+        if is_pipeline:
+            source = dist.get_global_rank(model.group, stage)
+            dist.broadcast_object_list(shapes, source, model.group)
+        for name, (shape, dtype) in shapes[0].items():
             if not is_pipeline or stage == model.index:
                 whole = parts[name].detach()
                 if is_dtensor(whole):
@@ -371,7 +371,7 @@ def gather(model, parts, process):
                 whole = torch.empty(shape, dtype=dtype)
             if is_pipeline:
                 whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
-                dist.broadcast(whole, group=model.group, group_src=stage)
+                dist.broadcast(whole, source, model.group)
             if process.rank == 0:
                 found[name] = whole.cpu()
     return found
