@@ -39,20 +39,19 @@ class Saver:
         position: sequences consumed. The file is complete or absent. Raises UserError.
         """
         model, process = self.model, self.process
-        weights = parallel.gather(model, dict(model.named_parameters()), process)
+        gathered = parallel.gather(model, dict(model.named_parameters()), process)
         moments = {kind: parallel.gather(model, get_moments(optimizer), process)
                    for kind, optimizer in self.optimizers.items()}
         if process.rank > 0:
             return
-        first_name = {}  # of each parameter; a tied matrix has two names
-        weights = {name: weights[first_name.setdefault(p, name)] for name, p in
+        first_name = {}  # of each parameter: a tied matrix has two names, and both are stored
+        weights = {name: gathered[first_name.setdefault(p, name)] for name, p in
                    whole_gpt(model.config).named_parameters(remove_duplicate=False)}
         free = marked(type(self.config), FREE)
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
-            model=weights, optimizer=moments,
-            scaler=self.scaler.state_dict(), step=step, position=position,
-            best_val=self.best_val, tokenizer=self.data.tokenizer.source,
+            model=weights, optimizer=moments, scaler=self.scaler.state_dict(), step=step,
+            position=position, best_val=self.best_val, tokenizer=self.data.tokenizer.source,
             model_code=self.model_code, model_config=asdict(model.config),
             train_config={k: v for k, v in settings.items() if k not in free})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")

@@ -352,16 +352,18 @@ def scatter(name, whole, p, device):
 
 @torch.no_grad()
 def gather(model, parts, process):
-    """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0's CPU, else {}.
+    """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
 
-    One tensor at a time, to save memory. All processes must call it.
+    A tensor that was split is gathered on the device and then moved to the CPU, one at a time, to
+    save memory. All processes must call it.
     """
     is_pipeline, found = isinstance(model, Pipeline), {}
+    is_split = is_pipeline or any(map(is_dtensor, parts.values()))
     for stage in range(model.n_stages if is_pipeline else 1):
         shapes = [{name: (part.shape, part.dtype) for name, part in parts.items()}]
         if is_pipeline:
             source = dist.get_global_rank(model.group, stage)
-            dist.broadcast_object_list(shapes, source, model.group)
+            dist.broadcast_object_list(shapes, source, group=model.group)
         for name, (shape, dtype) in shapes[0].items():
             if not is_pipeline or stage == model.index:
                 whole = parts[name].detach()
@@ -371,9 +373,9 @@ def gather(model, parts, process):
                 whole = torch.empty(shape, dtype=dtype)
             if is_pipeline:
                 whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
-                dist.broadcast(whole, source, model.group)
+                dist.broadcast(whole, source, group=model.group)
             if process.rank == 0:
-                found[name] = whole.cpu()
+                found[name] = whole.cpu() if is_split else whole
     return found
 
 
