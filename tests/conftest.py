@@ -1,17 +1,28 @@
 """Shared by the tests: small data, a tiny training run, and programs in new processes."""
 
+import contextlib
 import os
+import re
+import resource
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
-from subprocess import PIPE, Popen
 
 from forked import Program  # isort: skip  before torch, whose number of threads it sets
 
 import numpy as np
 import pytest
 import torch
+
+from model import GPT, GPTConfig
+from plaingpt.checkpoint import load_weights
+from plaingpt.device import Process
+from plaingpt.shards import open_splits
+from tokenizer import get_tokenizer
+from train_gpt2 import DataLoaderLite
 
 torch.set_num_threads(1)  # two workers share the machine
 # A shell ignores these signals for a command in the background, and so would the programs.
@@ -24,6 +35,10 @@ TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --tota
         "--batch_size 4 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
         "--sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "
         "--optimizer adamw --max_lr 4e-3 --min_lr 4e-4 --schedule cosine").split()
+MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)  # of TINY
+CPU = torch.device("cpu")
+ALONE = Process(0, 1, 0, 1, CPU, torch.float32)
+TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
 
 
 STARTED = []  # the processes of a test
@@ -47,8 +62,9 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
             env = dict(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         if fresh or online:
-            started = Popen([sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
-                            stdin=PIPE, stdout=PIPE, stderr=PIPE)
+            started = subprocess.Popen(
+                [sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         else:
             started = Program(path, flags, cwd, env, **options)
         STARTED.append(started)
@@ -82,6 +98,15 @@ def read_log(directory):
     return numbers
 
 
+def checkpoint(directory, step):
+    return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)
+
+
+def stopped_at(out):
+    """The step that a stopped run says it has saved."""
+    return int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
+
+
 def names(directory, pattern="*"):
     """The sorted names of the files in a directory. changes.patch depends on the clone."""
     return sorted(path.name for path in directory.glob(pattern) if path.name != "changes.patch")
@@ -92,6 +117,32 @@ def assert_close_logs(a, b, rel):
     assert a.keys() == b.keys() and len(a) > 10
     for key, value in a.items():
         assert float(b[key]) == pytest.approx(float(value), rel=rel), key
+
+
+def text_batch(split, B, position=0, tokenizer="bytes", **options):
+    """B sequences of 32 tokens of input.txt -> x, y: (B, 32)."""
+    train, val = open_splits(ROOT / "input.txt", get_tokenizer(tokenizer))
+    tokens = train if split == "train" else val
+    return DataLoaderLite([tokens], [1], 32, **options).batch(position, B, CPU)
+
+
+def fresh(config):
+    """The model that a run with seed 1337 starts from."""
+    with torch.device("meta"):
+        model = GPT(config)
+    load_weights(model, seed=1337)
+    return model
+
+
+def randomise(model):
+    """Draws all parameters from a normal distribution.
+
+    Biases and gains, too: a missing one changes the output. A larger std gives more varied logits.
+    """
+    torch.manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
 
 
 def overfit(model, rows, last, steps=40, lr=0.01):
@@ -111,6 +162,26 @@ def write_bin(path, tokens):
     header = np.zeros(256, "<i4")
     header[:3] = *((20240801, 7) if tokens.dtype == np.uint32 else (20240520, 1)), len(tokens)
     path.write_bytes(header.tobytes() + tokens.tobytes())
+
+
+@contextlib.contextmanager
+def small_disk(directory, size):
+    """Mounts a disk of `size` bytes as a directory -> limits for a Program.
+
+    Without the right to mount, the limits restrict the size of each file instead.
+    """
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory]
+    if subprocess.run(command, capture_output=True).returncode:
+        yield {resource.RLIMIT_FSIZE: size // 3}
+        return
+    try:
+        yield {}
+    finally:
+        shutil.copytree(directory, f"{directory}.copy")
+        subprocess.run(["umount", "--lazy", directory], check=True)
+        directory.rmdir()
+        os.rename(f"{directory}.copy", directory)
 
 
 def pytest_collection_modifyitems(items):
@@ -145,3 +216,20 @@ def shards(tmp_path):
         np.save(directory / f"a_{name}.npy", rng.integers(0, 256, n).astype(np.uint16))
     (directory / "meta.json").write_text('{"tokenizer": "bytes"}')
     return directory
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The directory of a run of ten steps without a fault, with checkpoints of steps 5 and 10.
+
+    Tests only read it. Those that change it take `copy`.
+    """
+    directory = tmp_path_factory.mktemp("whole")
+    train("--log_dir", "run", "--save_every", 5, cwd=directory)
+    return directory / "run"
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"

@@ -1,16 +1,249 @@
-"""Checkpoints of older versions still resume. tests/checkpoints has one of each."""
+"""Checkpoints: which are saved, what is in them, and how a run goes on from one."""
 
+import json
+import os
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, program, read_log
+from conftest import (
+    ROOT,
+    TINY,
+    assert_close_logs,
+    checkpoint,
+    names,
+    program,
+    read_log,
+    text_batch,
+    train,
+)
 
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import get_moments, moments_by_name, set_moments
+from plaingpt.huggingface import save_gpt2
 
-# Files of commits e2d0309 and df748ca, after 4 of 8 steps of these flags. Both have the state
-# dicts of the optimizers.
+# Saving
+
+
+def test_what_a_run_writes(tmp_path):
+    train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
+    saved = checkpoint(tmp_path / "run", 2)
+    assert {*saved} == {"model", "model_code", "optimizer", "scaler", "step", "position",
+                        "model_config", "train_config", "tokenizer", "best_val"}
+    assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
+    GPT(GPTConfig(**saved["model_config"])).load_state_dict(saved["model"])  # no prefixes
+    assert not {"batch_size", "rank", "world_size"} & {*saved["train_config"]}
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["model_config"]["n_embd"] == 32 and run["train_config"]["max_steps"] == 2
+    assert run["versions"]["torch"] == torch.__version__ and run["dtype"] == "float32"
+    assert run["device"].startswith("cpu") and run["processes"] == 2
+
+
+def test_saving_and_keeping(tmp_path):
+    """A resumed run saves at the same steps as a whole one, and deletes no file of the user."""
+    flags = ["--log_dir", "run", "--save_every", 5]
+    train(*flags, "--keep", 0, "--max_steps", 5, cwd=tmp_path)
+    (tmp_path / "run" / "model_mine.pt").write_text("a file of the user")
+    for keep, max_steps, steps in ((0, 12, (5, 10, 12)), (3, 16, (12, 15, 16))):
+        train(*flags, "--keep", keep, "--max_steps", max_steps, "--resume", cwd=tmp_path)
+        saved = [f"model_{step:06d}.pt" for step in steps]
+        assert names(tmp_path / "run", "*.pt") == [*saved, "model_mine.pt"]
+
+
+def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
+    # The model becomes too sure of a and b.
+    (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
+    flags = ["--data", "my.txt", "--log_dir", "run", "--keep_best", "--val_every", 2,
+             "--save_every", 4, "--keep", 1]
+    train(*flags, "--max_steps", 16, cwd=tmp_path)
+    best = tmp_path / "run/model_best.pt"
+    data, step = best.read_bytes(), torch.load(best)["step"]
+    losses = {key[0]: float(value) for key, value in read_log(tmp_path / "run").items()
+              if key[1] == "val"}
+    assert 0 < step < 16 and losses[step] == min(losses.values())
+    out, _ = train(*flags, "--max_steps", 18, "--resume", cwd=tmp_path)
+    assert "resumed from step 16" in out and best.read_bytes() == data  # no later step is better
+    program("--checkpoint", best, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
+    train("--log_dir", "run", cwd=tmp_path)  # a new run
+    assert not best.exists() and (tmp_path / "run.1/model_best.pt").exists()
+
+
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
+    """Not the latest time, because a clock may go backwards. Names of other kinds are ignored."""
+    shutil.copytree(whole, tmp_path / "log" / "run")
+    os.utime(tmp_path / "log" / "run" / "model_000005.pt", (2e9, 2e9))
+    (tmp_path / "log" / "run" / "model_².pt").write_text("")
+    out, _ = program("--max_new_tokens", 3, cwd=tmp_path, program="generate.py")
+    assert out.startswith("log/run/model_000010.pt, ")
+
+
+def test_a_checkpoint_knows_the_code_of_its_model(tmp_path):
+    """Another model.py gives one note, also before an error of its own."""
+    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
+    path, note = tmp_path / "run" / "model_000001.pt", "was written by another model.py\n"
+    again, _ = train("--log_dir", "run", "--max_steps", 2, "--resume", cwd=tmp_path)
+    assert note not in again
+    torch.save(checkpoint(path.parent, 1) | {"model_code": "0"}, path)
+    out, _ = program("--checkpoint", path, "--max_new_tokens", 1, program="generate.py",
+                     cwd=tmp_path)
+    assert out.count(note) == 1
+    torch.save(checkpoint(path.parent, 1) | {"model": {}}, path)
+    _, err = program("--checkpoint", path, program="generate.py", cwd=tmp_path, status=2)
+    assert "restore that model.py; its run may have a changes.patch" in err
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--optimizer", "muon"], ["--dropout", 0.2],
+    ["--dropout", 0.2, "--activation_checkpointing"]], ids=lambda flags: " ".join(map(str, flags)))
+def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
+    """As if killed after step 5 was saved. More validations and samples change nothing."""
+    flags = [*flags, "--save_every", 5, "--keep", 0]
+    train("--log_dir", "whole", *flags, cwd=tmp_path)
+    flags += ["--log_dir", "halves", "--val_every", 1, "--sample_every", 2]
+    train(*flags, cwd=tmp_path)
+    (tmp_path / "halves" / "model_000010.pt").unlink()
+    train(*flags, "--resume", cwd=tmp_path)
+    assert read_log(tmp_path / "whole").items() <= read_log(tmp_path / "halves").items()
+    a, b = (checkpoint(tmp_path / name, 10) for name in ("whole", "halves"))
+    assert a["position"] == b["position"] == 160 and a["step"] == b["step"] == 10
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    assert [*a["optimizer"]] == [*b["optimizer"]] == ["muon", "adamw"][-len(a["optimizer"]):]
+    for name, saved in a["optimizer"].items():
+        again = b["optimizer"][name]
+        assert all(torch.equal(moment, again[key]) for key, moment in saved.items())
+
+
+def test_a_run_resumes_with_another_layout_device_and_dtype(tmp_path, whole):
+    """Stops after 3, 5 and 7 of ten steps, and resumes with other settings.
+
+    The micro-batch, the number of processes, the device and the dtype change.
+    """
+    for stop, processes, flags in ((3, 1, []), (5, 2, ["--batch_size", 2]),
+                                   (7, 1, ["--batch_size", 16, "--device", "auto"])):
+        train("--log_dir", "run", "--resume", "--save_every", stop, "--keep", 0, *flags,
+              cwd=tmp_path, processes=processes)
+        for path in (tmp_path / "run").glob("model_*.pt"):
+            if int(path.stem[6:]) > stop:  # as if killed after the save of step `stop`
+                path.unlink()
+    out, _ = train("--log_dir", "run", "--resume", cwd=tmp_path)
+    assert "resumed from step 7 " in out
+    assert_close_logs(tmp_path / "run", whole, rel=1e-5)
+    for dtype, step in (("float16", 12), ("bfloat16", 14)):
+        out, _ = train("--log_dir", "run", "--resume", "--max_steps", step, "--dtype", dtype,
+                       cwd=tmp_path)
+        assert f"resumed from step {step - 2} " in out and "note: dtype changes from " in out
+
+
+def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
+    flags = ["--schedule", "wsd", "--decay_steps", 4]
+    train(*flags, "--log_dir", "long", "--max_steps", 14, cwd=tmp_path)
+    train(*flags, "--log_dir", "run", "--save_every", 6, "--max_steps", 10, cwd=tmp_path)
+    (tmp_path / "run/model_000010.pt").unlink()  # continue before the decay
+    train(*flags, "--log_dir", "run", "--resume", "--max_steps", 14, cwd=tmp_path)
+    long, run = ({key: value for key, value in read_log(tmp_path / name).items()
+                  if key[1] == "train"} for name in ("long", "run"))
+    assert long == run and len(run) == 14
+
+
+def test_the_best_model_survives_a_resume(tmp_path):
+    """Its validation was after the checkpoint from which the run continues."""
+    flags = ["--keep_best", "--val_every", 7, "--schedule", "constant", "--log_dir", "run",
+             "--save_every", 7, "--keep", 0]
+    train(*flags, "--max_steps", 20, cwd=tmp_path)
+    train(*flags, "--max_steps", 21, "--resume", "--max_lr", 0.06, cwd=tmp_path)
+    log, best = read_log(tmp_path / "run"), tmp_path / "run" / "model_best.pt"
+    assert float(log[21, "val"]) > float(log[20, "val"])
+    assert torch.load(best, weights_only=True)["step"] == 20
+    for step in (20, 21):  # now the run continues from step 14
+        (tmp_path / "run" / f"model_{step:06d}.pt").unlink()
+    train(*flags, "--max_steps", 16, "--resume", "--max_lr", 0.06, cwd=tmp_path)
+    assert torch.load(best, weights_only=True)["step"] == 20
+
+
+def test_resume_reports_what_differs(tmp_path):
+    def resume(*flags, **options):
+        return train("--log_dir", "run", "--resume", *flags, cwd=tmp_path, **options)
+
+    train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+    _, err = resume("--n_layer", 3, "--n_embd", 64, status=2)
+    assert "n_layer is 2, not 3" in err and "n_embd is 32, not 64" in err
+    out, _ = resume("--max_steps", 4, "--dropout", 0.1)
+    assert "note: max_steps changes from 2 to 4" in out
+    assert "note: dropout changes from 0.0 to 0.1" in out
+    assert max(step for step, _ in read_log(tmp_path / "run")) == 4
+
+
+def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
+    derived = {"warmup_steps": 4, "val_every": 2, "min_lr": 4e-4}
+    flags = [*TINY, "--preset", "gpt2", "--data", ROOT / "input.txt", "--eval_every", 0,
+             "--log_dir", "run", "--max_steps"]
+    for flag in ("--warmup_steps", "--val_every", "--min_lr"):  # without these and their values
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+
+    def found():
+        config = json.loads((tmp_path / "run" / "run.json").read_text())["train_config"]
+        return {name: config[name] for name in derived}
+
+    program(*flags, 20, "--max_minutes", 1e-9, cwd=tmp_path)  # stops after a step
+    assert found() == derived
+    program(*flags, 100, "--resume", "--max_lr", 8e-3, "--max_minutes", 1e-9, cwd=tmp_path)
+    assert found() == derived | {"min_lr": 8e-4}
+    program(*flags, 22, "--resume", "--warmup_steps", 3, cwd=tmp_path)
+    assert found() == derived | {"warmup_steps": 3}
+
+
+# Starting from other weights
+
+
+def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path):
+    train("--log_dir", "base", cwd=tmp_path)
+    train("--log_dir", "tuned", "--init_from", "base", "--max_steps", 1, "--max_lr", "1e-9",
+          "--block_size", 16, "--val_tokens", 512, cwd=tmp_path)
+    base, tuned = checkpoint(tmp_path / "base", 10), checkpoint(tmp_path / "tuned", 1)
+    assert tuned["step"] == 1 and tuned["position"] == 32
+    assert tuned["model_config"]["block_size"] == 16
+    assert tuned["optimizer"]["adamw"]["transformer.wpe.weight.step"] == 1
+    for name, t in tuned["model"].items():
+        expected = base["model"][name][:16] if "wpe" in name else base["model"][name]
+        torch.testing.assert_close(t, expected, atol=1e-6, rtol=0)
+
+
+def test_init_from_hugging_face_weights_on_a_text(tmp_path):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32))
+    save_gpt2(model, tmp_path / "hf")
+    (tmp_path / "my.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
+    flags = [*TINY, "--n_layer", 1, "--n_embd", 16, "--val_tokens", 512, "--init_from", "hf",
+             "--max_lr", "1e-9", "--max_steps", 2]
+    program(*flags, "--log_dir", "run", cwd=tmp_path)
+    saved = checkpoint(tmp_path / "run", 2)
+    assert saved["tokenizer"] == "gpt2" and saved["model_config"]["vocab_size"] == 50257
+    _, loss = model(*text_batch("val", 16, tokenizer="gpt2", shuffle=False))
+    assert float(read_log(tmp_path / "run")[0, "val"]) == pytest.approx(loss.item(), rel=1e-4)
+    out, _ = program(*flags, "--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path)
+    assert "resumed from step 2" in out
+    program(*flags, "--data", "my.txt=0.5", f"{ROOT}/input.txt=0.5", "--log_dir", "mixed",
+            cwd=tmp_path)
+    assert checkpoint(tmp_path / "mixed", 2)["tokenizer"] == "gpt2"
+
+
+def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
+    """A run that began with --init_from is resumed without that flag, and without its shape."""
+    flags = ("--total_batch_size 512 --val_tokens 1024 --device cpu --sample_tokens 1 "
+             "--optimizer adamw --log_dir new --max_steps").split()
+    program(*flags, 2, "--init_from", "run", cwd=tmp_path)
+    out, _ = program(*flags, 3, "--resume", cwd=tmp_path)
+    assert "resumed from step 2" in out and "34,688 parameters" in out
+
+
+# Older versions
+
+# tests/checkpoints has files of commits e2d0309 and df748ca, after 4 of 8 steps of these flags.
+# Both have the state dicts of the optimizers.
 FLAGS = ("--preset baby --n_layer 2 --n_head 2 --n_embd 8 --block_size 8 --total_batch_size 64 "
          "--batch_size 4 --max_steps 8 --warmup_steps 2 --val_tokens 256 --val_every 4 "
          "--sample_every 0 --sample_tokens 4 --log_every 1 --dtype float32 --device cpu "

@@ -1,4 +1,4 @@
-"""The command line: which errors are one sentence and which keep their traceback; flags; --help."""
+"""The command line: one-sentence errors and tracebacks, flags, --help, output, names of files."""
 
 import os
 import subprocess
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
-from conftest import ROOT, program
+from conftest import ROOT, TEXT, TINY, names, program, train
 
-from plaingpt.cli import UserError, parse_flags
+from plaingpt.cli import UserError, parse_flags, print0, show_progress
 
 
 @dataclass
@@ -132,3 +132,46 @@ def test_help_fits_80_columns(name, tmp_path):
     assert not err and out.startswith("usage: ") and "  --" in out
     assert [line for line in out.splitlines() if len(line) > 80] == []
     assert not list(tmp_path.iterdir())  # --help makes no file
+
+
+# Output and names
+
+
+def shell(command, cwd):
+    """Runs a program of this project with redirections. It must end with status 0."""
+    subprocess.run(["bash", "-c", f"{sys.executable} {ROOT}/{command}"], cwd=cwd, check=True,
+                   capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
+def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
+    shell(f"train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}", tmp_path)
+    assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
+
+
+def test_text_for_a_terminal_of_ascii(whole, tmp_path):
+    out, _ = program("--checkpoint", whole, "--prompt", "caf\xe9", cwd=tmp_path,
+                     program="generate.py", env=dict(PYTHONIOENCODING="ascii"))
+    assert "caf\\xe9" in out
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text(TEXT)
+    _, err = train("--data", name, "--log_dir", os.fsdecode(b"r\xe9n"), cwd=tmp_path)
+    assert err == ""
+    program("--input", name, "--output_dir", os.fsdecode(b"sh\xe9"), cwd=tmp_path,
+            program="fineweb.py", fresh=True)
+
+
+def test_progress_bar_on_a_terminal(monkeypatch, capsys):
+    """Only parts of the line that fit are shown."""
+    monkeypatch.setenv("COLUMNS", "60")
+    show_progress(5, 10, "loss 1.2345 | 1m05s to go")
+    assert capsys.readouterr().out == ""  # no progress bar in a file
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show_progress(5, 10, "loss 1.2345 | 1m05s to go | " + "x" * 99)
+    print0("a\tl\x1b[2Jine\x9b")
+    bar, line = capsys.readouterr().out.removeprefix("\r\x1b[K").split("\r\x1b[K")
+    assert bar == "5/10 [##########          ] loss 1.2345 | 1m05s to go"
+    assert line == "a\tl\\x1b[2Jine\\x9b\n"

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from conftest import overfit, program, read_log, train
+from conftest import ALONE, overfit, program, read_log, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
 
 import hellaswag
@@ -23,8 +25,9 @@ from model import GPT, GPTConfig
 from plaingpt import evaluation
 from plaingpt.cli import UserError
 from plaingpt.device import Process
-from plaingpt.evaluation import Example, make_rows, score
+from plaingpt.evaluation import Example, make_rows, perplexity, score
 from plaingpt.huggingface import save_gpt2
+from plaingpt.text import check_spaces
 from tokenizer import get_tokenizer
 
 T = 48  # context of the tiny model; some rows below are longer
@@ -235,6 +238,16 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
     assert figures["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-4)
 
 
+def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path):
+    assert perplexity(1.0) == pytest.approx(np.e) and perplexity(10000.0) == np.inf
+    (tmp_path / "zh.txt").write_text("海" * 3000)
+    out, _ = program("--checkpoint", "run", "--data", "zh.txt", cwd=tmp_path, program="wikitext.py")
+    assert re.search("word_perplexity +inf", out) and re.search(r"bits_per_byte +\d", out)
+    train("--log_dir", "run", "--resume", "--max_steps", 12, "--evals", "wikitext=zh.txt",
+          cwd=tmp_path)
+    assert read_log(copy)[12, "wikitext"] == "inf"
+
+
 def test_a_plain_text_is_not_changed():
     (example,) = wikitext.examples([dict(text=line, where="") for line in ("a ( b ) ,\n", "c\n")])
     assert example.endings == ["a ( b ) ,\nc\n"]
@@ -250,6 +263,34 @@ def test_wikitext_pages_are_joined_and_detokenized():
     hub = [dict(text="" if line.isspace() else line) for line in whole.splitlines(keepends=True)]
     for records in (lines, hub, [dict(text=whole)]):
         assert list(wikitext.pages(records)) == PAGES
+
+
+def test_windows_line_ends_do_not_change_wikitext(whole, tmp_path):
+    text = " = Title = \n \n Some words of an article . \n = Other = \n More words . \n"
+    figures = []
+    for name, data in (("a.txt", text), ("b.txt", text.replace("\n", "\r\n"))):
+        (tmp_path / name).write_bytes(data.encode())
+        out, _ = program("--checkpoint", whole, "--data", name, cwd=tmp_path, program="wikitext.py")
+        figures.append(re.findall(r"(?:perplexity|per_byte) +\S+", out))
+    assert figures[0] == figures[1] and len(figures[0]) == 3
+
+
+@pytest.mark.parametrize("text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x",
+                                  "[" * 100_000])
+def test_unclosed_brackets_take_linear_time(text):
+    """A quadratic rule would need hours."""
+    check_spaces(text + "\n" * 400_000 + text)
+    assert "foo" in wikitext.detokenize("foo" + text)
+    assert hellaswag.clean(text).count("[") == text.count("[")
+
+
+@settings(max_examples=300)
+@given(st.text("()[]\"' \n\u3000ab"))
+def test_inside_of_brackets_as_in_the_harness(text):
+    for left, right in ("()", "[]", '""'):
+        expected = re.sub(rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}", text)
+        assert wikitext.strip_inside(text, left, right) == expected
+    assert hellaswag.clean(text) == re.sub(r"\[.*?\]", "", text.strip()).replace("  ", " ")
 
 
 class Parrot(GPT):
@@ -333,6 +374,24 @@ def test_logits_are_float32_under_autocast():
     assert rounded.log_likelihood == pytest.approx(exact.log_likelihood, abs=0.01)
     assert np.diff(rounded.log_likelihood) == pytest.approx(np.diff(exact.log_likelihood), abs=0.01)
     assert np.diff(exact.log_likelihood) == pytest.approx(0.05, abs=0.01)
+
+
+def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=80, vocab_size=256))
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in rng.integers(2, 60, 80)]
+    examples = [evaluation.Example([text], [" a", " bcd"]) for text in texts]
+    rows = evaluation.make_rows(examples, get_tokenizer("bytes"), model.config)
+    hidden, shapes, found = model.hidden, set(), {}
+    model.hidden = lambda idx, **kwargs: shapes.add(idx.shape[1]) or hidden(idx, **kwargs)
+    for multiple in (1, 64):
+        shapes.clear()
+        monkeypatch.setitem(evaluation.ROUND, "cpu", multiple)
+        scores = evaluation.score(model, examples, rows, ALONE, 64)
+        found[multiple] = scores.log_likelihood, len(shapes)
+    np.testing.assert_allclose(found[64][0], found[1][0], rtol=1e-5)
+    assert found[64][1] == 1 < 20 < found[1][1]
 
 
 @pytest.mark.parametrize("name, file, text, message", [

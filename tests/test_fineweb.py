@@ -202,6 +202,17 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
     assert "out is complete:" in capsys.readouterr().out and everything_in(out) == before
 
 
+def test_the_last_line_of_fineweb_works_as_printed(tmp_path):
+    (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])
+    out, _ = program("--input", "my.txt", "--output_dir", "mine", cwd=tmp_path,
+                     program="fineweb.py")
+    command = re.search(r"^to train on it: python train_gpt2.py (.+)\n\Z", out, re.M)[1]
+    small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 2 --val_tokens 512 --sample_tokens 1"
+    out, _ = program(*command.split(), *small.split(), cwd=tmp_path)
+    assert "preset mini on mine (" in out and "step     1/2" in out
+    assert (tmp_path / "log/mini/model_000002.pt").is_file()
+
+
 def test_continuing_after_kills(documents, tmp_path):
     rng, out = random.Random(2), tmp_path / "b/out"
     flags = ["--input", write(tmp_path / "table.parquet", documents * 4), "--shard_size", 10_000]

@@ -42,15 +42,6 @@ def test_generates_from_the_newest_checkpoint(trained):
     assert out.count("--- sample ") == 3
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    (["--prompt", "a" * 32], "...: has 32 tokens; give at most 31"),
-    (["--prompts", "nowhere.txt"], "nowhere.txt: [Errno 2] No such file"),
-])
-def test_each_mistake_gives_a_one_sentence_error(flags, sentence, trained):
-    _, err = run_generate(*flags, cwd=trained, status=2)
-    assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
-
-
 def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
     """Also beyond the context of 32 bytes, where the window slides."""
     prompts = ["MARLOW: ", "", "A longer prompt, 30 bytes long", "é"]
@@ -65,6 +56,14 @@ def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
             assert all(text.startswith(prompt) for text in result["texts"])
     assert together[1:2] == generate_json(*flags, cwd=trained)  # no prompt
     assert together[1:2] != generate_json(*flags, "--seed", 7, cwd=trained)
+
+
+def test_prompts_with_a_byte_order_mark_and_unicode_line_separators(whole, tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufeffone\u2028still one\ntwo\n".encode())
+    program("--checkpoint", whole, "--prompts", "p.txt", "--max_new_tokens", 1, "--json", "o.json",
+            cwd=tmp_path, program="generate.py")
+    results = json.loads((tmp_path / "o.json").read_text())
+    assert [result["prompt"] for result in results] == ["one\u2028still one", "two"]
 
 
 def script(monkeypatch, *rows):

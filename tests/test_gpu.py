@@ -72,6 +72,17 @@ def test_16_bit_steps_are_close_to_float32(dtype):
         losses(dtype=dtype), losses(dtype="float32"), rtol=3e-2, atol=3e-2)
 
 
+def test_the_residual_stream_is_bfloat16_on_cuda():
+    """Only with products in bfloat16: float16 would overflow. test_model.py tests a CPU."""
+    model, dtypes = GPT(SMALL).to(CUDA), []
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", dtype):
+            model.hidden(torch.zeros(2, 32, dtype=torch.long, device=CUDA))
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
 def test_float16_skips_a_step_that_overflows():
     training, process, batch = make(dtype="float16")
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)

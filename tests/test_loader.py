@@ -5,12 +5,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, write_bin
+from conftest import ROOT, TINY, train, write_bin
 
+import train_gpt2
 from plaingpt.cli import UserError
 from plaingpt.data import find_tokenizer
-from plaingpt.shards import ENDS, open_splits
-from tokenizer import get_tokenizer
+from plaingpt.order import permute
+from plaingpt.shards import ENDS, open_splits, read_text
+from tokenizer import Tokenizer, get_tokenizer
 from train_gpt2 import DataLoaderLite
 
 T = 16
@@ -65,6 +67,18 @@ def test_the_order_of_the_data_never_changes(tmp_path):
     assert (x[:, 0] // T).tolist() == [5, 0, 3, 1, 2, 6, 7, 4] + [1, 6, 2, 7, 4, 5, 0, 3]
 
 
+def test_permute_is_uniform():
+    """Chi-squared of (position, image) over many epochs, and of the distance of neighbors."""
+    n, epochs = 30, 3000
+    orders = np.array([[permute(i, n, 0, epoch) for i in range(n)] for epoch in range(epochs)])
+    counts = np.stack([np.bincount(column, minlength=n) for column in orders.T])
+    steps = np.bincount((np.diff(orders) % n).ravel(), minlength=n)[1:]  # 0 does not occur
+    for found, degrees in ((counts, (n - 1)**2), (steps, n - 2)):
+        expected = found.sum() / found.size
+        chi = ((found - expected)**2 / expected).sum()
+        assert abs(chi - degrees) < 5 * (2 * degrees)**0.5, (chi, degrees)
+
+
 def test_text_is_read_as_bytes_and_its_last_tenth_is_for_validation(tmp_path):
     data = bytes(range(1, 256)) * 10
     (tmp_path / "t.txt").write_bytes(data)
@@ -73,8 +87,22 @@ def test_text_is_read_as_bytes_and_its_last_tenth_is_for_validation(tmp_path):
     assert bytes(val.read(0, len(val))) == data[2295:]
 
 
+def test_a_text_is_encoded_once(tmp_path, monkeypatch):
+    """Also if --preset mini counts its tokens first, and if the tokenizer is of a checkpoint."""
+    text, encoded, real = "Hello, I'm a language model. " * 400, [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args: encoded.append(args[1]) or real(*args))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text(text)
+    flags = [*TINY, "--preset", "mini", "--data", "t.txt", "--tokenizer", "gpt2", "--log_dir", "r"]
+    for max_steps in "12":
+        read_text.cache_clear()
+        train_gpt2.main([*flags, "--max_steps", max_steps, "--resume"])
+        assert encoded == [text]
+        encoded.clear()
+
+
 GOOD = np.arange(200, dtype=np.uint16)
-REFUSED = {  # other damage is in test_bad_input.py and test_fuzz.py
+REFUSED = {  # other damage is in test_reliability.py and test_fuzz.py
     "int32": (lambda p: np.save(p, GOOD.astype(np.int32)), "int32 .*, not uint16 or uint32"),
     "two dimensions": (lambda p: np.save(p, GOOD.reshape(2, 100)), r"\(2, 100\), not uint16 or u"),
     "empty file": (lambda p: p.write_bytes(b""), "not a readable shard"),
@@ -91,6 +119,13 @@ def test_refuses_invalid_shards(tmp_path, case):
     with pytest.raises(UserError, match=sentence) as error:
         open_loader(tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.json", "own.parquet", "own.txt.gz"])
+def test_data_that_is_no_text_names_the_command_for_shards(tmp_path, name):
+    (tmp_path / name).write_bytes(b"{}" * 5000)
+    _, err = train("--data", name, cwd=tmp_path, status=2)
+    assert err == f"error: --data {name}: is not a text; make shards: fineweb.py --input {name}\n"
 
 
 def fingerprint(*args, **options):

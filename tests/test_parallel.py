@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from conftest import assert_close_logs, program, read_log, spawn
+from conftest import assert_close_logs, checkpoint, program, read_log, spawn
 
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
@@ -20,10 +20,6 @@ WAYS = {"ddp": (2, []), "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP),
         "fsdp x pp": (4, FSDP + PP), "ddp x pp": (4, PP),
         "recompute, ddp": (2, RECOMPUTE), "recompute, fsdp": (2, RECOMPUTE + FSDP),
         "recompute, tp x pp": (4, RECOMPUTE + TP + PP)}
-
-
-def checkpoint(directory, step):
-    return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)
 
 
 def run_small(directory, processes, *flags, status=0):

@@ -1,15 +1,15 @@
-"""Plots and TensorBoard event files have the numbers of the log."""
+"""Plots have the numbers of the log."""
 
 import re
-import signal
 
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, program, read_log, spawn, train
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import ROOT, program, read_log, train
 
 import plot
+from plaingpt import runlog
+from plaingpt.cli import UserError
 
 BABY = ROOT / "log/records/baby"
 
@@ -95,24 +95,44 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
 
 
-def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
-    """Kills a run between checkpoints and resumes it. Checks numbers, samples, configuration."""
-    flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
-    (process,) = spawn(*flags, "--max_steps", 12, cwd=tmp_path)
-    for line in process.stdout:
-        if line.startswith("step     7/"):
-            process.send_signal(signal.SIGKILL)
-    process.communicate()
-    for steps in (12, 14):
-        out, _ = program(*flags, "--resume", "--max_steps", steps, cwd=tmp_path)
-        assert "resumed from step " in out
-    events = EventAccumulator(str(tmp_path / "run"), size_guidance=dict(scalars=0, tensors=0))
-    tags = events.Reload().Tags()["scalars"]
-    found = [((e.step, name), e.value) for name in tags for e in events.Scalars(name)
-             if name != "tok_s"]
-    log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
-    assert len(found) == len(log) and dict(found) == pytest.approx(log, rel=1e-6)
-    samples = {e.step: e.tensor_proto.string_val[0].decode()
-               for e in events.Tensors("sample 1/text_summary")}
-    assert sorted(samples) == [5, 10, 12, 14]
-    assert all(re.fullmatch("<pre>.+</pre>", text, re.S) for text in samples.values())
+# Runs that are resumed, damaged or have diverged
+
+
+def test_plot_by_tokens_after_a_resume_with_another_batch(copy, tmp_path):
+    train("--log_dir", "run", "--resume", "--max_steps", 14, "--total_batch_size", 1024,
+          cwd=tmp_path)
+    consumed = {step: int(value) for step, stream, value in runlog.read_log(copy / "log.txt")
+                if stream == "tokens"}
+    assert consumed == {step: 512 * min(step + 1, 10) + 1024 * max(0, step - 9)
+                        for step in range(14)}
+    line = plot.draw({"run": plot.read_run(copy)}, "tokens").axes[0].lines[1]
+    assert line.get_xdata()[-1] == consumed[12] and line.get_xdata()[0] == 0
+
+
+def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
+    streams = {"train": dict.fromkeys(range(300), 1.0) | {50: np.inf, 60: np.nan}}
+    line = plot.draw({"run": (streams, {})}, "steps").axes[0].lines[1]
+    assert np.isfinite(line.get_ydata()).all()
+
+
+@pytest.mark.parametrize("log, facts, message", [
+    ("1 train x\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+    ("1 tokens 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+    ("1 train 2\n", "[1]", "run.json: is damaged (not an object"),
+    ("1 train 2\n", "{", "run.json: is damaged (Expecting")])
+def test_plot_of_a_strange_run(tmp_path, log, facts, message):
+    (tmp_path / "log.txt").write_text(log)
+    (tmp_path / "run.json").write_text(facts)
+    with pytest.raises(UserError, match=re.escape(message)):
+        plot.main([str(tmp_path), "--output", str(tmp_path / "a.png")])
+
+
+def test_plot_of_a_diverged_run():
+    plot.draw({"run": ({"val": {0: np.nan, 1: np.inf}, "norm": {0: np.inf}}, {})}, "steps")
+
+
+def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):
+    (tmp_path / "$a_$b^{").mkdir()
+    (tmp_path / "$a_$b^{" / "log.txt").write_text("1 train 2\n2 train 2\n")
+    plot.main([str(tmp_path / "$a_$b^{"), "--output", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").exists()

@@ -3,6 +3,7 @@
 import pytest
 
 from plaingpt.cli import UserError
+from plaingpt.text import make_document
 from tokenizer import get_tokenizer
 
 HARD = ("It's  2 o'clock,\n\n\tMr. O'Neill'll say: naïve café — 日本語 🙂 don't   <|endoftext|> "
@@ -35,6 +36,14 @@ def test_gpt2_equals_a_plain_bpe():
     ranks = {token: rank for rank, token in enumerate(gpt2.token_bytes[:-1])}
     for word in ("Hello", " unbelievable", " 日本語", "🙂", " 1234567", " antidisestablishment"):
         assert gpt2.encode(word) == merge(word.encode(), ranks), word
+
+
+def test_a_million_spaces():
+    """tiktoken's regex would overflow its stack."""
+    text = "a" + " " * 1_000_000
+    with pytest.raises(UserError, match="500,000 or more white spaces in a row; remove") as error:
+        get_tokenizer("gpt2").encode(text)
+    assert make_document("a.txt, line 1", {"text": text}, "text").problem == str(error.value)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])

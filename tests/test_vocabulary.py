@@ -269,6 +269,16 @@ def test_a_bad_tokenizer_is_one_sentence(content, message, tmp_path):
     assert str(error.value).startswith(f"--tokenizer {path}: {message}")
 
 
+def test_a_tokenizer_json_that_the_package_refuses(tmp_path):
+    (tmp_path / "t.txt").write_text("some text " * 500)
+    program("--input", "t.txt", "--vocab_size", 300, cwd=tmp_path, program="tokenizer.py")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": 5}))
+    _, err = program("--input", "t.txt", "--tokenizer", path, "--output_dir", "out", cwd=tmp_path,
+                     program="fineweb.py", status=2)
+    assert err.splitlines()[-1].startswith("error: tokenizer.json: data did not match any")
+
+
 def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
     """Samples and bits per byte, too."""
     make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / "zh.json")
@@ -306,6 +316,14 @@ def test_mistakes(flags, error, tmp_path):
     out, err = program(*flags.split(), cwd=tmp_path, program="tokenizer.py", status=2)
     assert err.splitlines()[-1].startswith(f"error: {error}"), err
     assert ("skipped 1 damaged documents; the first one: t.txt, line 1" in out) == ("no " in error)
+
+
+def test_an_input_is_not_replaced_by_the_output(tmp_path):
+    (tmp_path / "b.txt").write_text("some text")
+    _, err = program("--input", "*.txt", "--output", "./b.txt", program="tokenizer.py",
+                     cwd=tmp_path, status=2)
+    assert err == "error: --output ./b.txt: is also an input; give another file\n"
+    assert (tmp_path / "b.txt").read_text() == "some text"
 
 
 def test_a_tokenizer_of_the_hub(zh, tmp_path):

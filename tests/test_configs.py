@@ -1,0 +1,145 @@
+"""From flags to the configuration of a run: presets, schedules, and the sizes of steps."""
+
+import math
+import struct
+
+import pytest
+import torch
+from conftest import ROOT, program, read_log, train
+
+from model import GPT, PRESETS, GPTConfig
+from plaingpt.cli import parse_flags
+from plaingpt.data import Sources, plan_steps
+from train_gpt2 import RECIPES, TrainConfig, choose_data, get_lr, make_configs
+
+
+def configs(*flags):
+    """The GPTConfig and the TrainConfig of these flags."""
+    given = parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
+    return make_configs(given, Sources(choose_data(given)))
+
+
+def config_of(*flags):
+    """The TrainConfig of these flags."""
+    return configs(*flags)[1]
+
+
+# Presets
+
+
+def test_gpt2_preset_is_the_published_recipe(shards):
+    g, c = configs("--preset", "gpt2", "--data", str(shards))
+    assert (g.n_layer, g.n_head, g.n_embd, g.block_size, g.vocab_size) == (12, 12, 768, 1024, 50257)
+    assert (c.total_batch_size, c.max_steps, c.warmup_steps) == (2**19, 19073, 715)
+    assert (c.max_lr, c.weight_decay, c.grad_clip) == (6e-4, 0.1, 1.0)
+    assert c.min_lr == pytest.approx(6e-5) and (c.save_every, c.log_every) == (1000, 1)
+    # works on eight processes without flags
+    assert c.total_batch_size % (c.batch_size * g.block_size * 8) == 0
+
+
+@pytest.mark.parametrize("preset, millions", [
+    ("gpt3-350m", 356), ("gpt3-760m", 760), ("gpt3-1.3b", 1316), ("gpt3-2.7b", 2652),
+    ("gpt3-6.7b", 6658), ("gpt3-13b", 12853)])
+def test_presets_of_gpt3(preset, millions):
+    """GPT-3 paper, table 2.1: names, batches of 0.5M, 1M or 2M tokens, at most 10B tokens here."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**PRESETS[preset]))
+    assert round(sum(p.numel() for p in model.parameters()) / 10**6) == millions
+    config = TrainConfig(**RECIPES[preset])
+    assert 9.9e9 < config.total_batch_size * config.max_steps < 10.1e9
+    assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=2e-3)
+    assert config.total_batch_size % (8 * config.batch_size * 2048) == 0
+
+
+def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
+    monkeypatch.chdir(tmp_path)
+    hint = "steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M\n"
+    text = str(ROOT / "input.txt")
+    _, c = configs()
+    assert (c.preset, c.data, c.log_dir) == ("baby", [text], "log/baby")
+    assert capsys.readouterr().out == f"preset baby on {text} (256 ids), 2,700 {hint}"
+    shards.rename(tmp_path / "edu_fineweb10B")
+    _, c = configs()
+    assert (c.preset, c.data) == ("mini", ["edu_fineweb10B"])
+    assert capsys.readouterr().out == f"preset mini on edu_fineweb10B (256 ids), 200 {hint}"
+    found = [configs("--preset", name)[1].data for name in ("gpt2", "mini", "finetune")]
+    assert found == [["edu_fineweb10B"], [text], [text]]
+
+
+def fake_shards(directory, tokens):
+    """Shards whose headers say that they have so many tokens, without taking the space."""
+    directory.mkdir()
+    for split in ("val_000000", "train_000001"):
+        with open(directory / f"a_{split}.bin", "wb") as file:
+            file.write(struct.pack("<3i", 20240520, 1, tokens))
+            file.truncate(1024 + 2 * tokens)
+    return directory
+
+
+def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_path):
+    large, small = (fake_shards(tmp_path / str(n), n) for n in (10**9, 10**9 - 1))
+    for cuda, data, flags, preset in (
+            (True, large, [], "gpt2"), (True, small, [], "mini"), (False, large, [], "mini"),
+            (True, large, ["--device", "cpu"], "mini"), (False, small, ["--preset", "gpt2"],
+            "gpt2"), (True, large, ["--init_from", "x"], "finetune")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        assert config_of("--data", data, *flags).preset == preset
+
+
+def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
+    train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+    (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])
+    out, _ = program("--data", "my.txt", "--init_from", "run", "--max_steps", 3, "--device", "cpu",
+                     "--sample_tokens", 1, cwd=tmp_path)
+    assert out.startswith("preset finetune on my.txt (256 ids), 3 steps; --preset chooses ")
+    assert "starting from the weights in run" in out
+    log = read_log(tmp_path / "log/finetune")
+    assert float(log[3, "val"]) < float(log[0, "val"])
+    assert config_of("--init_from", "x").optimizer == "adamw"
+    assert config_of("--init_from", "x", "--preset", "baby").optimizer == "muon"
+
+
+def test_flags_override_the_preset_and_the_preset_overrides_defaults():
+    g, c = configs("--preset", "baby", "--n_layer", "2", "--max_lr", "1e-3", "--no-shuffle")
+    assert (g.n_layer, g.n_embd, c.max_lr, c.min_lr) == (2, 128, 1e-3, 0)
+    assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
+
+
+# Schedules and steps
+
+
+def lr_of(schedule, **options):
+    config = TrainConfig(schedule=schedule, max_lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110,
+                         **options)
+    return [get_lr(step, config) for step in range(111)]
+
+
+def test_schedules():
+    for schedule in ("cosine", "linear", "wsd", "constant"):
+        rates = lr_of(schedule)
+        assert rates[:10] == [(i + 1) / 10 for i in range(10)] and rates[10] == 1.0
+        assert rates[110] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+        assert all(a >= b for a, b in zip(rates[10:], rates[11:]))
+    assert lr_of("linear")[60] == pytest.approx(0.55) == lr_of("cosine")[60]
+    assert lr_of("cosine")[35] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    wsd = lr_of("wsd", decay_steps=20)
+    assert wsd[90] == 1.0 > wsd[91] and wsd[100] == pytest.approx(0.55)
+    assert lr_of("wsd")[88] == 1.0 > lr_of("wsd")[89]
+
+
+def test_a_short_run_has_fewer_steps_and_validations(tmp_path):
+    for n_bytes, steps in ((10_000, 200), (100_000, 10 * 90_000 // 2048), (10**8, 2500)):
+        path = tmp_path / f"{n_bytes}.txt"
+        path.write_bytes(b"a" * n_bytes)
+        assert config_of("--preset", "mini", "--data", path).max_steps == steps
+    assert config_of("--preset", "mini", "--max_steps", 7).max_steps == 7
+    found = {n: config_of("--max_steps", n).val_every for n in (5, 300, 2700, 19073)}
+    assert found == {5: 1, 300: 30, 2700: 270, 19073: 500}  # ten, or each 500 steps
+
+
+def test_a_ramp_has_two_micro_batch_sizes():
+    """torch.compile compiles the step for each size, and fails after eight."""
+    config = TrainConfig(rampup_steps=100, rampup_batch_size=2**15)
+    sizes = plan_steps(config, 1024, 10**7, 8)
+    assert {B for _, B in sizes[:100]} == {4} and {B for _, B in sizes[100:]} == {64}
+    assert all(n % (8 * B) == 0 for n, B in sizes)

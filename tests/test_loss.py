@@ -1,0 +1,158 @@
+"""plaingpt/loss.py: compared with the loss of all logits, and with manual calculations."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import randomise
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, GPTConfig
+from plaingpt.loss import CHUNK_SIZE, LinearCrossEntropyLoss
+
+SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
+
+
+def naive_loss(model, idx, targets):
+    """The loss from all logits at once."""
+    logits = F.linear(model.hidden(idx), model.lm_head.weight)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30, 31])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
+def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, dtype, tolerance):
+    monkeypatch.setitem(CHUNK_SIZE, "cpu", rows)
+    model, (idx, targets) = randomise(GPT(SMALL)), torch.randint(200, (2, 2, 15))
+    expected = naive_loss(model, idx, targets)
+    expected = [expected.detach(), *torch.autograd.grad(3 * expected, model.parameters())]
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        _, loss = model(idx, targets)
+        with torch.no_grad():
+            # validation computes the same loss without gradients
+            assert model(idx, targets)[1] == loss
+    # The factor 3 must reach the gradients.
+    for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):
+        assert a.dtype == torch.float32 and (a - b).norm() <= tolerance * b.norm()
+
+
+def test_float16_keeps_the_small_gradients():
+    """Tokens that do not occur have gradients of 1/1000 of 1/4096: two bits in unscaled float16."""
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, vocab_size=1000))
+    idx, targets = torch.randint(1000, (8, 512)), torch.zeros(8, 512, dtype=torch.long)
+    gradients = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            x = model.hidden(idx).detach().float()
+            loss = model.loss(x, targets)
+        # scaled as by a gradient scaler
+        gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])
+    assert (gradients[1] - gradients[0]).norm() < 0.002 * gradients[0].norm()
+
+
+def test_extreme_logits_give_the_exact_loss():
+    model = GPT(SMALL)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1)
+        model.lm_head.weight.zero_()
+        # logits 1000, -1000 and 198 of 0
+        model.lm_head.weight[:2] = torch.tensor([[1000.0], [-1000.0]]) / SMALL.n_embd
+        _, loss = model(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 2]]))
+    assert loss == pytest.approx((0 + 2000 + 1000) / 3, rel=1e-6)
+
+
+def model_and_batch():
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=256)
+    return GPT(config), *torch.randint(256, (2, 3, 8))
+
+
+@pytest.mark.parametrize("chunk", [5, 384])
+@pytest.mark.parametrize("ignored", [0, 7, 23])
+def test_targets_of_minus_100_are_ignored(monkeypatch, chunk, ignored):
+    """In the loss and in every gradient, as torch.nn.functional.cross_entropy does."""
+    monkeypatch.setitem(CHUNK_SIZE, "cpu", chunk)
+    model, x, y = model_and_batch()
+    y.view(-1)[:ignored] = -100
+    _, loss = model(x, y)
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    expected = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for p, gradient in zip(model.parameters(), gradients):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("target", [-1, 256])
+def test_a_target_outside_the_vocabulary_raises(target):
+    model, x, y = model_and_batch()
+    y[1, 2] = target
+    with pytest.raises(RuntimeError, match="a target is outside the vocabulary"):
+        model(x, y)
+
+
+# Memory
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest number of elements that any operator returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = filter(torch.is_tensor, torch.utils._pytree.tree_leaves(out))
+        self.numbers = max([self.numbers, *(t.numel() for t in tensors)])
+        return out
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_all_logits_are_never_in_memory(grad):
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=512, vocab_size=1000))
+    idx = torch.randint(1000, (4, 512))
+    with torch.set_grad_enabled(grad), Largest() as largest:
+        _, loss = model(idx, idx)
+        if grad:
+            loss.backward()
+    # a chunk of 384 positions of 4 x 512, the vocabulary padded to 1024
+    assert largest.numbers == 384 * 1024
+
+
+def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
+    """The generated code for two chunks: no float32 logits, and one buffer for all chunks."""
+    import torch._inductor.config as inductor
+    import torch._inductor.ir as ir
+    from torch._inductor.utils import run_and_get_code
+
+    # On a CPU, Inductor stores results of exp that are used twice. On a GPU it does not.
+    monkeypatch.setattr(ir, "is_cpu", lambda device: False)
+    monkeypatch.setattr(inductor, "fx_graph_cache", False)
+    V, loss_fn = 1000, LinearCrossEntropyLoss()
+    x, w = torch.randn(8, 64, 32, requires_grad=True), (0.02 * torch.randn(V, 32)).requires_grad_()
+    y = torch.randint(V, (8, 64))
+    compiled = torch.compile(loss_fn, fullgraph=True, dynamic=False)
+
+    def run(function, rows):
+        monkeypatch.setitem(CHUNK_SIZE, "cpu", rows)
+        x.grad = w.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = function(x, w, y)
+        loss.backward()
+        return loss, x.grad, w.grad
+
+    expected = run(loss_fn, 256)
+    found, code = run_and_get_code(lambda: run(compiled, 64))  # 4 x 64 if compiled
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert buffers(code) == ["torch.bfloat16"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
+        _, code = run_and_get_code(lambda: compiled(x, w, y))
+    assert buffers(code) == ["torch.bfloat16"]
+
+
+def buffers(code):
+    """The dtypes of the buffers for logits of 4 x 64 positions in Inductor's code."""
+    return re.findall(r"empty_strided_cpu\(\(256, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))

@@ -1,0 +1,152 @@
+"""What a run tells its user: its directory, log.txt, notes, TensorBoard and Weights & Biases."""
+
+import json
+import re
+import shutil
+import signal
+import struct
+import subprocess
+
+import pytest
+from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from plaingpt import runlog
+
+# The run directory
+
+
+def test_resume_without_a_run_starts_a_new_run_and_new_runs_move_old_ones(tmp_path):
+    run = tmp_path / "run"
+    out, _ = train("--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path)
+    assert "nothing to resume in run: starting a new run" in out
+    first = (run / "log.txt").read_text()
+    out, _ = train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+    assert f"the old run in run was moved to {run}.1" in out
+    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
+    assert (tmp_path / "run.1" / "log.txt").read_text() == first
+    assert names(tmp_path, "*/*.pt") == [f"model_{s:06d}.pt" for s in (1, 2, 3)]
+    assert names(run) == ["log.txt", "model_000001.pt", "run.json"]
+
+
+def test_a_run_directory_that_is_a_mount_point(tmp_path):
+    """Old runs move to another disk. If --log_dir is a link, they move next to its target."""
+    with small_disk(tmp_path / "run", 2**23):
+        train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
+        (tmp_path / "link").symlink_to("run")
+        for directory in ("run", "link"):
+            train("--log_dir", directory, "--max_steps", 1, cwd=tmp_path)
+    assert names(tmp_path) == ["link", "run", "run.1", "run.2"]
+    assert names(tmp_path / "run.1") == ["log.txt", "model_000002.pt", "run.json"]
+    for run in ("run", "run.2"):
+        assert names(tmp_path / run) == ["log.txt", "model_000001.pt", "run.json"]
+
+
+def test_a_read_only_directory(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    (tmp_path / "run").chmod(0o500)
+    resumed = ["--resume", "--max_steps", 12]
+    for directory, flags in (("run", []), ("run", resumed), ("run/new", [])):
+        _, err = train("--log_dir", directory, *flags, cwd=tmp_path, status=2, root=False)
+        assert err == (f"error: --log_dir {directory}: cannot write (Permission denied); choose "
+                       "another place, or free some space\n")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert names(tmp_path) == ["run"]
+
+
+def test_a_changed_file_that_is_not_utf8(tmp_path, monkeypatch):
+    for command in (["init"], ["add", "-A"]):
+        (tmp_path / "a.txt").write_bytes(b"caf\xe9 1\n" if command == ["init"] else b"caf\xe9 2\n")
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
+    assert b"+caf\xe9 2\n" in runlog.ask_git("diff", "--cached")
+
+
+# Steps and notes
+
+
+def test_printed_steps(tmp_path):
+    out, _ = train("--log_dir", "run", "--log_every", 4, cwd=tmp_path)
+    assert re.findall(r"^step +(\d+)/10", out, re.M) == ["0", "4", "8", "9"]
+    assert re.search(r"^step     9/10 \| loss \d\.\d{4} \| 0:00:00 to go \| norm \d+\.\d{3} \| "
+                     r"[\d,]+ tok/s \| lr \d\.\d\de-\d\d \| \d+ ms \| \d+\.\d\d TFLOP/s$",
+                     out, re.M), out
+    log = read_log(tmp_path / "run")
+    assert [step for step, stream in log if stream == "train"] == [*range(10)]
+
+
+def test_small_data_get_a_note_each(tmp_path):
+    (tmp_path / "t.txt").write_bytes((ROOT / "input.txt").read_bytes()[:3000])
+    out, _ = train("--data", "t.txt", "--max_steps", 200, "--val_every", 20, "--n_embd", 128,
+                   "--log_dir", "run", cwd=tmp_path)
+    assert "reads the training data 37 times" in out
+    assert "the validation data have only 300 tokens" in out
+    assert out.count("the validation loss has risen three times in a row") == 1
+    out, _ = train("--log_dir", "run", cwd=tmp_path)  # input.txt
+    assert "note: " not in out
+
+
+# TensorBoard, and Weights & Biases
+
+
+def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
+    """Kills a run between checkpoints and resumes it. Checks numbers, samples, configuration."""
+    flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
+    (process,) = spawn(*flags, "--max_steps", 12, cwd=tmp_path)
+    for line in process.stdout:
+        if line.startswith("step     7/"):
+            process.send_signal(signal.SIGKILL)
+    process.communicate()
+    for steps in (12, 14):
+        out, _ = program(*flags, "--resume", "--max_steps", steps, cwd=tmp_path)
+        assert "resumed from step " in out
+    events = EventAccumulator(str(tmp_path / "run"), size_guidance=dict(scalars=0, tensors=0))
+    tags = events.Reload().Tags()["scalars"]
+    found = [((e.step, name), e.value) for name in tags for e in events.Scalars(name)
+             if name != "tok_s"]
+    log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
+    assert len(found) == len(log) and dict(found) == pytest.approx(log, rel=1e-6)
+    samples = {e.step: e.tensor_proto.string_val[0].decode()
+               for e in events.Tensors("sample 1/text_summary")}
+    assert sorted(samples) == [5, 10, 12, 14]
+    assert all(re.fullmatch("<pre>.+</pre>", text, re.S) for text in samples.values())
+
+
+def wandb_records(data):
+    """Yields the records of a .wandb file: 7 bytes, then a log of LevelDB (doc/log_format.md)."""
+    at, record = 7, b""
+    while at < len(data):
+        if 2**15 - at % 2**15 < 7:  # the rest of a block of 32 kB is empty
+            at += 2**15 - at % 2**15
+        length, kind = struct.unpack("<4xHB", data[at : at + 7])  # after 4 bytes of checksum
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+@pytest.mark.slow
+def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
+    flags = ["--log_dir", "run", "--wandb", "boats", "--sample_every", 5]
+    env = dict(WANDB_MODE="offline", WANDB_SILENT="true")
+    train(*flags, "--max_steps", 6, cwd=tmp_path, env=env)
+    train(*flags, "--max_steps", 12, "--resume", cwd=tmp_path, env=env)
+    ids, settings, found, samples = set(), [], {}, set()
+    for path in sorted((tmp_path / "run").glob("wandb/offline-run-*/*.wandb")):
+        for record in wandb_records(path.read_bytes()):
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+                settings += [item.value_json for item in record.run.config.update
+                             if item.key == "max_steps"]
+            row = {".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                   for item in record.history.item}
+            samples |= {row["_step"] for name in row if name.startswith("sample 0")}
+            for stream in row.keys() & {"train", "val", "bpb", "lr", "norm", "tokens"}:
+                number = pytest.approx(row[stream], rel=1e-7)  # log.txt has 8 digits
+                assert found.setdefault((row["_step"], stream), row[stream]) == number
+    assert len(ids) == 1 and settings == ["6", "12"] and samples == {5, 6, 10, 12}
+    log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
+    assert found == pytest.approx(log, rel=1e-6)

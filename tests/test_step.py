@@ -1,0 +1,164 @@
+"""A training step: compared with a plain loop, with several processes and compiled."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    ALONE,
+    CPU,
+    MODEL,
+    assert_close_logs,
+    checkpoint,
+    fresh,
+    program,
+    read_log,
+    spawn,
+    text_batch,
+    train,
+)
+
+from model import GPT
+from plaingpt.device import Process
+from plaingpt.parallel import grad_scaler
+from train_gpt2 import TrainConfig, Training, get_lr, make_training, train_step
+
+
+def test_gradients_of_an_accumulated_step(tmp_path):
+    """16 sequences give the same gradient in one batch, in 8 micro-batches and on two processes."""
+    flags = ["--max_steps", 1, "--grad_clip", 0]
+    train(*flags, "--log_dir", "one", "--batch_size", 2, cwd=tmp_path)
+    train(*flags, "--log_dir", "two", "--batch_size", 4, cwd=tmp_path, processes=2)
+    model = fresh(MODEL)
+    model(*text_batch("train", 16))[1].backward()
+    for name in ("one", "two"):
+        moments = checkpoint(tmp_path / name, 1)["optimizer"]["adamw"]
+        for name, p in model.named_parameters():
+            # The first moment after one step from zero is (1 - 0.9) times the gradient.
+            gradient = moments[f"{name}.exp_avg"] / 0.1
+            torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-7)
+
+
+def plain_curve(config, steps):
+    """Losses and gradient norms of the simplest loop: eager, float32, all logits, nothing fused."""
+    model, curve = fresh(config), []
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    other = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1),
+                                   dict(params=other, weight_decay=0.0)],
+                                  betas=(0.9, 0.95), foreach=False)
+    rates = TrainConfig(max_lr=4e-3, min_lr=4e-4, warmup_steps=2, max_steps=20)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(step, rates)
+        x, y = text_batch("train", 16, position=16 * step)
+        logits = F.linear(model.hidden(x), model.lm_head.weight)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        curve.append((loss.item(), norm.item()))
+        optimizer.step()
+    return curve
+
+
+@pytest.mark.parametrize("flags, tolerance", [
+    (["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)])
+def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
+    """20 steps of four micro-steps each. With fullgraph, a graph break is an error.
+
+    A benchmark is scored between steps.
+    """
+    (tmp_path / "l.jsonl").write_text('{"text": "The boats came home with the evening tide"}\n')
+    train("--log_dir", "run", "--max_steps", 20, "--n_layer", 1, "--compile", *flags,
+          "--eval_every", 10, "--evals", "lambada=l.jsonl", cwd=tmp_path)
+    log = read_log(tmp_path / "run")
+    assert {(10, "lambada"), (20, "lambada")} <= log.keys()
+    for step, (loss, norm) in enumerate(plain_curve(replace(MODEL, n_layer=1), 20)):
+        assert float(log[step, "train"]) == pytest.approx(loss, rel=tolerance), step
+        assert float(log[step, "norm"]) == pytest.approx(norm, rel=5 * tolerance), step
+
+
+def test_float16_scales_the_loss_and_skips_overflows(tmp_path):
+    train("--log_dir", "half", "--dtype", "float16", cwd=tmp_path)
+    train("--log_dir", "full", cwd=tmp_path)
+    saved = checkpoint(tmp_path / "half", 10)
+    assert saved["scaler"]["scale"] >= 2**10 and checkpoint(tmp_path / "full", 10)["scaler"] == {}
+    half, full = read_log(tmp_path / "half"), read_log(tmp_path / "full")
+    assert half.keys() == full.keys() and half != full
+    # Gradients are unscaled before clipping: the norms are the same.
+    assert float(half[10, "val"]) == pytest.approx(float(full[10, "val"]), rel=5e-3)
+    assert float(half[9, "norm"]) == pytest.approx(float(full[9, "norm"]), rel=5e-2)
+
+    saved["scaler"]["scale"] = 2.0**40  # The next steps overflow until the scale is small enough.
+    torch.save(saved, tmp_path / "half" / "model_000010.pt")
+    out, _ = train("--log_dir", "half", "--dtype", "float16", "--resume", "--max_steps", 18,
+                   cwd=tmp_path)
+    assert " | 1 skipped | " in out and "loss nan" not in out
+    assert checkpoint(tmp_path / "half", 18)["scaler"]["scale"] == 2.0**32
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
+    """Counts the transfers from the device to Python in a step of three micro-steps."""
+    model, process = GPT(MODEL), Process(0, 1, 0, 1, CPU, dtype)
+    optimizers = model.configure_optimizers(0.1, 1e-3, optimizer)
+    x = torch.randint(256, (2, 16))
+    training, calls = Training(model, model, optimizers, grad_scaler(process)), []
+
+    def counted(name, original):
+        return lambda *args: calls.append(name) or original(*args)
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    for _ in range(2):
+        calls.clear()
+        loss, norm, _ = train_step(training, [(x, x)] * 3, 1.0, [], process)
+        assert calls == ["tolist"] and math.isfinite(loss) and math.isfinite(norm)
+
+
+# Compiled
+
+
+def test_a_run_compiles_its_model_once():
+    """Although train_step sets an attribute for DDP, and a validation uses the same model."""
+    training = make_training(MODEL, TrainConfig(), ALONE)
+    raw_model = training.raw_model
+    x, graphs = torch.randint(256, (2, 32)), []  # (B, T)
+    model = torch.compile(raw_model, backend=lambda graph, _: graphs.append(graph) or graph,
+                          dynamic=False, fullgraph=True)
+    for _ in range(2):
+        train_step(training._replace(model=model), [(x, x)] * 3, 1.0, [], ALONE)
+        with torch.no_grad():
+            raw_model.eval().loss(raw_model.hidden(x), x)
+        raw_model.train()
+    assert len(graphs) == 1
+
+
+def test_ddp_passes_bfloat16_between_its_compiled_parts(tmp_path):
+    """DDP's compiler cuts the graph where a bucket is full. Only the residual stream is float32."""
+    program(cwd=tmp_path, processes=1, program="tests/ddp_parts.py")
+
+
+# Muon
+
+
+def test_muon_on_two_processes(tmp_path):
+    """Muon computes in bfloat16, so rounding differences grow to 1/256. The tolerance is larger."""
+    for n in (1, 2):
+        train("--optimizer", "muon", "--log_dir", n, cwd=tmp_path, processes=n)
+    assert_close_logs(tmp_path / "1", tmp_path / "2", rel=2e-3)
+
+
+def test_two_processes_share_the_work_of_muon(tmp_path):
+    flops = {}
+    for processes in (1, 2):
+        running = spawn(cwd=tmp_path, processes=processes, program="tests/muon.py")
+        outputs = [p.communicate(timeout=120) for p in running]
+        assert all(p.returncode == 0 for p in running), outputs
+        flops[processes] = [int(out) for out, _ in outputs]
+    (whole,) = flops[1]
+    assert sum(flops[2]) == whole > 0 and max(flops[2]) < 0.51 * whole
