@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, program, read_log, train
 
 from model import GPT, PRESETS, GPTConfig
-from plaingpt.cli import parse_flags
+from plaingpt.cli import UserError, parse_flags
 from plaingpt.data import Sources, plan_steps
 from train_gpt2 import RECIPES, TrainConfig, choose_data, get_lr, make_configs
 
@@ -143,3 +143,27 @@ def test_a_ramp_has_two_micro_batch_sizes():
     sizes = plan_steps(config, 1024, 10**7, 8)
     assert {B for _, B in sizes[:100]} == {4} and {B for _, B in sizes[100:]} == {64}
     assert all(n % (8 * B) == 0 for n, B in sizes)
+
+
+@pytest.mark.parametrize("settings, sizes", [
+    (dict(batch_size=4), [(8, 4)]),
+    (dict(batch_size=8, pp=2), [(8, 4)]),  # every stage gets a micro-batch
+    # In a ramp, B is that of its first step, so that --batch_size may be larger.
+    (dict(batch_size=16, rampup_steps=4, rampup_batch_size=64),
+     [(1, 1), (2, 1), (4, 1), (6, 1), (8, 8)])])
+def test_the_sizes_of_the_steps(settings, sizes):
+    """In sequences of 64 tokens: (n, B). After the ramp, a step has 8 of them."""
+    assert plan_steps(TrainConfig(total_batch_size=512, **settings), 64, 10**6, 1) == sizes
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(rampup_steps=4, rampup_batch_size=1024),
+     "--rampup_batch_size: is above --total_batch_size; give a smaller one"),
+    (dict(batch_size=3), "--batch_size: each process has 8 sequences .* a divisor of 8, at most 8"),
+    (dict(batch_size=3, rampup_steps=4, rampup_batch_size=256),
+     "--batch_size: each process has 8 sequences in a step; give a divisor of 8"),
+    (dict(pp=16), "--pp 16: needs a sequence for each stage, but each process has 8 in a step"),
+    (dict(total_batch_size=500), "--total_batch_size: must be a multiple of 64 .block_size 64")])
+def test_sizes_that_do_not_fit(settings, message):
+    with pytest.raises(UserError, match=message):
+        plan_steps(TrainConfig(**{"total_batch_size": 512, **settings}), 64, 10**6, 1)

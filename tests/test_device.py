@@ -1,11 +1,14 @@
 """plaingpt/device.py: devices and their errors, and the thread that prepares batches."""
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU
+from conftest import CPU, ROOT
 
 from plaingpt.cli import UserError
 from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch
@@ -80,3 +83,27 @@ def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
     assert list(prefetch(iter([1, 2]), device)) == [1, 2]
     assert [place for place, _ in used] == [device]
     assert used[0][1] is not threading.main_thread()
+
+
+# Imports a program until it imports torch, and prints what torch would read.
+UNTIL_TORCH = """
+import os, sys
+class Finder:
+    def find_spec(name, *args):
+        if name == "torch":
+            os.write(1, os.environ.get("GOMP_SPINCOUNT", "unset").encode())
+            os._exit(0)
+sys.meta_path.insert(0, Finder)
+__import__(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("name", ["train_gpt2", "bench", "generate", "hellaswag", "lambada",
+                                  "storycloze", "wikitext", "core"])
+def test_every_program_sets_how_threads_wait_before_it_imports_torch(name):
+    env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    for given in ("10000", "7"):  # the second time, the user sets it
+        done = subprocess.run([sys.executable, "-c", UNTIL_TORCH, name], cwd=ROOT, env=env,
+                              capture_output=True, text=True, timeout=60)
+        assert done.stdout == given, done.stderr
+        env["GOMP_SPINCOUNT"] = "7"
