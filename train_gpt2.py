@@ -338,11 +338,11 @@ def make_training(gpt_config, config, process, weights=None):
     - A GPT on the device meta has shapes, but no memory. So parallel.split can split it before any
       process holds all of it, and each process then allocates only its own part.
     - load_weights replaces the meta parameters. So the optimizers are made after it.
-    - To compile is only a mark: the code is compiled in its first call. So it may be marked before
-      or after the rest. A split model is marked block by block, inside of split.
-    - DDP takes the parameters as they are, so it comes last. It is outside of torch.compile: then
-      the compiler cuts its code where a bucket of gradients is full, and DDP sends this bucket
-      while the backward pass still computes. (fullgraph=True only forbids other cuts.)
+    - torch.compile compiles at the first call, so its place hardly matters. parallel.split calls it
+      for each block. But DDP must be outside of it: then the compiler cuts its code where a bucket
+      of gradients is full, and DDP sends this bucket while the backward pass still computes.
+      (fullgraph=True only forbids other cuts.)
+    - DDP is last, because it takes the parameters as they are.
     """
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
@@ -405,7 +405,7 @@ def train_step(training, micro_batches, grad_clip, signals, process):
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
     # Means over all processes, as Python floats. (The norm is already equal on all of them.) In a
-    # step, the CPU waits for the device only here.
+    # step, the CPU waits for the device only here (and once more in the first step with TP).
     loss, norm, stopping = process.mean(loss_sum, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):

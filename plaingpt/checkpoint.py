@@ -120,7 +120,7 @@ def whole_gpt(config):
 
 
 def get_moments(optimizer):
-    """The moments of an optimizer: {"wte.weight.exp_avg": tensor}, with full names."""
+    """The moments of an optimizer: {"transformer.wte.weight.exp_avg": tensor}."""
     return {f"{name}.{moment}": tensor for name, p in named_params(optimizer)
             for moment, tensor in optimizer.state.get(p, {}).items()}
 
@@ -142,7 +142,7 @@ def named_params(optimizer):
 
 
 def moments_by_name(saved, whole):
-    """An optimizer's part of a checkpoint -> {"wte.weight.exp_avg": tensor}, with full names.
+    """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
 
     Older versions stored the state dict of the optimizer. There, parameters have numbers, and
     mostly also a list of their names. whole: the same optimizer of the whole model.
@@ -169,6 +169,8 @@ def load_checkpoint(path):
             remedy = "restore that model.py; its run may have a changes.patch"
         model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
+        if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+            raise ValueError("its weights are not finite")
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
         raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
                         f"{remedy}") from error

@@ -129,20 +129,18 @@ def plan_steps(config, T, n_sequences, dp_size):
     and B stays, so that torch.compile compiles one shape. n_sequences: of the training data. Raises
     UserError unless every process gets whole micro-batches in every step.
     """
-    n = config.total_batch_size // T
-    B = micro_batch_size(config, "total_batch_size", T, n_sequences, dp_size)
+    n, B = step_size(config, "total_batch_size", T, n_sequences, dp_size)
     if not config.rampup_steps:
         return [(n, B)]
     if config.rampup_batch_size > config.total_batch_size:
         raise UserError("--rampup_batch_size: is above --total_batch_size; give a smaller one")
-    first = config.rampup_batch_size // T
-    first_B = micro_batch_size(config, "rampup_batch_size", T, n_sequences, dp_size)
+    first, first_B = step_size(config, "rampup_batch_size", T, n_sequences, dp_size)
     growth = [(n - first) * step // config.rampup_steps for step in range(config.rampup_steps)]
     return [(first + more // first * first, first_B) for more in growth] + [(n, B)]
 
 
-def micro_batch_size(config, flag, T, n_sequences, dp_size):
-    """Sequences of a micro-batch in a step of so many tokens as a flag says. Raises UserError."""
+def step_size(config, flag, T, n_sequences, dp_size):
+    """(n, B) of a step that has as many tokens as the flag says. Raises UserError."""
     size, unit = getattr(config, flag), T * dp_size  # tokens
     if size % unit or not unit <= size <= n_sequences * T:
         raise UserError(f"--{flag}: must be a multiple of {unit} (block_size {T} x {dp_size} "
@@ -155,4 +153,4 @@ def micro_batch_size(config, flag, T, n_sequences, dp_size):
     if share % B:
         raise UserError(f"--batch_size: each process has {share} sequences in a step; give a "
                         f"divisor of {share}, at most {share // config.pp}")
-    return B
+    return share * dp_size, B

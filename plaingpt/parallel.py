@@ -12,12 +12,14 @@ processes have consecutive ranks. The processes read different data only along d
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process has a part.
 full_tensor() gives the whole of a DTensor. All processes must call it, or those that do wait for
-ever. With PP, a Pipeline calls the GPTs of all processes, each of which has some of the blocks.
+ever. With PP, each process has a Pipeline around a GPT with some of the blocks. Together they
+compute the whole.
 """
 
 # PyTorch's parallel modules take two seconds to import. So the functions import what they need.
 
 import logging
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from plaingpt.sampling import generate_tokens
 
 
 def split(model, config, process):
-    """Splits a GPT on the meta device. Returns the same GPT, or with --pp a Pipeline.
+    """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it.
 
     All processes must call hidden, logits, loss and generate. All get the complete result. Raises
     UserError if tp or pp do not fit the model.
@@ -42,8 +44,11 @@ def split(model, config, process):
         raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
     if config.pp > n_layer:
         raise UserError(f"--pp {config.pp} is more than the model's {n_layer} blocks")
-    # PyTorch would warn that FSDP and TP gather a tensor in two steps.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # PyTorch would warn that FSDP and TP gather a tensor in two steps, that lm_head is not called
+    # in training (loss_fn reads its weight), and of changes of a view, which GPT never makes.
+    for name in ("tensor._redistribute", "fsdp.fully_shard"):
+        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     n_shards = process.dp_size if config.parallel == "fsdp" else 1
     mesh = init_device_mesh(
         process.device.type, (config.pp, process.dp_size // n_shards, n_shards, config.tp),
@@ -73,24 +78,22 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
     """Applies FSDP. DDP is implemented as FSDP with one shard and several copies of it."""
     import torch.distributed.fsdp as fsdp
 
-    on_cpu = process.device.type == "cpu"
     mesh = mesh["shards"] if is_fsdp else mesh["copies", "shards"]
     # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The CPU's
     # layer_norm rejects bfloat16 weights with the float32 residual stream.
-    param_dtype = process.dtype if is_fsdp and not on_cpu else None
+    param_dtype = process.dtype if is_fsdp and process.device.type != "cpu" else None
     policy = fsdp.MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Embeddings, norm and head are one group, in float32. After forward it stays whole, for
-    # logits and loss, until the next backward pass ends.
-    ends = [module for name, module in root.named_modules()
-            if ".h." not in name and list(module.parameters(recurse=False))]
-    fsdp.fully_shard(ends, mesh=mesh, reshard_after_forward=False)
+    # Embeddings, norm and head are one group, in float32. After forward it stays whole, for logits
+    # and loss, until a backward pass ends. Until then, named_parameters() gives whole tensors.
+    rest = [module for name, module in root.named_modules()
+            if name and ".h." not in name and list(module.parameters(recurse=False))]
+    if rest:  # a stage in the middle of a pipeline has only blocks
+        fsdp.fully_shard(rest, mesh=mesh, reshard_after_forward=False)
     fsdp.fully_shard(root, mesh=mesh)
     # Validation and generation call this method and not forward.
     fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")
-    for module in (root, *blocks):  # gloo has no average
-        module.set_force_sum_reduction_for_comms(on_cpu)
 
 
 def split_layers(model, mesh):
@@ -275,13 +278,12 @@ def keep_stage(model, stage, n_stages):
 
 def grad_scaler(process):
     """The gradient scaler of a run. It does nothing unless the dtype is float16."""
-    enabled = process.dtype == torch.float16
-    if process.world_size == 1:
-        return torch.amp.GradScaler(process.device.type, enabled=enabled)
+    if process.dtype != torch.float16 or process.world_size == 1:
+        return torch.amp.GradScaler(process.device.type, enabled=process.dtype == torch.float16)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    # If one process finds an overflow in its part of the gradient, all skip the step.
-    return ShardedGradScaler(process.device.type, enabled=enabled)
+    # If one process finds an overflow in its part of the gradient, all lower their scale.
+    return ShardedGradScaler(process.device.type)
 
 
 def set_gradient_sync(model, is_on):

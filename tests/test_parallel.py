@@ -17,7 +17,7 @@ SMALL = ("--preset baby --n_layer 3 --n_head 2 --n_embd 32 --block_size 32 --voc
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
 RECOMPUTE = ["--activation_checkpointing"]
 WAYS = {"ddp": (2, []), "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP),
-        "fsdp x pp": (4, FSDP + PP), "ddp x pp": (4, PP),
+        "fsdp x pp": (4, FSDP + PP), "ddp x pp 3": (6, ["--pp", 3]),
         "recompute, ddp": (2, RECOMPUTE), "recompute, fsdp": (2, RECOMPUTE + FSDP),
         "recompute, tp x pp": (4, RECOMPUTE + TP + PP)}
 

@@ -170,14 +170,18 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 @pytest.mark.parametrize("damage, message", [
     ("truncated", UNREADABLE + r"\(.*\); give another one, or delete it to resume "
                   "from the one before"),
-    ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*")])
+    ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
+    ("weights", UNREADABLE + r"\(its weights are not finite\);.*")])
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     """It ends --resume and changes nothing. Without it, the run continues from step 5."""
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / "model_000010.pt"
-    data = bytearray(path.read_bytes())
+    data, saved = bytearray(path.read_bytes()), torch.load(path, weights_only=True)
     data[200_000] ^= 1
     path.write_bytes(data[:100_000] if damage == "truncated" else data)
+    if damage == "weights":
+        saved["model"]["transformer.wpe.weight"][0, 0] = torch.nan
+        torch.save(saved, path)
     _, err = train("--log_dir", "run", "--resume", cwd=tmp_path, status=2)
     assert re.fullmatch(f"error: {message}\n", err), err
     assert names(tmp_path / "run") == names(whole) and names(tmp_path) == ["run"]
