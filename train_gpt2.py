@@ -176,7 +176,7 @@ def make_configs(given, sources):
     steps = values["max_steps"]
     if values["min_lr"] is None:
         values["min_lr"] = values["max_lr"] / 10
-    # In a short run, validate ten times, and warm up for at most a fifth of the steps.
+    # In a short run, validate about ten times, and warm up for at most a fifth of the steps.
     for name, most in (("val_every", max(1, steps // 10)), ("warmup_steps", steps // 5)):
         if name not in given:
             values[name] = min(values[name], most)
@@ -202,8 +202,8 @@ class DataLoaderLite:
     position p takes p to p+n-1, on any number of processes. The next step begins at p+n. If the
     batch never changes, step s begins at s x total_batch_size / T.
 
-    sets: a Tokens object for each data set. shares: Fractions that add up to 1. Raises UserError if
-    a set has fewer than T+1 tokens.
+    sets: a Tokens object for each data set: its shards, one after the other. shares: Fractions that
+    add up to 1. Raises UserError if a set has fewer than T+1 tokens.
     """
 
     def __init__(self, sets, shares, T, seed=1337, shuffle=True):
@@ -240,8 +240,8 @@ class DataLoaderLite:
         A step has n sequences. The process with dp_rank 0 gets the first B of them, dp_rank 1 gets
         the next B, and so on, round and round. n is a multiple of dp_size x B. Without TP and PP,
         dp_rank is the rank, and dp_size is the number of processes. With them, tp x pp processes
-        form a group: they share one model and have the same batches. dp_rank is the number of the
-        group, rank // tp % dp_size, and dp_size is the number of groups.
+        form a group, which computes one model together and has the same batches. dp_rank is the
+        index of the group, (rank // tp) % dp_size, and dp_size is the number of groups.
 
         steps: the range of steps. position: of the first one. sizes: of plan_steps.
         """
@@ -338,20 +338,21 @@ def make_training(gpt_config, config, process, weights=None):
     - A GPT on the device meta has shapes, but no memory. So parallel.split can split it before any
       process holds all of it, and each process then allocates only its own part.
     - load_weights replaces the meta parameters. So the optimizers are made after it.
-    - torch.compile compiles at the first call, so its place hardly matters. parallel.split calls it
-      for each block. But DDP must be outside of it: then the compiler cuts its code where a bucket
-      of gradients is full, and DDP sends this bucket while the backward pass still computes.
-      (fullgraph=True only forbids other cuts.)
-    - DDP is last, because it takes the parameters as they are.
+    - torch.compile compiles at the first call. parallel.split calls it for each block; otherwise it
+      gets the whole model, before DDP. The compiler then cuts its code where a bucket of DDP's
+      gradients is full, and DDP sends this bucket while the backward pass still computes.
+    - DDP is last, because it registers hooks on the final parameters.
     """
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing
     is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     if is_split:
-        # FSDP and TP: the same GPT, but each process has a part of each tensor. PP: a Pipeline,
-        # which has the methods of a GPT, and in each process some of the blocks. FSDP averages the
-        # gradients over the groups. Without --parallel fsdp, FSDP shards nothing and replaces DDP.
+        # FSDP: the same GPT, but each process has a shard of each tensor. TP: the same GPT, but
+        # each process of a group has a part of each matrix; norms and positions are whole. PP: a
+        # Pipeline, which has the methods of a GPT. Its first stage has the embeddings, its last
+        # one the head, each one some of the blocks. The groups average their gradients: FSDP does
+        # this in place of DDP. Without --parallel fsdp, it shards nothing.
         # Muon works on split matrices, too, but communicates for each of them.
         raw_model = parallel.split(raw_model, config, process)
     # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
@@ -362,7 +363,7 @@ def make_training(gpt_config, config, process, weights=None):
     model = raw_model
     if config.compile and not is_split:
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
-        # Validation calls loss_fn outside of the compiled model.
+        # Validation calls raw_model.loss, and so loss_fn, outside of the compiled model.
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
     if process.world_size > 1 and not is_split:
         model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
@@ -374,7 +375,7 @@ def make_training(gpt_config, config, process, weights=None):
 
 def accumulate(model, scaler, micro_batches, process):
     """Sums the gradients of the micro-batches, one after the other. Returns their mean loss."""
-    loss_sum = 0.0
+    mean_loss = 0.0
     for i, (x, y) in enumerate(micro_batches, start=1):
         # DDP and FSDP average the gradients over the processes only in the step's last backward.
         parallel.set_gradient_sync(model, i == len(micro_batches))
@@ -383,8 +384,8 @@ def accumulate(model, scaler, micro_batches, process):
         # Each loss is the mean of its micro-batch. The step needs the mean of all of them.
         loss = loss / len(micro_batches)
         scaler.scale(loss).backward()
-        loss_sum += loss.detach()
-    return loss_sum
+        mean_loss += loss.detach()
+    return mean_loss
 
 
 def train_step(training, micro_batches, grad_clip, signals, process):
@@ -398,15 +399,15 @@ def train_step(training, micro_batches, grad_clip, signals, process):
     if isinstance(model, parallel.Pipeline):
         # Forward and backward as in accumulate, but the stages work on different micro-batches at
         # the same time. All stages get the mean loss.
-        loss_sum = model(micro_batches, scaler)
+        mean_loss = model(micro_batches, scaler)
     else:
-        loss_sum = accumulate(model, scaler, micro_batches, process)
+        mean_loss = accumulate(model, scaler, micro_batches, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
     # Means over all processes, as Python floats. (The norm is already equal on all of them.) In a
     # step, the CPU waits for the device only here (and once more in the first step with TP).
-    loss, norm, stopping = process.mean(loss_sum, norm, torch.full_like(norm, len(signals) > 0))
+    loss, norm, stopping = process.mean(mean_loss, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):
             optimizer.step()  # not scaler.step(): it would wait for the device again
@@ -427,9 +428,9 @@ def due(step, every):
 #   later        save, validation, benchmarks, samples, each if it is due
 #   max_steps    save, validation, benchmarks, samples; then the run is done
 #   a signal     (or max_minutes) save; then the run ends. Its resume does the rest that is due.
-#   a resume     begins at the step of the checkpoint, and does not save it again. What is due there
-#                is computed again. If log.txt has its line already, no second one is written. Lines
-#                of later steps are removed from log.txt.
+#   a resume     begins at the step of the checkpoint, and does not save it again. What is due at
+#                this step is computed again. log.txt keeps its validation and its benchmarks, and
+#                gets no second line of them. All other lines from this step on are removed first.
 #   ten bad steps in a row: an error, without a save
 #
 # All processes call save, estimate_loss, run_evals, draw_samples and the methods of log. Rank 0
@@ -438,6 +439,7 @@ def main(argv=None):
     given = cli.parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
     sources = Sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, sources)
+    # This process: its rank, its group, its device and number format.
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
     # Shape and weights are those of `saved`, otherwise those of --init_from. Otherwise the flags
@@ -453,8 +455,9 @@ def main(argv=None):
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
     # [(n, B)]: sequences of a step, and of a micro-batch of one process. B is batch_size, or less
     # if a process has fewer sequences in a step. One pair for each step of the ramp, in which n
-    # grows linearly from rampup_batch_size / T, then one for all later steps: n is
-    # total_batch_size / T. Raises UserError if a step is larger than an epoch.
+    # grows in multiples of rampup_batch_size / T, then one for all later steps, in which n is
+    # total_batch_size / T. Raises UserError if a process would not get whole micro-batches, or if
+    # a step is larger than all training data.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
