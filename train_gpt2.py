@@ -22,7 +22,7 @@ changes.patch, if files of this clone differ from its commit), log.txt in every
 step, model_STEP.pt every save_every steps, after the last step and when it is
 stopped (only the newest --keep stay), model_best.pt with --keep_best. Rank 0
 writes all files. Samples are printed; only TensorBoard and W&B keep them. A new
-run first moves the files of an old one, for example from log/baby to log/baby.1.
+run first moves the files of an old one, from log/baby to log/baby.1.
 """
 
 import math
@@ -199,8 +199,8 @@ class DataLoaderLite:
     permutation of its sequences. Several data sets take turns, each as often as its share says.
 
     A position counts sequences from the start of the run. A step of n sequences that begins at
-    position p takes p to p+n-1, on any number of processes. The next step begins at p+n. If the
-    batch never changes, step s begins at s x total_batch_size / T.
+    position p takes p to p+n-1, on any number of processes. The next step begins at p+n. If all
+    steps have the same n, step s begins at s x total_batch_size / T.
 
     sets: a Tokens object for each data set: its shards, one after the other. shares: Fractions that
     add up to 1. Raises UserError if a set has fewer than T+1 tokens.
@@ -338,9 +338,9 @@ def make_training(gpt_config, config, process, weights=None):
     - A GPT on the device meta has shapes, but no memory. So parallel.split can split it before any
       process holds all of it, and each process then allocates only its own part.
     - load_weights replaces the meta parameters. So the optimizers are made after it.
-    - torch.compile compiles at the first call. parallel.split calls it for each block; otherwise it
-      gets the whole model, before DDP. The compiler then cuts its code where a bucket of DDP's
-      gradients is full, and DDP sends this bucket while the backward pass still computes.
+    - torch.compile compiles at the first call. parallel.split wraps each block in it. A model that
+      is not split is wrapped as a whole, before DDP. The compiler then cuts its code where a bucket
+      of DDP's gradients is full, and DDP sends it while the backward pass still computes.
     - DDP is last, because it registers hooks on the final parameters.
     """
     with torch.device("meta"):
@@ -349,7 +349,7 @@ def make_training(gpt_config, config, process, weights=None):
     is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     if is_split:
         # FSDP: the same GPT, but each process has a shard of each tensor. TP: the same GPT, but
-        # each process of a group has a part of each matrix; norms and positions are whole. PP: a
+        # each process of a group has a part of each matrix; LayerNorms, positions are whole. PP: a
         # Pipeline, which has the methods of a GPT. Its first stage has the embeddings, its last
         # one the head, each one some of the blocks. The groups average their gradients: FSDP does
         # this in place of DDP. Without --parallel fsdp, it shards nothing.
@@ -393,7 +393,7 @@ def train_step(training, micro_batches, grad_clip, signals, process):
 
     micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal handler may
     append at any time. A step with a non-finite gradient leaves parameters and optimizers as they
-    are, but counts.
+    are, but `step` and `position` go on.
     """
     _, model, optimizers, scaler = training
     if isinstance(model, parallel.Pipeline):
@@ -421,8 +421,8 @@ def due(step, every):
     return every > 0 and step > 0 and step % every == 0
 
 
-# `step` is the number of updates so far, `position` the number of sequences that they took. In each
-# round of the loop, all that is due at `step` happens first, then one more update:
+# `step` is the number of steps so far, `position` the number of sequences that they took. In each
+# round of the loop, all that is due at `step` happens first, then one more step:
 #
 #   step 0       validation
 #   later        save, validation, benchmarks, samples, each if it is due
@@ -466,7 +466,8 @@ def main(argv=None):
     training = make_training(gpt_config, config, process, weights)
     saver = Saver(training, data, config, process)
     # Loads the state of optimizers and scaler; the weights are loaded above. Learning rates are
-    # those of this command. (0, 0) in a new run. Raises UserError if the step is above max_steps.
+    # those of this command. Returns (0, 0) in a new run. Raises UserError if the step is above
+    # max_steps.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
@@ -483,7 +484,7 @@ def main(argv=None):
             if done or step == 0 or due(step, config.val_every):
                 losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
                           for val_loader in val_loaders]
-                # val: the mean by the shares. The log also has the epochs of each data set.
+                # val: the mean, weighted by shares. The log also has the epochs of each set.
                 val = log.write_losses(step, losses, loader, position)
                 saver.save_best(val, step, position)  # does nothing without --keep_best
             if evals and (done or due(step, config.eval_every)):
