@@ -49,6 +49,7 @@ class BenchConfig:
     batch_size: Annotated[int | None, "sequences [64 on cuda, else 4]", "above 0"] = None
     block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
     steps: Annotated[int, "timed steps", "above 0"] = 10
+    profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
     optimizer: Annotated[Literal["adamw", "muon"] | None, "[the preset's]"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
@@ -115,6 +116,13 @@ def main(argv=None):
             return time.perf_counter() - start
 
         first, _, *times = [timed_step() for _ in range(bench.steps + 2)]  # both may be slow
+        if bench.profile:
+            with torch.profiler.profile() as profiler:
+                timed_step()
+            sort_by = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+            print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
+            if process.rank == 0:
+                profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
     unit = 1 if sys.platform == "darwin" else 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if cuda:

@@ -146,9 +146,10 @@ class GPT(nn.Module):
         pos: (B, T), default: after the cache. mask: (B, 1, T, T so far) bool, default: causal; with
         tokens in the cache, T must then be 1. plaingpt/evaluation.py gives both, to pack endings.
         """
-        T = idx.size(1)
+        T, start = idx.size(1), cache[0].length if cache else 0
+        if start and T > 1 and mask is None:
+            raise ValueError(f"{T} new tokens after a cache of {start} need a mask")
         if pos is None:
-            start = cache[0].length if cache else 0
             if start + T > self.config.block_size:
                 raise ValueError(f"{start + T} tokens exceed block_size {self.config.block_size}")
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
@@ -200,9 +201,7 @@ class GPT(nn.Module):
         if optimizer == "muon":
             in_blocks = [(n, p) for n, p in matrices if ".h." in n and p.dim() == 2]
             matrices = [(n, p) for n, p in matrices if ".h." not in n or p.dim() > 2]
-            optimizers.append(Muon(
-                in_blocks, lr=muon_lr or learning_rate, weight_decay=weight_decay,
-                adjust_lr_fn="match_rms_adamw"))
+            optimizers.append(Muon(in_blocks, muon_lr or learning_rate, weight_decay))
         groups = [dict(params=matrices, weight_decay=weight_decay),
                   dict(params=vectors, weight_decay=0.0)]
         # A stage of a pipeline may have no matrices outside its blocks.

@@ -108,7 +108,7 @@ class Saver:
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in {**asdict(config), **shape}.items():
-            if before.get(name, now) != now:
+            if name not in marked(type(config), FREE) and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
 
@@ -126,11 +126,17 @@ def get_moments(optimizer):
 
 
 def set_moments(optimizer, moments):
-    """The inverse of get_moments, from whole tensors. The flags set rates and weight decay."""
+    """The inverse of get_moments, from whole tensors. The flags set rates and weight decay.
+
+    Raises UserError if a shape is wrong: fused kernels would write beyond the tensor.
+    """
     own = dict(named_params(optimizer))
     for key, whole in moments.items():
         name, _, moment = key.rpartition(".")
         if name in own:  # otherwise it belongs to another stage of the pipeline
+            if whole.shape not in ((), own[name].shape):
+                raise UserError(f"{key} in the checkpoint has shape {tuple(whole.shape)}, not "
+                                f"{tuple(own[name].shape)}; resume from another checkpoint")
             part = parallel.scatter(name, whole, own[name], own[name].device)
             optimizer.state[own[name]][moment] = part
 
@@ -155,15 +161,19 @@ def moments_by_name(saved, whole):
             for moment, tensor in moments.items()}
 
 
-def load_checkpoint(path):
-    """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError."""
-    remedy = "give another one, or delete it to resume from the one before"
+def load_checkpoint(path, remedy="give another one"):
+    """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
+
+    remedy: for a file that is damaged, or that is no checkpoint of this program.
+    """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
         # mmap: the processes of a machine share the memory.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if "model_config" not in checkpoint:
+            raise ValueError("another program wrote it")
         if checkpoint.get("model_code", code := hash_of_model_code()) != code:
             print0(f"note: {path} was written by another model.py")
             remedy = "restore that model.py; its run may have a changes.patch"
@@ -171,6 +181,8 @@ def load_checkpoint(path):
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
         if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
         raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
                         f"{remedy}") from error
@@ -192,7 +204,7 @@ def checkpoints(directory):
 def load_newest(directory):
     """The newest checkpoint of a run directory, or None. Raises UserError."""
     if paths := checkpoints(directory):
-        return load_checkpoint(paths[-1])
+        return load_checkpoint(paths[-1], "delete it to resume from the one before")
     print0(f"nothing to resume in {directory}: starting a new run")
     return None
 

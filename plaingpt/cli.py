@@ -266,5 +266,6 @@ def read_json(path):
 
 
 def first_line(error):
-    """First line of an exception's text, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """First line of an exception's text, without escape codes, or its type if it has none."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip()
+    return (text or type(error).__name__).splitlines()[0]

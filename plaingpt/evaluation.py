@@ -258,11 +258,14 @@ def load_evals(config, tokenizer, gpt_config):
     """--evals -> [(Benchmark, its examples, rows)]. Without data: skips NAME, rejects NAME=FILE."""
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
-        name, _, path = item.partition("=")
-        if "." in name or not importlib.util.find_spec(name):
+        name, _, path = item.strip().partition("=")
+        found = "." not in name and importlib.util.find_spec(name)
+        benchmark = getattr(found and importlib.import_module(name), "BENCHMARK", None)
+        if not benchmark:
             raise UserError(f"--evals {name}: no such benchmark; give a module, such as lambada")
+        if benchmark in [known for known, *_ in evals]:
+            raise UserError(f"--evals {name}: stands there twice; give one of them")
         try:
-            benchmark = importlib.import_module(name).BENCHMARK
             examples = devices.on_rank0(load_examples, benchmark, path)
             rows = make_rows(examples, tokenizer, gpt_config, benchmark.prompt_ids, benchmark.spare)
             evals.append((benchmark, examples, rows))

@@ -32,9 +32,21 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
             targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
             weight = weight.to_local()
+        with_gradient = torch.is_grad_enabled()
+        if with_gradient and reduction == "none":
+            raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
         losses, mean = LinearCrossEntropy.apply(
-            x.flatten(0, 1), weight, targets, counted, torch.is_grad_enabled(), group)
+            x.flatten(0, 1), weight, targets, counted, with_gradient, group)
         return mean if reduction == "mean" else losses.view(shape)
+
+
+def rows_of_chunk(device, dtype, V):
+    """Positions of a chunk."""
+    # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
+    rows = CHUNK_SIZE[device] * (4 if device == "cpu" and torch.compiler.is_compiling() else 1)
+    # p.t() @ x_chunk would overflow in float16 if all positions of a large chunk have one target.
+    rows = min(rows, 2048) if dtype == torch.float16 else rows
+    return max(1, rows * 2**16 // max(V, 2**16))  # less memory for more than 65,536 ids
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -58,9 +70,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if with_gradient:
             dx = torch.empty_like(x)  # (N, C)
             dw = torch.zeros(w.shape, device=x.device)  # (padded V, C)
-        # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
-        rows = CHUNK_SIZE[device] * (4 if device == "cpu" and torch.compiler.is_compiling() else 1)
-        rows = max(1, rows * 2**16 // max(V, 2**16))  # less memory for more than 65,536 ids
+        rows = rows_of_chunk(device, dtype, V)
         for start in range(0, len(x), rows):
             x_chunk = x[start : start + rows].to(dtype)  # (rows, C)
             y = targets[start : start + rows, None]  # (rows, 1)
@@ -95,6 +105,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _, grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # with create_graph=True
+            raise RuntimeError("the loss in chunks has no second derivative; use all logits")
         dx, dw, n = ctx.saved_tensors
         return grad / n * dx, grad / n * dw, None, None, None, None
 

@@ -6,18 +6,23 @@ import torch
 import torch.distributed as dist
 
 
-class Muon(torch.optim.Muon):
-    """torch.optim.Muon, but fast on every device and in several processes.
+class Muon(torch.optim.Optimizer):
+    """Like torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but fast on every device and in
+    several processes.
 
     torch.optim.Muon computes in bfloat16. A device without instructions for it needs about ten
     times as long for that as for float32. This class uses float32 there.
 
-    n_processes: 1, or the number of processes of DDP. Each process then updates its share of the
-    matrices and sends them to the others, because the orthogonalization takes most of the time.
-    All processes keep the momentum of all matrices: a checkpoint fits any number of processes.
+    params: matrices. n_processes: 1, or the number of processes of DDP. Each process then updates
+    its share of the matrices and sends them to the others, because the orthogonalization takes most
+    of the time. All processes keep the momentum of all matrices: a checkpoint fits any number of
+    processes.
     """
 
     n_processes = 1
+
+    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
 
     @torch.no_grad()
     def step(self):

@@ -88,17 +88,20 @@ class RunLog:
     def write_facts(self):
         """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
 
-        changes.patch: how the tracked files differ from the commit, if they do.
+        changes.patch: how the tracked files differ from the commit, if they do. run.json lists the
+        untracked files, which are not in it.
         """
         c, g, process = self.config, self.gpt_config, self.process
         n_train = sum(map(len, self.data.train))
         n_val = min(map(len, self.data.val))  # of the smallest set
+        untracked = ask_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
         commit = ask_git("describe", "--always", "--abbrev=40", "--dirty")
         facts = dict(
             model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
             parameters=self.n_parameters, train_tokens=n_train, dtype=process.dtype_name,
             device=hardware_name(process.device), processes=process.world_size,
             git_commit=commit.decode().strip() or None,
+            untracked_files=untracked.decode(errors="replace").splitlines(),
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
         cli.write_json(self.path.with_name("run.json"), facts)

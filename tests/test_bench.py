@@ -30,13 +30,15 @@ def test_peers_compute_the_same_loss():
 
 
 @pytest.mark.parametrize("step, optimizer, processes, flags", [
-    ("plaingpt", "muon", 1, []), ("plain", "adamw", 1, []),
+    ("plaingpt", "muon", 1, ["--profile"]), ("plain", "adamw", 1, []),
     ("transformers", "adamw", 1, []), ("plaingpt", "adamw", 2, ["--optimizer", "adamw"]),
-    ("plaingpt", "muon", 2, ["--pp", 2])], ids=["plaingpt", "plain", "transformers", "ddp", "pp"])
+    ("plaingpt", "muon", 2, ["--pp", 2])], ids=["profile", "plain", "transformers", "ddp", "pp"])
 def test_bench_prints_a_row(tmp_path, step, optimizer, processes, flags):
     out, _ = program(*SMALL, "--batch_size", 2, "--step", step, *flags, cwd=tmp_path,
                      processes=processes, program="bench.py")
     assert re.search(ROW.format(step, optimizer), out, re.M), out
+    if "--profile" in flags:
+        assert "Self CPU time total" in out and (tmp_path / "bench_trace.json").stat().st_size
 
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):

@@ -19,8 +19,16 @@ from conftest import (
 )
 
 from model import GPT, GPTConfig
-from plaingpt.checkpoint import get_moments, moments_by_name, set_moments
+from plaingpt.checkpoint import (
+    get_moments,
+    load_checkpoint,
+    load_newest,
+    moments_by_name,
+    set_moments,
+)
+from plaingpt.cli import UserError
 from plaingpt.huggingface import save_gpt2
+from train_gpt2 import TrainConfig
 
 # Saving
 
@@ -297,3 +305,36 @@ def test_a_run_of_e2d0309_goes_on(tmp_path):
         assert float(log[4, "val"]) == pytest.approx(5.389914, rel=1e-5)  # of its own log
         shutil.rmtree(tmp_path / "run")
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("key", ["transformer.wte.weight.exp_avg", "transformer.ln_f.bias.exp_avg"])
+def test_moments_of_a_wrong_shape_are_refused(tmp_path, key):
+    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
+    saved = checkpoint(tmp_path / "run", 1)
+    saved["optimizer"]["adamw"][key] = torch.ones(3)
+    torch.save(saved, tmp_path / "run" / "model_000001.pt")
+    _, err = train("--log_dir", "run", "--resume", cwd=tmp_path, status=2)
+    assert err.startswith(f"error: {key} in the checkpoint has shape (3,), not (")
+    assert err.endswith("; resume from another checkpoint\n") and err.count("\n") == 1
+
+
+def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch):
+    """Foreign files, and files that cannot be read now, are somebody's work."""
+    torch.save(dict(model={}, model_args={}), tmp_path / "ckpt.pt")  # as nanoGPT
+    torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # as build-nanogpt
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    for name in ("ckpt.pt", "pickle.pt", "model.safetensors"):
+        with pytest.raises(UserError, match="not a readable checkpoint .*; give another one$") as e:
+            load_checkpoint(tmp_path / name)
+        assert "\x1b" not in str(e.value) and "\n" not in str(e.value)
+    path = tmp_path / "model_000001.pt"
+    path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="delete it to resume from the one before$"):
+        load_newest(tmp_path)
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("zipfile.ZipFile", fail)
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); try again$"):
+        load_newest(tmp_path)

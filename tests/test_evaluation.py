@@ -29,6 +29,7 @@ from plaingpt.evaluation import Example, make_rows, perplexity, score
 from plaingpt.huggingface import save_gpt2
 from plaingpt.text import check_spaces
 from tokenizer import get_tokenizer
+from train_gpt2 import TrainConfig
 
 T = 48  # context of the tiny model; some rows below are longer
 WORDS = ("the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
@@ -515,3 +516,19 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     assert "Retrying" not in out + err
     log = read_log(tmp_path / "log" / "baby")
     assert (10, "lambada") in log and (10, "hella") not in log
+
+
+def test_names_of_evals(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "l.jsonl").write_text('{"text": "The boat came home"}\n')
+    tokenizer, gpt_config = get_tokenizer("bytes"), GPTConfig(1, 1, 8, 64, 256)
+
+    def load(evals):
+        config = TrainConfig(evals=evals, eval_every=1)
+        return [found.name for found, *_ in evaluation.load_evals(config, tokenizer, gpt_config)]
+
+    assert load(" lambada=l.jsonl, wikitext=l.jsonl,") == ["lambada", "wikitext"]
+    for evals, message in (("math", "--evals math: no such benchmark; give a module, such as"),
+                           ("lambada=l.jsonl,lambada=l.jsonl", "lambada: stands there twice")):
+        with pytest.raises(UserError, match=message):
+            load(evals)

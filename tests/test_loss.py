@@ -156,3 +156,33 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 def buffers(code):
     """The dtypes of the buffers for logits of 4 x 64 positions in Inductor's code."""
     return re.findall(r"empty_strided_cpu\(\(256, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
+
+
+def test_second_derivatives_raise():
+    """The gradients are computed in forward, so they cannot be differentiated again."""
+    x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    loss = LinearCrossEntropyLoss()(x, w, torch.randint(9, (2, 5)))
+    with pytest.raises(RuntimeError, match="has no second derivative; use all logits"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_losses_of_positions_have_no_gradient_and_say_so():
+    x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    arguments = x, w, torch.randint(9, (2, 5)), "none"
+    with pytest.raises(ValueError, match='reduction="none" has no gradient'):
+        LinearCrossEntropyLoss()(*arguments)
+    with torch.no_grad():
+        assert LinearCrossEntropyLoss()(*arguments).shape == (2, 5)
+
+
+def test_float16_does_not_overflow_if_all_positions_have_one_target(monkeypatch):
+    """16,384 rows of 8 would add up to 131,072; float16 ends at 65,504."""
+    monkeypatch.setitem(CHUNK_SIZE, "cpu", 16384)
+    x, w = torch.full((1, 16384, 4), 8.0), torch.zeros(300, 4, requires_grad=True)
+    y = torch.zeros(1, 16384, dtype=torch.long)
+    with torch.autocast("cpu", torch.float16):
+        loss = LinearCrossEntropyLoss()(x, w, y)
+    loss.backward()
+    expected = torch.full((300, 4), 8 / 300)
+    expected[0] -= 8
+    torch.testing.assert_close(w.grad, expected, rtol=1e-2, atol=0)

@@ -12,7 +12,7 @@ from model import GPT, PRESETS, GPTConfig
 from plaingpt.cli import UserError
 from plaingpt.huggingface import load_gpt2, save_gpt2
 from plaingpt.muon import Muon
-from plaingpt.sampling import sample
+from plaingpt.sampling import KVCache, sample
 from tokenizer import get_tokenizer
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
@@ -280,3 +280,20 @@ def test_activation_checkpointing_has_the_same_dropout_masks():
         _, loss = model(idx, idx)
         gradients.append(torch.autograd.grad(loss, model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_several_new_tokens_after_a_cache_need_a_mask():
+    model = GPT(GPTConfig(2, 2, 16, 16, 256)).eval()
+    cache, idx = [KVCache(16) for _ in range(2)], torch.randint(256, (1, 8))
+    with torch.no_grad():
+        model.hidden(idx[:, :4], cache)
+        with pytest.raises(ValueError, match="4 new tokens after a cache of 4 need a mask"):
+            model.hidden(idx[:, 4:], cache)
+        mask = torch.ones(4, 8, dtype=torch.bool).tril(4)[None, None]  # (1, 1, T, T so far)
+        found = model.hidden(idx[:, 4:], cache, mask=mask)
+        torch.testing.assert_close(found, model.hidden(idx)[:, 4:], rtol=1e-4, atol=1e-5)
+
+
+def test_muon_has_the_options_that_it_reads():
+    with pytest.raises(TypeError, match="nesterov"):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-3, nesterov=False)

@@ -168,8 +168,7 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 
 
 @pytest.mark.parametrize("damage, message", [
-    ("truncated", UNREADABLE + r"\(.*\); give another one, or delete it to resume "
-                  "from the one before"),
+    ("truncated", UNREADABLE + r"\(.*\); delete it to resume from the one before"),
     ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
     ("weights", UNREADABLE + r"\(its weights are not finite\);.*")])
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):

@@ -12,6 +12,7 @@ from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, tr
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
+import train_gpt2
 from plaingpt import runlog
 
 # The run directory
@@ -150,3 +151,17 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
     assert len(ids) == 1 and settings == ["6", "12"] and samples == {5, 6, 10, 12}
     log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
     assert found == pytest.approx(log, rel=1e-6)
+
+
+def test_run_json_lists_the_files_that_changes_patch_lacks(tmp_path, monkeypatch):
+    """A clone with a new file that git does not know yet."""
+    for command in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q",
+                                     "--allow-empty", "-m", "empty"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "plaingpt").mkdir()
+    (tmp_path / "idea.py").write_text("")
+    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "plaingpt" / "runlog.py"))
+    monkeypatch.chdir(tmp_path)
+    train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path.parent / "run")])
+    assert json.loads((tmp_path.parent / "run/run.json").read_text())["untracked_files"] == \
+        ["idea.py"]
