@@ -206,6 +206,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Else a library answers Ctrl-C only after it has computed, perhaps for minutes.
+    # Otherwise a library answers Ctrl-C only after it has computed, perhaps for minutes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_program(main)

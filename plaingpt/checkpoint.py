@@ -30,6 +30,7 @@ class Saver:
                     "files to all machines")
         self.optimizers = {type(optimizer).__name__.lower(): optimizer  # adamw, muon
                            for optimizer in training.optimizers}
+        self.free = marked(type(config), FREE)  # flags that may change at a resume without a note
         self.model_code = hash_of_model_code()  # now: it may be edited later
         self.best_val = math.inf  # the lowest validation loss of the run
 
@@ -47,13 +48,12 @@ class Saver:
         first_name = {}  # of each parameter: a tied matrix has two names, and both are stored
         weights = {name: gathered[first_name.setdefault(p, name)] for name, p in
                    whole_gpt(model.config).named_parameters(remove_duplicate=False)}
-        free = marked(type(self.config), FREE)
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
             model=weights, optimizer=moments, scaler=self.scaler.state_dict(), step=step,
             position=position, best_val=self.best_val, tokenizer=self.data.tokenizer.source,
             model_code=self.model_code, model_config=asdict(model.config),
-            train_config={k: v for k, v in settings.items() if k not in free})
+            train_config={k: v for k, v in settings.items() if k not in self.free})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         remedy = "the older checkpoints are complete: free some space, then continue with --resume"
         with writing(path, remedy), replacing(path) as temporary, open(temporary, "wb") as file:
@@ -108,7 +108,7 @@ class Saver:
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in {**asdict(config), **shape}.items():
-            if name not in marked(type(config), FREE) and before.get(name, now) != now:
+            if name not in self.free and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
 

@@ -29,8 +29,9 @@ from pathlib import Path
 # Flags of other trainers, and ours.
 OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "--max_steps",
                "--gradient_accumulation_steps": "--total_batch_size", "--config": "--preset"}
-# FREE: the figures of a run do not depend on this flag, so a resume may change it without a note.
-# REPEAT: runs that differ in this flag repeat one experiment. All others make another experiment.
+# FREE: losses and scores do not depend on this flag (except for rounding and the masks of dropout),
+# so a resume may change it without a note. REPEAT: runs that differ in this flag repeat one
+# experiment. All other flags make another experiment.
 FREE, REPEAT = "free", "repeat"
 COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le,
            "below": operator.lt}

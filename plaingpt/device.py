@@ -96,12 +96,12 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        # Else NCCL warns about the messages of PyTorch's pipelines.
+        # Otherwise NCCL warns about the messages of PyTorch's pipelines.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None,
                                 timeout=timedelta(hours=1))  # rank 0 may download for long
         # At exit, also after an error. The last one comes first: gloo's threads need some time
-        # afterwards, else they may crash (pytorch/pytorch#179291).
+        # afterwards, otherwise they may crash (pytorch/pytorch#179291).
         atexit.register(time.sleep, 0.5)
         atexit.register(dist.destroy_process_group)
     dp_size = world_size // n_parts

@@ -76,7 +76,7 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
 
 
 def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
-    """Else pinned memory would also start CUDA on GPU 0 for every process."""
+    """Otherwise pinned memory would also start CUDA on GPU 0 for every process."""
     used, device = [], torch.device("cuda:3")
     monkeypatch.setattr(torch.cuda, "set_device",
                         lambda device: used.append((device, threading.current_thread())))
