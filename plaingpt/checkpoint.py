@@ -1,6 +1,7 @@
 """Finds, loads, saves and resumes checkpoints. Also loads the weights that a run starts from."""
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import math
@@ -14,7 +15,7 @@ import torch
 from model import GPT, GPTConfig
 from plaingpt import parallel
 from plaingpt.cli import FREE, UserError, first_line, marked, print0, replacing, writing
-from plaingpt.device import check_equal, memory_advice
+from plaingpt.device import check_equal, memory_advice, on_rank0
 from tokenizer import get_tokenizer, load_tokenizer
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
@@ -78,9 +79,9 @@ class Saver:
         Prints which settings have changed. Raises UserError if the checkpoint is from other data or
         another optimizer, or is beyond the last step.
         """
-        shape, start = asdict(self.model.config), checkpoint and checkpoint["step"]
-        check_equal((asdict(self.config), shape, start), "the processes have different flags or "
-                    "checkpoints; give all the same flags, and a --log_dir on a shared disk")
+        shape = asdict(self.model.config)
+        check_equal((asdict(self.config), shape), "the processes have different flags; give all "
+                    "the same")
         if checkpoint is None:
             return 0, 0
         config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]
@@ -102,9 +103,8 @@ class Saver:
         if checkpoint["scaler"]:  # empty unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
-        best = Path(place, "model_best.pt")  # may be newer than the checkpoint
-        if config.keep_best and best.exists():
-            self.best_val = min(self.best_val, float(load_checkpoint(best)["best_val"]))
+        if config.keep_best:  # model_best.pt may be newer than the checkpoint
+            self.best_val = min(self.best_val, on_rank0(read_best_val, Path(place)))
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in {**asdict(config), **shape}.items():
@@ -164,29 +164,57 @@ def moments_by_name(saved, whole):
 def load_checkpoint(path, remedy="give another one"):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
 
+    All processes must call it. Rank 0 reads the whole file, to check it. After that, each process
+    reads what it needs, and the processes of a machine share the memory.
+
     remedy: for a file that is damaged, or that is no checkpoint of this program.
     """
-    try:
+    on_rank0(check_file, path, remedy)
+    checkpoint = open_file(path)
+    if checkpoint.get("model_code", code := hash_of_model_code()) != code:
+        print0(f"note: {path} was written by another model.py")
+        remedy = "restore that model.py; its run may have a changes.patch"
+    with reading(path, remedy):
+        model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
+    return checkpoint
+
+
+def check_file(path, remedy):
+    """Raises UserError unless a file is a checkpoint, complete, and with finite weights."""
+    with reading(path, remedy):
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
-        # mmap: the processes of a machine share the memory.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = open_file(path)
         if "model_config" not in checkpoint:
             raise ValueError("another program wrote it")
-        if checkpoint.get("model_code", code := hash_of_model_code()) != code:
-            print0(f"note: {path} was written by another model.py")
-            remedy = "restore that model.py; its run may have a changes.patch"
-        model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
-        model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
         if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
+
+
+def open_file(path):
+    """Reads the dict in a file. Its tensors are memory-mapped: read from the file when used."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+@contextlib.contextmanager
+def reading(path, remedy):
+    """If the block raises an exception, raises a UserError that names the file instead."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
         raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
                         f"{remedy}") from error
-    return checkpoint
+
+
+def read_best_val(directory):
+    """The validation loss of a run's model_best.pt, or infinity."""
+    path = directory / "model_best.pt"
+    with reading(path, "delete it"):
+        return float(open_file(path)["best_val"]) if path.exists() else math.inf
 
 
 def hash_of_model_code():
@@ -203,7 +231,10 @@ def checkpoints(directory):
 
 def load_newest(directory):
     """The newest checkpoint of a run directory, or None. Raises UserError."""
-    if paths := checkpoints(directory):
+    paths = checkpoints(directory)
+    check_equal(paths, "the processes have different checkpoints; give all the same --log_dir, on "
+                "a shared disk")
+    if paths:
         return load_checkpoint(paths[-1], "delete it to resume from the one before")
     print0(f"nothing to resume in {directory}: starting a new run")
     return None

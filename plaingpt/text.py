@@ -63,20 +63,22 @@ def load_hub(dataset, name=None, split="train", patient=True):
     If not patient, and the hub does not answer in five seconds, only the cache is used: `datasets`
     would wait for minutes. Raises UserError.
     """
+    import datasets
     import requests  # a package of `datasets`
 
-    if not patient and os.environ.get("HF_HUB_OFFLINE", "0") == "0":
-        try:
-            requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5)
-        except requests.RequestException:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
-    import datasets
-
+    offline = datasets.config.HF_HUB_OFFLINE
     try:
+        if not (patient or offline):
+            try:
+                requests.head(datasets.config.HF_ENDPOINT, timeout=5)
+            except requests.RequestException:
+                datasets.config.HF_HUB_OFFLINE = True
         data = datasets.load_dataset(dataset, name, split=split)
     except Exception as error:  # network errors come from several libraries
         raise UserError(f"{dataset}: {first_line(error.__cause__ or error)}; check the name and "
                         "the network, or set HF_ENDPOINT to a mirror") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline  # the next data set asks the hub again
     files = [Path(file["filename"]) for file in data.cache_files]
     return files, data.num_rows, files[0].parent.name if files else None
 

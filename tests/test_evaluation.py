@@ -3,7 +3,9 @@
 import csv
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from conftest import ALONE, overfit, program, read_log, train
+from conftest import ALONE, ROOT, overfit, program, read_log, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
@@ -474,6 +476,42 @@ def test_data_are_downloaded_from_the_hub_once(hub, baby):
         assert json.loads((baby / "o.json").read_text())["examples"] == examples
     downloads = [path for command, path, _ in hub if command == "GET" and "/resolve/" in path]
     assert sum(".parquet" in path for path in downloads) == 3
+
+
+HUB_GOES_AWAY = """
+import io
+import os
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.stand_in_hub import stand_in_hub
+
+table, connections = io.BytesIO(), []
+pq.write_table(pa.table({"text": ["x"]}), table)
+with stand_in_hub({"a/b": {"train-00000-of-00001.parquet": table.getvalue()}}) as (url, served):
+    os.environ["HF_ENDPOINT"] = url
+    import transformers
+
+    from plaingpt.text import load_hub
+
+    files = load_hub("a/b", patient=False)[0]
+n_served = len(served)  # an open connection is still served
+sys.addaudithook(lambda event, args: connections.append(args) if event == "socket.connect" else 0)
+assert load_hub("a/b", patient=False)[0] == files
+assert len(connections) == 1 and len(served) == n_served
+import datasets
+
+assert not datasets.config.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
+"""
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
+    """Even if transformers was imported earlier, and no later download is affected."""
+    env = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env.pop("HF_HUB_OFFLINE", None)
+    subprocess.run([sys.executable, "-c", HUB_GOES_AWAY], env=env, cwd=tmp_path, check=True)
 
 
 @pytest.mark.slow

@@ -128,10 +128,13 @@ def runs_at_import(statement):
 
 @pytest.mark.parametrize("path", PRODUCT, ids=str)
 def test_importing_a_file_does_nothing(path):
-    """One exception: the environment of OpenMP is set before torch is imported."""
+    """Except for plaingpt/__init__.py, which everything imports first: it sets OpenMP's environment
+    before torch is imported, and refuses another model.py before that is imported."""
     found = [ast.unparse(statement) for statement in parsed[path].body if runs_at_import(statement)]
-    expected = {Path("plaingpt/__init__.py"): ["os.environ.setdefault('GOMP_SPINCOUNT', '10000')"]}
-    assert found == expected.get(path, [])
+    if path == Path("plaingpt/__init__.py"):
+        assert found.pop(0) == "os.environ.setdefault('GOMP_SPINCOUNT', '10000')"
+        assert found.pop().startswith("for name in ('model', 'tokenizer'):")
+    assert not found
 
 
 @pytest.mark.parametrize("path", [*PRODUCT, *DOCS], ids=str)

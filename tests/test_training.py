@@ -87,11 +87,26 @@ def test_processes_with_different_data_flags_or_checkpoints(tmp_path):
         "run_program(lambda: train_gpt2.main([*sys.argv[5:], *sys.argv[i - 1:i + 1]]))\n")
     for flag, message in (
             (["--data", "my.txt"], "--data: the processes have different data; copy"),
-            (["--max_lr", 1.0], "the processes have different flags or checkpoints; give all"),
-            (["--log_dir", "other"], "the processes have different flags or checkpoints; give")):
+            (["--max_lr", 1.0], "the processes have different flags; give all the same"),
+            (["--log_dir", "other"], "the processes have different checkpoints; give all")):
         _, err = program("--log_dir", "run", *flag, *TINY, "--resume", "--log_dir", "run",
                          cwd=tmp_path, processes=2, status=2, program=tmp_path / "train.py")
         assert message in err
+
+
+def test_one_process_checks_a_checkpoint(tmp_path):
+    """It reads the file from end to end. The best loss is read without that."""
+    train("--max_steps", 4, "--val_every", 2, "--keep_best", "--log_dir", "run", cwd=tmp_path)
+    (tmp_path / "train.py").write_text(
+        f"import os, sys, zipfile; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train_gpt2\ntestzip = zipfile.ZipFile.testzip\n"
+        "def log(self):\n"
+        "    open('checks', 'a').write(os.environ['RANK'] + os.path.basename(self.filename))\n"
+        "    return testzip(self)\n"
+        "zipfile.ZipFile.testzip = log\ntrain_gpt2.main()\n")
+    program(*TINY, "--max_steps", 5, "--keep_best", "--log_dir", "run", "--resume", cwd=tmp_path,
+            processes=2, program=tmp_path / "train.py")
+    assert (tmp_path / "checks").read_text() == "0model_000004.pt"
 
 
 # Seeds
@@ -190,3 +205,13 @@ def test_main_twice_in_one_process(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
     out, _ = program(cwd=tmp_path, program=tmp_path / "twice.py")
     assert "resumed from step 2" in out
+
+
+@pytest.mark.parametrize("name", ["model.py", "tokenizer.py"])
+def test_another_model_beside_a_notebook(name, tmp_path):
+    """It is refused by name, even if it has a GPT, as nanoGPT's has."""
+    (tmp_path / name).write_text("GPT = GPTConfig = get_tokenizer = load_tokenizer = None\n")
+    code = "import sys; sys.path.append(sys.argv[1]); import plaingpt.sampling"
+    done = subprocess.run([sys.executable, "-c", code, ROOT], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert f"ImportError: {tmp_path / name} hides {ROOT / name}; rename it" in done.stderr
