@@ -1,8 +1,9 @@
-"""GPT-2: a batch of token ids in, logits and a loss out.
+"""GPT-2. It computes logits, or a loss, from a batch of token ids.
 
 Attention mixes positions. The MLP works on each position separately. A block adds both outputs to
 the residual stream. GPT is an embedding, blocks and a head; embedding and head share one matrix.
-Parameters are named as in OpenAI's GPT-2. B, T, C: batch, time, channels; nh heads of hs channels.
+Parameters have the names of OpenAI's GPT-2. In shapes, B, T and C are the sizes of batch, time and
+channels. Attention has nh heads of hs channels each.
 
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
@@ -28,11 +29,12 @@ class GPTConfig:
     n_head: Annotated[int, "attention heads of a block; divides n_embd", "above 0"] = 12
     n_embd: Annotated[int, "width of the residual stream, C", "above 0"] = 768
     block_size: Annotated[int, "longest context in tokens, T", "above 0"] = 1024
-    vocab_size: Annotated[int, "number of ids; without the flag: as in the data", "above 0"] = 50257
+    vocab_size: Annotated[int, "number of ids; if not given, that of the data", "above 0"] = 50257
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 
-# GPT-2 paper, table 2; GPT-3 paper, table 2.1, corrected so that n_head x hs = n_embd (1.3B, 13B).
+# The sizes are from table 2 of the GPT-2 paper and table 2.1 of the GPT-3 paper. For 1.3B and 13B,
+# n_head x hs is not n_embd in that table. We corrected this.
 PRESETS = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
@@ -44,9 +46,9 @@ PRESETS = {
     "gpt3-2.7b": dict(n_layer=32, n_head=32, n_embd=2560, block_size=2048),
     "gpt3-6.7b": dict(n_layer=32, n_head=32, n_embd=4096, block_size=2048),
     "gpt3-13b": dict(n_layer=40, n_head=40, n_embd=5120, block_size=2048),
-    # Not of the papers: small models for a CPU.
+    # These small models for a CPU are not in the papers.
     "mini": dict(n_layer=4, n_head=3, n_embd=192, block_size=128),
-    "baby": dict(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256),  # bytes
+    "baby": dict(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256),  # ids are bytes
 }
 
 
@@ -63,9 +65,10 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
-        # .to: if DDP splits the compiled graph here, autocast would keep x in two formats.
+        # For DDP, torch.compile may split its graph here. Without .to, the part before the split
+        # would keep x in float32, and the part after it would keep x in the dtype of autocast, too.
         qkv = self.c_attn(x.to(matmul_dtype(x))).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. -1: all heads, or with tensor parallelism those of this process
+        # (B, nh, T, hs) each. -1 stands for nh: with tensor parallelism, a process has fewer heads.
         q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
@@ -87,12 +90,16 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        x = self.gelu(self.c_fc(x.to(matmul_dtype(x))))  # (B, T, 4C); the cast as above
+        # .to is there for the same reason as in attention.
+        x = self.gelu(self.c_fc(x.to(matmul_dtype(x))))  # (B, T, 4C)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
 class Block(nn.Module):
-    """Pre-norm: the residual stream itself is never normalized (GPT-2 paper, section 2.3)."""
+    """A pre-norm block: it normalizes what attention and MLP read, not the residual stream itself.
+
+    See section 2.3 of the GPT-2 paper.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -114,7 +121,8 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f"n_head {config.n_head} does not divide n_embd {config.n_embd}")
         self.config = config
-        self.activation_checkpointing = False  # True: keep a block's input only, recompute the rest
+        # If True, the forward pass keeps only the input of each block. See hidden.
+        self.activation_checkpointing = False
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -123,13 +131,16 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
-        self.loss_fn = LinearCrossEntropyLoss()  # head and loss, without all logits in memory
+        self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
+        self.loss_fn = LinearCrossEntropyLoss()  # computes the head, too, in chunks
         for name, p in self.named_parameters():
             self.init_weight(name, p)
 
     def init_weight(self, name, p):
-        """Fills a parameter of this name with fresh values. load_weights fills meta models so."""
+        """Fills a parameter of this name with its first values.
+
+        load_weights uses this to fill a model on the meta device.
+        """
         if name.endswith("c_proj.weight"):
             # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
             # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
@@ -143,8 +154,9 @@ class GPT(nn.Module):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
 
         cache: a KVCache for each block, with the keys and values of earlier tokens.
-        pos: (B, T), default: after the cache. mask: (B, 1, T, T so far) bool, default: causal; with
-        tokens in the cache, T must then be 1. plaingpt/evaluation.py gives both, to pack endings.
+        pos: the positions, (B, T). By default, they continue after the cache.
+        mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
+        tokens in the cache. plaingpt/evaluation.py gives pos and mask, to pack endings into rows.
         """
         T, start = idx.size(1), cache[0].length if cache else 0
         if start and T > 1 and mask is None:
@@ -155,11 +167,12 @@ class GPT(nn.Module):
             pos = torch.arange(start, start + T, device=idx.device)  # (T)
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
-        x = x.to(stream_dtype(x))  # for speed, on CUDA; norms and their statistics stay float32
+        # On CUDA, a bfloat16 stream is faster. Norms and their statistics stay float32.
+        x = x.to(stream_dtype(x))
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-                # For memory: keeps the input of a block only, and computes the block again in
-                # the backward pass, with the same random state for the same dropout masks.
+                # To save memory, this keeps only the input of a block. The backward pass computes
+                # the block again, from the same random state, so the dropout masks are the same.
                 x = checkpoint(block, x, None, mask, use_reentrant=False,
                                preserve_rng_state=self.config.dropout > 0)
             else:
@@ -171,7 +184,10 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):
-        """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T); "none": (B, T)."""
+        """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T).
+
+        reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
+        """
         return self.loss_fn(x, self.lm_head.weight, targets, reduction)
 
     def forward(self, idx, targets=None):
@@ -184,14 +200,15 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, **options):
         """Samples ids after each row: (B, T) -> (B, T + max_new_tokens).
 
-        options: seed, temperature, top_k and top_p, see plaingpt/sampling.py.
+        options: seed, temperature, top_k and top_p. plaingpt/sampling.py explains them.
         """
         return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
         """Returns [AdamW], or for "muon" [Muon, AdamW]. muon_lr: None means learning_rate.
 
-        AdamW (GPT-3 paper, appendix B): matrices and embeddings decay, biases and norms do not.
+        AdamW has the betas and eps of the GPT-3 paper, appendix B. Matrices and embeddings decay,
+        biases and norms do not.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices of the
         blocks. Its updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, 2.2).
         """
@@ -207,14 +224,15 @@ class GPT(nn.Module):
         # A stage of a pipeline may have no matrices outside its blocks.
         groups = [group for group in groups if group["params"]]
         optimizers.append(torch.optim.AdamW(
-            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))  # fused: for speed
+            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))  # fused is faster
         return optimizers
 
     def flops_per_token(self):
         """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).
 
-        Matrix products: 6 for each weight; the loss pads the head to a multiple of 128 rows.
-        Attention: 12 n_layer n_embd T for all T x T scores, although the mask needs only half.
+        Matrix products need 6 for each weight. The loss pads the head to a multiple of 128 rows.
+        Attention needs 12 n_layer n_embd T. This counts all T x T scores, although the mask needs
+        only half of them.
         """
         c = self.config
         weights = 12 * c.n_layer * c.n_embd**2 + (c.vocab_size + -c.vocab_size % 128) * c.n_embd

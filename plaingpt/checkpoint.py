@@ -31,14 +31,15 @@ class Saver:
                     "files to all machines")
         self.optimizers = {type(optimizer).__name__.lower(): optimizer  # adamw, muon
                            for optimizer in training.optimizers}
-        self.free = marked(type(config), FREE)  # flags that may change at a resume without a note
-        self.model_code = hash_of_model_code()  # now: it may be edited later
+        self.free = marked(type(config), FREE)  # a resume may change these flags without a note
+        self.model_code = hash_of_model_code()  # model.py may be edited later, so hash it now
         self.best_val = math.inf  # the lowest validation loss of the run
 
     def save(self, step, position, name=None):
         """Writes model_{step}.pt, or `name`, and deletes all but the newest `keep` checkpoints.
 
-        position: sequences consumed. The file is complete or absent. Raises UserError.
+        position: number of sequences that the run has consumed. The file is either complete or
+        absent. Raises UserError.
         """
         model, process = self.model, self.process
         gathered = parallel.gather(model, dict(model.named_parameters()), process)
@@ -46,7 +47,8 @@ class Saver:
                    for kind, optimizer in self.optimizers.items()}
         if process.rank > 0:
             return
-        first_name = {}  # of each parameter: a tied matrix has two names, and both are stored
+        # A tied matrix has two names. The checkpoint has both. `gathered` has only the first one.
+        first_name = {}  # {parameter: its first name}
         weights = {name: gathered[first_name.setdefault(p, name)] for name, p in
                    whole_gpt(model.config).named_parameters(remove_duplicate=False)}
         settings = {**asdict(self.config), **self.data.fingerprints}
@@ -100,7 +102,7 @@ class Saver:
         whole = whole_gpt(self.model.config).configure_optimizers(0.0, 0.0, config.optimizer)
         for (kind, optimizer), of_whole in zip(self.optimizers.items(), whole):
             set_moments(optimizer, moments_by_name(saved[kind], of_whole))
-        if checkpoint["scaler"]:  # empty unless the dtype was float16
+        if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
         if config.keep_best:  # model_best.pt may be newer than the checkpoint
@@ -114,21 +116,22 @@ class Saver:
 
 
 def whole_gpt(config):
-    """The whole GPT of this GPTConfig, without memory: its names and shapes."""
+    """Returns the whole GPT of this GPTConfig on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
         return GPT(config)
 
 
 def get_moments(optimizer):
-    """The moments of an optimizer: {"transformer.wte.weight.exp_avg": tensor}."""
+    """Returns the moments of an optimizer: {"transformer.wte.weight.exp_avg": tensor}."""
     return {f"{name}.{moment}": tensor for name, p in named_params(optimizer)
             for moment, tensor in optimizer.state.get(p, {}).items()}
 
 
 def set_moments(optimizer, moments):
-    """The inverse of get_moments, from whole tensors. The flags set rates and weight decay.
+    """Gives an optimizer its moments, which are whole tensors under the names of get_moments.
 
-    Raises UserError if a shape is wrong: fused kernels would write beyond the tensor.
+    Learning rates and weight decay come from the flags, not from here. Raises UserError if a shape
+    is wrong, because fused kernels would write beyond the tensor.
     """
     own = dict(named_params(optimizer))
     for key, whole in moments.items():
@@ -142,7 +145,7 @@ def set_moments(optimizer, moments):
 
 
 def named_params(optimizer):
-    """[(name, parameter)] of an optimizer."""
+    """Returns [(name, parameter)] of an optimizer."""
     return [pair for group in optimizer.param_groups
             for pair in zip(group["param_names"], group["params"])]
 
@@ -150,8 +153,9 @@ def named_params(optimizer):
 def moments_by_name(saved, whole):
     """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
 
-    Older versions stored the state dict of the optimizer. There, parameters have numbers, and
-    mostly also a list of their names. whole: the same optimizer of the whole model.
+    Older versions stored the state dict of the optimizer. In it, the parameters have numbers. Most
+    of these state dicts also list the names. whole: the same optimizer of the whole model, which
+    has the names, too.
     """
     if "param_groups" not in saved:
         return saved
@@ -167,7 +171,7 @@ def load_checkpoint(path, remedy="give another one"):
     All processes must call it. Rank 0 reads the whole file, to check it. After that, each process
     reads what it needs, and the processes of a machine share the memory.
 
-    remedy: for a file that is damaged, or that is no checkpoint of this program.
+    remedy: what the user should do if the file is damaged, or is no checkpoint of this program.
     """
     on_rank0(check_file, path, remedy)
     checkpoint = open_file(path)
@@ -218,19 +222,19 @@ def read_best_val(directory):
 
 
 def hash_of_model_code():
-    """A hash of the code of model.py. Comments and blanks do not count."""
+    """Returns a hash of the code of model.py. Comments and blanks do not count; docstrings do."""
     code = ast.unparse(ast.parse(inspect.getsource(inspect.getmodule(GPT))))
     return hashlib.sha256(code.encode()).hexdigest()
 
 
 def checkpoints(directory):
-    """The checkpoints of a run directory, oldest first. Ignores files like model_best.pt."""
+    """Lists the checkpoints of a run directory, oldest first, but not those like model_best.pt."""
     paths = [p for p in Path(directory).glob("model_*.pt") if p.stem[6:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
 def load_newest(directory):
-    """The newest checkpoint of a run directory, or None. Raises UserError."""
+    """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
     paths = checkpoints(directory)
     check_equal(paths, "the processes have different checkpoints; give all the same --log_dir, on "
                 "a shared disk")
@@ -275,9 +279,10 @@ def unpack(checkpoint):
 
 
 def newest_model(place=None):
-    """Path of the newest checkpoint. place: a file, a run, a directory of runs [log], or an export.
+    """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
-    A file or an export is returned as it is.
+    place: a file, a run, a directory of runs, or an export. The default is log. A file or an export
+    is returned as it is.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():
@@ -291,16 +296,16 @@ def newest_model(place=None):
 def choose_start(checkpoint, gpt_config, config, given, sources):
     """Decides what a run starts from -> (GPTConfig, weights, Tokenizer, kept). Changes nothing.
 
-    With --resume the checkpoint decides, else --init_from, else the flags and the vocabulary of the
-    data. given: the flags given. weights: a state dict, or None: random ones. kept: settings that a
-    resumed run keeps, {name of a flag: value}. Raises UserError if weights, flags and data do not
-    fit together.
+    With --resume the checkpoint decides, with --init_from the weights that it names. Otherwise, the
+    flags and the vocabulary of the data decide. given: {name: value} of the flags on the command
+    line. weights: a state dict, or None for random weights. kept: {name of a flag: value}, settings
+    that a resumed run keeps. Raises UserError if weights, flags and data do not fit together.
     """
     g, source = gpt_config, config.log_dir if checkpoint else config.init_from
     if not source:
         n_vocab = sources.tokenizer.n_vocab
         if given.get("vocab_size", 0) > n_vocab:
-            raise UserError(f"--vocab_size: the data have {n_vocab} ids; the model pads by itself")
+            raise UserError(f"--vocab_size: the data have {n_vocab} ids; leave out this flag")
         vocab_size = given.get("vocab_size", n_vocab)
         return replace(g, vocab_size=vocab_size), None, sources.tokenizer, {}
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
@@ -313,7 +318,7 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
         if "block_size" in given and g.block_size < have.block_size:
             have = replace(have, block_size=g.block_size)  # fine-tuning with a shorter context
             weights = {name: w[: g.block_size] if name == "transformer.wpe.weight" else w
-                       for name, w in weights.items()}  # a model need not have this one, (T, C)
+                       for name, w in weights.items()}  # a changed model may have no wpe; (T, C)
     # A text without --tokenizer takes the tokenizer of the weights.
     has_own = "tokenizer" in given or not sources.is_text
     if has_own and sources.tokenizer.name != tokenizer.name:
@@ -329,8 +334,9 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
 def load_weights(model, weights=None, seed=0, device="cpu"):
     """Allocates the parameters of a meta model on the device, one at a time, and fills them.
 
-    weights: a state dict; without it, they get random values. These depend on the seed only, not on
-    how the model is split over processes. Raises UserError if the device has too little memory.
+    weights: a state dict. Without it, the parameters get random values. These depend only on the
+    seed, and not on how the model is split over processes. Raises UserError if the device has too
+    little memory.
     """
     torch.manual_seed(seed)
     own, whole_model = dict(model.named_parameters()), whole_gpt(model.config)
@@ -339,7 +345,7 @@ def load_weights(model, weights=None, seed=0, device="cpu"):
             whole = torch.empty(p.shape)
             if weights:
                 whole.copy_(weights[name])
-            else:  # also for the parameters of other stages, which use the same random numbers
+            else:  # also for parameters of other stages: all processes draw the same numbers
                 whole_model.init_weight(name, whole)
             if name in own:
                 part = torch.nn.Parameter(parallel.scatter(name, whole, own[name], device))

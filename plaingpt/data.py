@@ -1,4 +1,6 @@
-"""The data of a run: --data with its tokenizer and its splits; the sizes of its steps.
+"""Opens the data sets of --data, with their tokenizer, and plans the sizes of the steps.
+
+This mixture has 70% of its sequences from fineweb:
 
   --data fineweb=0.7 code=0.2 zh=0.1
 """
@@ -12,15 +14,15 @@ from plaingpt.cli import UserError, print0
 from plaingpt.shards import find_index, is_text_file, open_splits, read_meta
 from tokenizer import get_tokenizer, load_tokenizer
 
-MAX_PERIOD = 100_000  # sequences after which the order of the sets repeats
+MAX_PERIOD = 100_000  # after at most so many sequences, the order of the sets repeats
 
 
 class Sources:
-    """What --data names: one or several data sets, before they are opened. Raises UserError.
+    """The data sets that --data names, before they are opened. Raises UserError.
 
     items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
-    attribute `tokenizer` is that of the shards, or for a text that of the flag, or bytes.
-    shares: {path: its share of the sequences}, Fractions that add up to 1.
+    attribute `tokenizer` is what find_tokenizer returns. The attribute `shares` is {path: its share
+    of the sequences}, with Fractions that add up to 1.
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
@@ -30,7 +32,7 @@ class Sources:
         self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
 
     def count_train_tokens(self):
-        """Number of training tokens."""
+        """Returns the number of training tokens of all data sets."""
         return sum(len(open_splits(path, self.tokenizer, self.val_fraction)[0])
                    for path in self.shares)
 
@@ -38,8 +40,9 @@ class Sources:
 class Data:
     """The open data sets of a run. Raises UserError.
 
-    train, val: lists of Tokens. shares: Fractions. names: of the sets, for the log. fingerprints:
-    {name of a split: text}. gpt_config: of the model that reads the data.
+    tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
+    For each data set, the lists train and val have its Tokens, shares has its Fraction, and names
+    has its name in the log. fingerprints: {name of a split: text}.
     """
 
     def __init__(self, sources, tokenizer, gpt_config):
@@ -55,7 +58,7 @@ class Data:
 
 
 def fingerprint(sets, shares):
-    """Fingerprint of a split: token count and CRC-32 of each set, with its share."""
+    """Describes a split: the number of tokens and the CRC-32 of each set, with its share."""
     texts = [tokens.fingerprint() for tokens in sets]
     if len(sets) > 1:
         texts = [f"{share} of {text}" for text, share in zip(texts, shares)]
@@ -99,9 +102,11 @@ def find_common_tokenizer(paths, place):
 
 
 def find_tokenizer(data, place=None):
-    """Tokenizer of a data set: its own, else --tokenizer, else gpt2 for shards, bytes for a text.
+    """Returns the Tokenizer of a data set.
 
-    place: value of --tokenizer. Raises UserError without data, or if the data have another.
+    If the data set has none of its own, it is that of --tokenizer. Without this flag, it is gpt2
+    for shards and bytes for a text. place: value of --tokenizer. Raises UserError if there are no
+    data, or if they have another tokenizer than the flag.
     """
     path, own = Path(data), None
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
@@ -115,19 +120,19 @@ def find_tokenizer(data, place=None):
     elif name and not (given and given.name == name):
         own = get_tokenizer(str(name))
     if own and name and own.name != name:
-        raise UserError(f"{data}: its tokenizer.json is not of its shards, {name}; move it away")
+        raise UserError(f"{data}: tokenizer.json is not that of the shards, {name}; move it away")
     if own and given and own.name != given.name:
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
     return own or given or get_tokenizer("bytes" if is_text_file(path) else "gpt2")
 
 
 def plan_steps(config, T, n_sequences, dp_size):
-    """The sizes of the steps: [(n, B)] of each step of the ramp, and of all later steps.
+    """Returns the sizes of the steps: an (n, B) for each step of the ramp, and one for all others.
 
-    n: sequences of a step, of all processes. It rises linearly to total_batch_size / T, in
-    multiples of the ramp's first n. B: sequences of a micro-batch of one process. In a ramp n grows
-    and B stays, so that torch.compile compiles one shape. n_sequences: of the training data. Raises
-    UserError unless every process gets whole micro-batches in every step.
+    n: sequences in a step of all processes. It rises linearly to total_batch_size / T, in multiples
+    of the ramp's first n. B: sequences in a micro-batch of one process. In a ramp n grows and B
+    stays, so that torch.compile compiles one shape. n_sequences: the number of training sequences.
+    Raises UserError unless every process gets whole micro-batches in every step.
     """
     n, B = step_size(config, "total_batch_size", T, n_sequences, dp_size)
     if not config.rampup_steps:
@@ -140,7 +145,7 @@ def plan_steps(config, T, n_sequences, dp_size):
 
 
 def step_size(config, flag, T, n_sequences, dp_size):
-    """(n, B) of a step that has as many tokens as the flag says. Raises UserError."""
+    """Returns (n, B) of a step that has as many tokens as the flag says. Raises UserError."""
     size, unit = getattr(config, flag), T * dp_size  # tokens
     if size % unit or not unit <= size <= n_sequences * T:
         raise UserError(f"--{flag}: must be a multiple of {unit} (block_size {T} x {dp_size} "
@@ -149,7 +154,7 @@ def step_size(config, flag, T, n_sequences, dp_size):
     if share < config.pp:
         raise UserError(f"--pp {config.pp}: needs a sequence for each stage, but each process has "
                         f"{share} in a step; give more sequences, or fewer stages")
-    B = min(config.batch_size, share // config.pp)  # every stage gets work
+    B = min(config.batch_size, share // config.pp)  # so every stage has work
     if share % B:
         raise UserError(f"--batch_size: each process has {share} sequences in a step; give a "
                         f"divisor of {share}, at most {share // config.pp}")

@@ -1,4 +1,4 @@
-"""Weights of GPT-2, and tokenizers, from and to Hugging Face transformers."""
+"""Loads a GPT-2 of Hugging Face transformers, and saves one with its tokenizer."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from plaingpt.cli import UserError, first_line, require, write_json
 
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# Settings of GPT-2. A model with other settings would load and give wrong logits.
+# GPT-2 has these settings. A model with others would load, too, and give wrong logits.
 GPT2 = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
             tie_word_embeddings=True, scale_attn_weights=True, add_cross_attention=False,
             scale_attn_by_inverse_layer_idx=False)
@@ -19,7 +19,7 @@ GPT2 = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilo
 def load_gpt2(name):
     """Loads a GPT-2 of transformers -> GPT. Raises UserError.
 
-    name: on the hub, such as "gpt2" or "gpt2-medium", or a directory.
+    name: a name on the hub, such as "gpt2" or "gpt2-medium", or a directory.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
@@ -45,21 +45,22 @@ def load_gpt2(name):
 def save_gpt2(model, directory, tokenizer=None, dtype=None):
     """Writes a GPT as a Hugging Face GPT-2 into a directory. Raises OSError, UserError.
 
-    First compares logits: a model.py that was changed may no longer compute GPT-2.
-    tokenizer: its files are written too, and the model gets its end-of-text token.
-    dtype: torch.dtype of the weights; the default is the model's.
+    First compares logits, because a model.py that was changed may no longer compute GPT-2.
+    tokenizer: its files are written, too, and the model gets its end-of-text token.
+    dtype: torch.dtype of the weights. The default is the model's.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
     c, tokens = model.config, dict(bos_token_id=None, eos_token_id=None)
     if tokenizer:
         end = tokenizer.end_of_text
-        # Pipelines put the prefix before a prompt, as generate.py does. A text of bytes has no end.
+        # Pipelines put the prefix before a prompt, as generate.py does. For bytes, no token means
+        # the end of a text.
         tokens = dict(bos_token_id=end, eos_token_id=end if tokenizer.special else None,
                       prefix=tokenizer.decode([end]))
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
-        n_positions=c.block_size, n_ctx=c.block_size,  # n_ctx: the old name, for llama.cpp
+        n_positions=c.block_size, n_ctx=c.block_size,  # llama.cpp reads n_ctx, the old name
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **tokens))
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
@@ -67,13 +68,16 @@ def save_gpt2(model, directory, tokenizer=None, dtype=None):
         save_tokenizer(tokenizer, directory, c.block_size)
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
     hf.to(dtype).save_pretrained(directory)
-    for path in Path(directory).glob("*.safetensors"):  # only the owner could read it
+    for path in Path(directory).glob("*.safetensors"):  # so far, only the owner can read it
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
 @torch.no_grad()
 def same_logits(model, hf):
-    """Loads the weights of a GPT into a GPT-2 of transformers. Whether both compute the same."""
+    """Loads the weights of a GPT into a GPT-2 of transformers, and compares their logits.
+
+    Returns whether both are the same, except for rounding.
+    """
     try:
         hf.load_state_dict(transpose_conv1d(model.state_dict()))
     except RuntimeError:  # names or shapes differ

@@ -1,7 +1,7 @@
-"""The head and its cross-entropy in one function, a chunk of positions at a time.
+"""Computes the head and its cross-entropy in one function, a chunk of positions at a time.
 
-The logits are never all in memory: a chunk's loss and gradient are computed before the next chunk
-(Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+The logits are never all in memory: the loss and the gradient of a chunk are computed before the
+next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
 """
 
 import math
@@ -9,7 +9,7 @@ import math
 import torch
 import torch.distributed as dist
 
-CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions
+CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -23,11 +23,11 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         """
         group, shape = None, targets.shape
         targets = targets.flatten()  # (N)
-        counted = targets != -100  # (N); PyTorch's ignore_index
+        counted = targets != -100  # (N); -100 is PyTorch's ignore_index
         in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
         if x.device.type != "mps":  # MPS lacks _assert_async, which needs no synchronization
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
-        if hasattr(weight, "placements"):  # DTensor: tensor parallelism
+        if hasattr(weight, "placements"):  # it is a DTensor, with tensor parallelism
             group = weight.device_mesh.get_group()
             rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
             targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
@@ -41,29 +41,31 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 
 def rows_of_chunk(device, dtype, V):
-    """Positions of a chunk."""
+    """Returns how many positions a chunk has."""
     # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
     rows = CHUNK_SIZE[device] * (4 if device == "cpu" and torch.compiler.is_compiling() else 1)
     # p.t() @ x_chunk would overflow in float16 if all positions of a large chunk have one target.
     rows = min(rows, 2048) if dtype == torch.float16 else rows
-    return max(1, rows * 2**16 // max(V, 2**16))  # less memory for more than 65,536 ids
+    # With more than 65,536 ids, a chunk has fewer positions, so that it needs no more memory.
+    return max(1, rows * 2**16 // max(V, 2**16))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
 
-    The matrix products follow autocast. The sums are float32: 50,000 terms in bfloat16 are inexact.
-    backward divides the gradients by n, the counted targets: in forward, float16 would underflow.
+    The matrix products follow autocast. The sums are float32, because sums of 50,000 terms would be
+    inexact in bfloat16. backward divides the gradients by n, the number of counted targets. In
+    forward, this division would underflow in float16.
 
-    group: the processes with the other rows of the weight, or None. Target 0 is this
-    process's first row (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+    group: the processes that have the other rows of the weight, or None. Then target 0 means the
+    first row of this process (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, counted, with_gradient, group):
         device, V = x.device.type, weight.size(0)
         dtype = matmul_dtype(x)
-        # Padded to a multiple of 128 rows, because matrix products work in tiles.
+        # The weight is padded to a multiple of 128 rows, because matrix products work in tiles.
         w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C)
         w[:V] = weight
         losses = torch.zeros(len(x), device=x.device)
@@ -79,22 +81,22 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits[:, V:] = -math.inf
             p = logits.float()
             p -= all_reduce(p.amax(1, keepdim=True), dist.ReduceOp.MAX, group)
-            local = (0 <= y) & (y < V)  # (rows, 1): this process has the target's logit
+            local = (0 <= y) & (y < V)  # (rows, 1): True if this process has the target's logit
             y = y.where(local, 0)
             target_logit = p.gather(1, y) * local  # (rows, 1)
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
             norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
             loss = norm.log() - target_logit  # (rows, 1)
             losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
-            if with_gradient:  # gradient w.r.t. the logits: softmax - one_hot(target)
-                p.div_(norm.masked_fill(ignored, math.inf))  # gradient 0 if ignored
+            if with_gradient:  # the gradient w.r.t. the logits is softmax - one_hot(target)
+                p.div_(norm.masked_fill(ignored, math.inf))  # the gradient is 0 if ignored
                 if torch.compiler.is_compiling():  # the compiler can fuse this, unlike scatter_add_
                     p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:
                     p.scatter_add_(1, y, -local.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
                 dx[start : start + rows] = p @ w
-                # In parts, to save memory: += first converts its operand to float32.
+                # += first converts its operand to float32. In parts, this needs less memory.
                 for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
                     total += part
         n = counted.sum()
@@ -105,20 +107,23 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _, grad):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # with create_graph=True
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph is True
             raise RuntimeError("the loss in chunks has no second derivative; use all logits")
         dx, dw, n = ctx.saved_tensors
         return grad / n * dx, grad / n * dw, None, None, None, None
 
 
 def matmul_dtype(x):
-    """The dtype of a matrix product of x: autocast's, or that of x itself."""
+    """Returns the dtype of a matrix product of x: autocast's if it is on, otherwise that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def stream_dtype(x):
-    """The dtype of the residual stream x: bfloat16 on CUDA if products are, else that of x."""
+    """Returns the dtype of the residual stream x.
+
+    On CUDA, it is bfloat16 if matrix products are in bfloat16. Otherwise it is that of x.
+    """
     return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
 
 

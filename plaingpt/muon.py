@@ -1,4 +1,4 @@
-"""Muon: SGD with momentum, whose updates are made orthogonal (Jordan et al. 2024)."""
+"""Muon, which is SGD with momentum that makes its updates orthogonal (Jordan et al. 2024)."""
 
 import math
 
@@ -10,13 +10,13 @@ class Muon(torch.optim.Optimizer):
     """Like torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but fast on every device and in
     several processes.
 
-    torch.optim.Muon computes in bfloat16. A device without instructions for it needs about ten
-    times as long for that as for float32. This class uses float32 there.
+    torch.optim.Muon computes in bfloat16. On a device without instructions for bfloat16, that takes
+    about ten times as long as float32. This class uses float32 there.
 
-    params: matrices. n_processes: 1, or the number of processes of DDP. Each process then updates
+    params: matrices. n_processes: the number of processes of DDP, otherwise 1. Each process updates
     its share of the matrices and sends them to the others, because the orthogonalization takes most
-    of the time. All processes keep the momentum of all matrices: a checkpoint fits any number of
-    processes.
+    of the time. All processes keep the momentum of all matrices, so that a checkpoint fits any
+    number of processes.
     """
 
     n_processes = 1
@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         (group,) = self.param_groups
         rank = dist.get_rank() if self.n_processes > 1 else 0
-        # The largest one first, so that all shares take about the same time.
+        # The largest matrices come first, so that all shares take about the same time.
         matrices = sorted((p for p in group["params"] if p.grad is not None),
                           key=lambda p: -p.numel())
         for i, p in enumerate(matrices):
@@ -36,19 +36,21 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
             if i % self.n_processes == rank:
-                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's
+                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov momentum
                 update = update.bfloat16() if has_bfloat16(p.device) else update
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                # The mean square of an orthogonal matrix is 1 / its longer side. 0.2: as AdamW's.
+                # The mean square of an orthogonal matrix is 1 / its longer side. So the root mean
+                # square of the update is 0.2 lr, about that of AdamW.
                 p.add_(orthogonalize(update), alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
         for i, p in enumerate(matrices if self.n_processes > 1 else []):
             dist.broadcast(p, i % self.n_processes)
 
 
 def orthogonalize(x):
-    """Five steps of Newton-Schulz: keeps the singular vectors, brings singular values near 1.
+    """Makes a matrix nearly orthogonal, by five steps of Newton-Schulz.
 
-    x: (rows, columns). Source: kellerjordan.github.io/posts/muon.
+    They keep the singular vectors and bring the singular values near 1. x: (rows, columns).
+    The source is kellerjordan.github.io/posts/muon.
     """
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T
@@ -61,7 +63,7 @@ def orthogonalize(x):
 
 
 def has_bfloat16(device):
-    """Whether the device has instructions for bfloat16. GPUs before Ampere only emulate it."""
+    """Returns whether the device has instructions for bfloat16. GPUs before Ampere emulate it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     cpu = torch.cpu.get_capabilities()

@@ -1,22 +1,25 @@
-"""The order of the sequences of a run: pure functions of numbers, which need no memory.
+"""Pure functions that give the order of the sequences of a run.
 
-train_gpt2.DataLoaderLite uses them: order_of_sets chooses the data set, permute the sequence in it.
+DataLoaderLite in train_gpt2.py uses them. order_of_sets chooses the data set, and permute chooses
+the sequence in it.
 """
 
 import math
 
 
 def order_of_sets(shares):
-    """The order of the sets in a period: [(set k, how many of set k are before)].
+    """Returns one period of a mixture: for each turn, (data set k, number of its earlier turns).
 
-    Of the first n sequences, each set has n x share, with an error of less than one. The sets take
-    turns in the order of their deadlines (Baruah et al. 1996, "Proportionate Progress").
+    shares: Fractions that add up to 1. Of the first n turns, each set has n x share, with an error
+    of less than one. The sets take turns in the order of their deadlines (Baruah et al. 1996,
+    "Proportionate Progress").
     """
     period = math.lcm(*(share.denominator for share in shares))
     parts = [int(share * period) for share in shares]  # sequences of each set in a period
     counts, order = [0] * len(parts), []
     for n in range(1, period + 1):
-        # Only sets below their share may be next. Deadline: the latest place of the next sequence.
+        # Only a set that is below its share may be next. Its deadline is the last place that its
+        # next sequence may have.
         due = [(-((counts[k] + 1) * period // -part), k)
                for k, part in enumerate(parts) if counts[k] * period < n * part]
         _, k = min(due)
@@ -26,11 +29,11 @@ def order_of_sets(shares):
 
 
 def permute(i, n, seed, epoch):
-    """Image of i under a random permutation of range(n). It needs no memory, whatever n is.
+    """Returns the image of i under a random permutation of range(n).
 
-    A Feistel network with six rounds on the two digits of i in base ceil(sqrt(n)). A result
-    outside range(n) passes through the network again: cycle walking (Black & Rogaway 2002,
-    "Ciphers with Arbitrary Finite Domains").
+    This needs no memory, whatever n is. A Feistel network with six rounds works on the two digits
+    of i in base ceil(sqrt(n)). A result outside range(n) passes through the network again. This is
+    called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
     """
     base = math.isqrt(n - 1) + 1
     key = hash_numbers(seed, epoch)
@@ -44,7 +47,7 @@ def permute(i, n, seed, epoch):
 
 
 def hash_numbers(*numbers):
-    """A 64-bit hash of numbers: the finalizer of SplitMix64 (Steele et al. 2014) on each."""
+    """Hashes numbers to 64 bits, with the finalizer of SplitMix64 for each (Steele et al. 2014)."""
     x = 0
     for number in numbers:
         x += number

@@ -1,4 +1,4 @@
-"""What generation needs beside the model: the cache of keys and values, and drawing tokens."""
+"""The parts of generation outside the model: it caches keys and values, and draws tokens."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextlib.contextmanager
 def attention_for_many_shapes():
-    """Context without compiled blocks and cuDNN's attention: both prepare a plan for each shape."""
+    """Turns off compiled code and cuDNN's attention. Both would prepare a plan for each shape."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     eager = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
@@ -20,7 +20,7 @@ def attention_for_many_shapes():
 
 
 class KVCache:
-    """The keys and values of the tokens so far, of one block, in memory allocated once."""
+    """Keeps the keys and values of one block for all tokens so far, in memory allocated once."""
 
     def __init__(self, max_length):
         self.max_length = max_length
@@ -28,7 +28,7 @@ class KVCache:
         self.buffers = None  # keys and values: (B, nh, max_length, hs) each
 
     def extend(self, k, v):
-        """Adds those of new tokens, (B, nh, T, hs). Returns all: (B, nh, length, hs) each."""
+        """Adds the k and v of new tokens, (B, nh, T, hs) each. Returns all, (B, nh, length, hs)."""
         if self.buffers is None:
             B, nh, _, hs = k.shape
             self.buffers = [k.new_empty(B, nh, self.max_length, hs) for _ in range(2)]
@@ -41,19 +41,20 @@ class KVCache:
 def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
     """Draws one id for each row: (B, vocab_size) -> (B, 1).
 
-    temperature 0 takes the most likely token. top_k keeps the k most likely tokens. top_p keeps
-    the most likely tokens, until their sum reaches p (Holtzman et al. 2020, arXiv:1904.09751).
+    temperature 0 takes the most likely token. top_k keeps the k most likely tokens, and 0 keeps
+    all. top_p keeps the most likely tokens, until the sum of their probabilities reaches p
+    (Holtzman et al. 2020, arXiv:1904.09751).
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    # NaN or infinity would end the process on a GPU.
+    # On a GPU, NaN or infinity would make torch.multinomial end the process.
     logits = logits.nan_to_num() / max(temperature, 1e-30)
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)  # (B, vocab_size)
-        # A token is dropped if the tokens before it already reach p. The first one always stays.
+        # A token is dropped if the sum of the tokens before it reaches p. The first always stays.
         drop = probs.cumsum(dim=-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
@@ -63,7 +64,7 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
 def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
     """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
 
-    options: of sample().
+    options: temperature, top_k and top_p, as in sample().
     """
     generator = torch.Generator(device=idx.device).manual_seed(seed)
     T_max = model.config.block_size
@@ -71,7 +72,7 @@ def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
     cache = [KVCache(length) for _ in range(model.config.n_layer)]
     new = idx  # (B, T): the ids whose keys and values are not in the cache
     for _ in range(max_new_tokens):
-        if idx.size(1) > T_max:  # the window slides: with new positions, the cache is invalid
+        if idx.size(1) > T_max:  # the window slides: all positions change, so the cache is invalid
             cache = None
             new = idx[:, -T_max:]  # (B, T_max)
         logits = model.logits(model.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)

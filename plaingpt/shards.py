@@ -1,14 +1,15 @@
-"""Files of token ids: shards and Megatron's pairs. Their names, their formats, reading a split.
+"""Finds and reads files of token ids: shards, and the pairs of files of Megatron.
 
-A shard is {name}_{train|val}_{index:06d}.npy, one-dimensional uint16, as build-nanogpt writes it,
-or uint32 for vocabularies above 65,536 ids; the end-of-text id begins each document. llm.c's .bin
-files, uint16 or uint32 after 256 int32, are read too.
+A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. Its ids are
+uint16, as build-nanogpt writes them, or uint32 for vocabularies above 65,536 ids. Each document
+begins with the end-of-text id. llm.c's .bin files are read, too: they have a header of 256 int32,
+then ids that are uint16 or uint32.
 meta.json says how the shards were made. It is called progress.json until they are complete.
 
-Megatron's data are pairs of files: X.idx describes the tokens in X.bin. X.idx has 9 bytes of magic,
-the version, a code for the type of the tokens, the number of sequences and of document boundaries;
-then for each sequence its length and its first byte in X.bin; then the sequences that begin
-documents (Megatron-LM, megatron/core/datasets/indexed_dataset.py).
+Megatron's data are pairs of files: X.idx describes the tokens in X.bin. X.idx begins with 9 bytes
+of magic, the version, a code for the type of the tokens, the number of sequences, and the number of
+document boundaries. Then come three arrays: the length of each sequence, its first byte in X.bin,
+and the sequences that begin documents (Megatron-LM, megatron/core/datasets/indexed_dataset.py).
 """
 
 import bisect
@@ -24,18 +25,21 @@ import numpy as np
 
 from plaingpt.cli import UserError, first_line, read_json
 
-ENDS = 2**16  # tokens at the start and at the end of each shard that the fingerprint covers
-BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by llm.c's magic and version
-# By the code in X.idx. Negative ids of int32 become large ones, which no vocabulary has.
+# The fingerprint covers so many tokens at the start of each shard, and so many at its end.
+ENDS = 2**16
+BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # keys: llm.c's magic, version
+# The keys are the codes in X.idx. Code 4 is int32. Read as uint32, negative ids become large ones,
+# which no vocabulary has.
 MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
-VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # of Megatron's files for validation
+# The name of a file of Megatron for validation contains this.
+VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 
 
 class Tokens:
     """The tokens of a split: those of its files, one file after the other, from start to stop.
 
-    name: for messages. files: paths of shards, or [array] with the ids of a text. vocab_size: of
-    the model.
+    name: the name in messages. files: paths of shards, or [array] with the ids of a text.
+    vocab_size: that of the model.
     """
 
     def __init__(self, name, files, vocab_size, start=0, stop=None):
@@ -48,7 +52,10 @@ class Tokens:
         return self.stop - self.start
 
     def read(self, start, count):
-        """Returns `count` tokens from `start`: (count,) uint16, uint32, or uint8 of a text."""
+        """Returns `count` tokens from `start`: (count,) uint16 or uint32, or uint8 for bytes.
+
+        Raises UserError if one is outside the vocabulary.
+        """
         first, last = self.start + start, self.start + start + count
         i = bisect.bisect_right(self.starts, first) - 1
         j = bisect.bisect_left(self.starts, last)
@@ -61,7 +68,10 @@ class Tokens:
         return ids
 
     def count_sequences(self, T):
-        """Number of sequences of T+1 tokens that share their ends. Raises UserError if none."""
+        """Returns the number of sequences of T+1 tokens. Raises UserError if there are none.
+
+        The last token of a sequence is also the first token of the next one.
+        """
         n = (len(self) - 1) // T
         if n < 1:
             raise UserError(f"{self.name}: has {len(self)} tokens, fewer than block_size {T} + 1; "
@@ -69,14 +79,18 @@ class Tokens:
         return n
 
     def fingerprint(self):
-        """Number of tokens and CRC-32. It covers both ends of every shard, or all of a text."""
+        """Returns the number of tokens and a CRC-32, as a text.
+
+        The CRC-32 covers both ends of every shard, or all of a text file.
+        """
         crc = 0
         bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
         for file, start, stop in zip(self.files, bounds, bounds[1:]):
             n = stop - start if isinstance(file, np.ndarray) else min(stop - start, ENDS)
             for first in sorted({start, stop - n}) if n else ():
                 ids = self.read(first, n)
-                # Equal for equal ids of any type, and as before there was uint32.
+                # uint16 and uint32 shards with the same ids have the same checksum, which older
+                # versions computed, too.
                 crc = zlib.crc32(ids.astype("<u2" if ids.max() < 2**16 else "<u4"), crc)
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
@@ -107,7 +121,7 @@ def open_shard(path):
 
 
 def find_index(path):
-    """The .idx file of Megatron's data X, X.bin or X.idx; None if it is no such data."""
+    """Returns the .idx file of Megatron's data X, X.bin or X.idx, or None for any other data."""
     path = Path(path)
     index = path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
     return index if index.is_file() else None
@@ -128,13 +142,16 @@ def read_index(path):
 
 
 def is_text_file(path):
-    """Whether a value of --data is a text file."""
+    """Returns whether a value of --data is a text file."""
     return Path(path).is_file() and not find_index(path)
 
 
 @functools.cache  # a text is encoded once
 def read_text(path, tokenizer):
-    """Ids of a text file: (n,) uint16 or uint32, or uint8 of bytes. Raises UserError."""
+    """Returns the ids of a text file: (n,) uint16 or uint32, or uint8 for bytes.
+
+    Raises UserError.
+    """
     data = path.read_bytes()
     if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
@@ -147,7 +164,10 @@ def read_text(path, tokenizer):
 
 
 def find_shards(path, split):
-    """Paths of the shards of a split, in the order of their names; .idx for Megatron's data."""
+    """Returns the paths of the shards of a split, in the order of their names.
+
+    For Megatron's data, these are the .idx files.
+    """
     if index := find_index(path):
         return [index] if split == "train" else []
     name = re.compile(rf"_{split}_\d+\.(npy|bin)$")
@@ -157,7 +177,7 @@ def find_shards(path, split):
 
 
 def read_meta(directory):
-    """Contents of meta.json or progress.json; {} without them. Raises UserError."""
+    """Returns the contents of meta.json or progress.json, or {} without them. Raises UserError."""
     return read_json(directory / "meta.json") or read_json(directory / "progress.json")
 
 
@@ -165,9 +185,9 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a data set -> (training Tokens, validation Tokens). Raises UserError.
 
     path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
-    X.idx as X. The validation data are the val shards. Without them, they are the last documents:
-    val_fraction of the tokens, by default a tenth of a text, and a hundredth of shards.
-    vocab_size: of the model, by default the number of the tokenizer's ids.
+    X.idx as X. The validation data are the val shards. Without them, the last part of the data is
+    held out: val_fraction of the tokens, by default a tenth of a text and a hundredth of shards.
+    vocab_size: that of the model. By default, it is the number of the tokenizer's ids.
     """
     path, V = Path(path), vocab_size or tokenizer.n_vocab
     files, val_files, fraction = find_shards(path, "train"), find_shards(path, "val"), 0.01
@@ -181,7 +201,7 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
         return train, Tokens(names[1], val_files, V)
     n = len(train)
     cut = n - math.ceil(n * Fraction(str(val_fraction or fraction)))
-    if n and not is_text_file(path):
+    if n and not is_text_file(path):  # the part should begin with a document
         tokens = train.read(cut, min(2**20, (n - cut + 1) // 2))  # keeps at least half of the part
         cut += int(np.argmax(tokens == tokenizer.end_of_text))  # 0 if no document begins in them
     return Tokens(names[0], files, V, 0, cut), Tokens(names[1], files, V, cut, n)

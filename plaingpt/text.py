@@ -1,4 +1,4 @@
-"""Texts from files and from the Hugging Face hub, as a stream of records or documents.
+"""Reads texts from files and from the Hugging Face hub, as a stream of records or documents.
 
 Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a
 document that may not be cut, and a benchmark's .csv or text file are read whole.
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from plaingpt.cli import UserError, first_line
 
-BLOCK = 2**20  # bytes that are read at a time
+BLOCK = 2**20  # so many bytes are read at a time
 TABLES = (".parquet", ".arrow")
-SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
-# Up to a place that is never inside a token of GPT-2: before a space or line break that follows
-# printable ASCII or a byte that ends no Unicode space.
+SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
+# Matches bytes up to the last place that is surely not inside a token of GPT-2. The place is before
+# a space or line break. The byte before it is printable ASCII, or it ends no Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 LONG_SPACE = 500_000
 
@@ -29,11 +29,11 @@ LONG_SPACE = 500_000
 class Document:
     """A document, or a piece of a large one."""
 
-    where: str  # its place, such as "a.jsonl, line 7"; the line where it begins
-    text: str | None = None  # None: it is damaged
+    where: str  # where it begins, such as "a.jsonl, line 7"
+    text: str | None = None  # None if it is damaged
     problem: str = ""  # why it is damaged
-    begins: bool = True  # False: a piece that continues the one before it
-    done: int = 0  # bytes on disk of all files that were read so far
+    begins: bool = True  # False if this piece continues the one before it
+    done: int = 0  # bytes on disk that were read so far, of all files
 
 
 def find_files(patterns):
@@ -41,7 +41,7 @@ def find_files(patterns):
     paths = []
     for pattern in patterns:
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
-    paths = [*{path.resolve(): path for path in paths}.values()]  # once each
+    paths = [*{path.resolve(): path for path in paths}.values()]  # lists each file once
     for path in paths:
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
@@ -51,7 +51,7 @@ def find_files(patterns):
 
 
 def kind_of(path):
-    """A file's kind and compression, by its name: (".jsonl", "gzip")."""
+    """Returns a file's kind and compression, which its name tells: (".jsonl", "gzip")."""
     path = Path(path.name.lower())
     compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
     return Path(path.stem).suffix if compression else path.suffix, compression
@@ -60,11 +60,11 @@ def kind_of(path):
 def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
 
-    If not patient, and the hub does not answer in five seconds, only the cache is used: `datasets`
-    would wait for minutes. Raises UserError.
+    patient: if False, and the hub does not answer in five seconds, only the cache is used.
+    `datasets` itself would wait for minutes. Raises UserError.
     """
     import datasets
-    import requests  # a package of `datasets`
+    import requests  # `datasets` needs this package, too
 
     offline = datasets.config.HF_HUB_OFFLINE
     try:
@@ -100,7 +100,7 @@ def read_items(path, file, column=None):
         lines = io.StringIO(file.read().decode("utf-8-sig").replace("\r\n", "\n"))
         items = ({"text": line} for line in lines)
         if kind == ".csv":
-            items = [b"", *csv.DictReader(lines)]  # b"" for the line of names
+            items = [b"", *csv.DictReader(lines)]  # b"" stands for the line of names
     for n, item in enumerate(items, start=1):
         if item != b"":
             yield f"{unit} {n}", item
@@ -109,8 +109,8 @@ def read_items(path, file, column=None):
 def read_table(kind, file, column):
     """Yields the rows of Parquet, or of an Arrow file of `datasets`, as dicts.
 
-    column: only this one, if there is one of this name. The file is not memory-mapped: mapped pages
-    would count as memory of the process.
+    column: if the table has a column of this name, the dicts have only this one. The file is not
+    memory-mapped, because mapped pages would count as memory of the process.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -149,7 +149,7 @@ def parse_record(item):
 def read_records(path):
     """Yields (where, record): a place such as "line 7", and a dict. Raises UserError.
 
-    JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
+    The file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
     """
     path = place = Path(path)
     try:
@@ -164,8 +164,8 @@ def read_records(path):
 def read_documents(paths, text_key="text", cut=False):
     """Yields the Documents of the files, in order. Raises UserError.
 
-    text_key: field or column that holds the text. cut: yield a document above 4 MB of a .txt file
-    in pieces; joined, their GPT-2 tokens are those of the whole document.
+    text_key: field or column that holds the text. cut: whether to yield a document above 4 MB of a
+    .txt file in pieces. Joined, the GPT-2 tokens of the pieces are those of the whole document.
     """
     n_before = 0  # bytes of the files before this one
     for path in paths:
@@ -206,7 +206,8 @@ def split_text(file, cut):
         if piece:
             yield piece[0], False
             rest = rest[piece.end() :]
-        # Larger blocks for a document that cannot be cut, because each block scans it again.
+        # The longer a document that cannot be cut, the larger the next block: after each block,
+        # the document is scanned again.
         data = file.read(max(BLOCK, len(rest)))
     yield rest, True
 
@@ -222,11 +223,11 @@ def make_document(where, item, text_key):
 
 
 def find_text(record, text_key):
-    """The text of a record, a dict. Raises ValueError with the reason if it has none."""
+    """Returns the text of a record, a dict. Raises ValueError with the reason if it has none."""
     if text_key not in record:
         raise ValueError(f"no key {text_key!r}, but {', '.join(record) or 'none at all'}")
     text = record[text_key]
-    if isinstance(text, bytes):  # of a .txt file, or a column of a table
+    if isinstance(text, bytes):  # from a .txt file, or from a column of bytes
         text = text.decode()
     if not isinstance(text, str):
         raise ValueError(f"{text_key!r} is not a string, but a {type(text).__name__}")
@@ -236,7 +237,8 @@ def find_text(record, text_key):
 
 
 def check_spaces(text):
-    """Raises UserError for so many spaces that tiktoken's regex would overflow its stack."""
-    # (?<!\s): begins at the first one of a row only, else the search is quadratic.
+    """Raises UserError if a row of spaces would overflow the stack of tiktoken's regex."""
+    # With (?<!\s), a match begins only at the first space of a row. Otherwise, the search would
+    # take quadratic time.
     if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
         raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from plaingpt.cli import read_json, require
 
-# Names of the token between documents, in the order in which they are looked for.
+# Usual names of the token between documents. The first one that a vocabulary has is taken.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
-# A byte-level vocabulary writes each byte as a character: a visible one as itself.
+# A byte-level vocabulary writes each byte as a character. It writes a visible byte as itself.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
@@ -17,9 +17,9 @@ BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {
 def parse(source):
     """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id).
 
-    Needs no package, so that training from shards needs none. settings: its contents. special ids:
-    {text: id}. The key "end_of_text" is ours: the name of the token between documents, if it is not
-    in END_NAMES. Raises ValueError, or KeyError if the text is another JSON.
+    Needs no package, so that training from shards needs none. settings: the contents of the file.
+    special ids: {text: id}. The key "end_of_text" is ours. It is the name of the token between
+    documents, if it is not in END_NAMES. Raises ValueError, or KeyError if the text is other JSON.
     """
     settings = json.loads(source)
     end = settings.pop("end_of_text", None)
@@ -41,12 +41,12 @@ def parse(source):
 
 
 def is_byte_level(settings):
-    """Whether every text can be encoded, and ids can be decoded one by one."""
+    """Returns whether every text can be encoded, and ids can be decoded one by one."""
     return '"ByteLevel"' in json.dumps(settings["decoder"])
 
 
 def bytes_of(token, byte_level):
-    """The bytes of a token: of a byte-level vocabulary, or of SentencePiece or WordPiece."""
+    """Returns the bytes of a token of a byte-level vocabulary, or of SentencePiece or WordPiece."""
     if byte_level:
         return bytes(map(BYTE_OF.get, token)) if BYTE_OF.keys() >= {*token} else token.encode()
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
@@ -55,8 +55,9 @@ def bytes_of(token, byte_level):
 
 
 def is_gpt2(settings):
-    """Whether the text is split into words as GPT-2 does it, and changed in no other way."""
-    # use_regex: GPT-2's expression. Without merges, as in exported bytes, no split is needed.
+    """Returns whether a text is split into words as in GPT-2, and changed in no other way."""
+    # use_regex means that GPT-2's expression splits the text. Without merges, as in exported bytes,
+    # no split is needed.
     split = settings["pre_tokenizer"] or {}
     regex = split.get("use_regex", True) or not settings["model"].get("merges")
     kind = split.get("type"), split.get("add_prefix_space"), settings["normalizer"]
@@ -73,7 +74,10 @@ def build(token_bytes, special):
 
 
 def split_token(token, ids):
-    """The two tokens whose merge gives this token. BPE merges the pair with the lowest id first."""
+    """Returns the two tokens whose merge gives this token.
+
+    BPE merges first the pair whose merge has the lowest id.
+    """
     parts = [*token]
     while len(parts) > 2:
         merged = [ids.get(left + right, len(ids)) for left, right in zip(parts, parts[1:])]
@@ -90,10 +94,10 @@ def byte_level_bpe(vocab, merges, special):
 
 
 def read_settings(place, end_of_text=None):
-    """Contents of the tokenizer.json at a path, in a directory or on the hub.
+    """Returns the contents of the tokenizer.json at a path, in a directory or on the hub.
 
     The older pair vocab.json and merges.txt is converted. end_of_text: name of the token between
-    documents; an exported directory has it in tokenizer_config.json. Raises errors of many kinds.
+    documents. An exported directory has it in tokenizer_config.json. Raises errors of many kinds.
     """
     path, names = Path(place), ["tokenizer.json", "vocab.json", "merges.txt"]
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:

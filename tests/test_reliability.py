@@ -363,7 +363,7 @@ CASES = {
         ("--data latin.jsonl.txt --tokenizer gpt2", "latin.jsonl.txt: is not UTF-8 (invalid"),
         ("--data evil", "evil/x_train_000000.npy: not a readable shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a readable shard ... make it again"),
-        ("--data own", "own: its tokenizer.json is not of its shards, bytes; move it away"),
+        ("--data own", "own: tokenizer.json is not that of the shards, bytes; move it away"),
         ("--rampup_steps 2000000000", "--rampup_steps 2000000000: must be at least 0 and at most"),
         ("--val_fraction 5", "--val_fraction 5.0: must be above 0 and below 1"),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
