@@ -1,7 +1,6 @@
 """Finds, loads, saves and resumes checkpoints. Also loads the weights that a run starts from."""
 
 import ast
-import contextlib
 import hashlib
 import inspect
 import math
@@ -106,7 +105,8 @@ class Saver:
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.best_val = float(checkpoint.get("best_val", math.inf))
         if config.keep_best:  # model_best.pt may be newer than the checkpoint
-            self.best_val = min(self.best_val, on_rank0(read_best_val, Path(place)))
+            best = on_rank0(read_best_val, Path(place, "model_best.pt"))
+            self.best_val = min(self.best_val, best)
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in {**asdict(config), **shape}.items():
@@ -168,57 +168,47 @@ def moments_by_name(saved, whole):
 def load_checkpoint(path, remedy="give another one"):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
 
-    All processes must call it. Rank 0 reads the whole file, to check it. After that, each process
-    reads what it needs, and the processes of a machine share the memory.
-
+    All processes must call it. Only rank 0 reads the file from end to end, to check it.
     remedy: what the user should do if the file is damaged, or is no checkpoint of this program.
     """
     on_rank0(check_file, path, remedy)
-    checkpoint = open_file(path)
-    if checkpoint.get("model_code", code := hash_of_model_code()) != code:
-        print0(f"note: {path} was written by another model.py")
-        remedy = "restore that model.py; its run may have a changes.patch"
-    with reading(path, remedy):
-        model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
-        model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
-    return checkpoint
+    return read_file(path, remedy)
 
 
 def check_file(path, remedy):
-    """Raises UserError unless a file is a checkpoint, complete, and with finite weights."""
-    with reading(path, remedy):
-        with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
-            if damaged := archive.testzip():
-                raise ValueError(f"the checksum of {damaged} is wrong")
-        checkpoint = open_file(path)
+    """Raises UserError unless a file is a complete checkpoint with finite weights."""
+    read_file(path, remedy, check=True)
+
+
+def read_file(path, remedy, check=False):
+    """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
+    try:
+        if check:
+            with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
+                if damaged := archive.testzip():
+                    raise ValueError(f"the checksum of {damaged} is wrong")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if "model_config" not in checkpoint:
             raise ValueError("another program wrote it")
-        if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+        if checkpoint.get("model_code", code := hash_of_model_code()) != code:
+            if check:
+                print0(f"note: {path} was written by another model.py")
+            remedy = "restore that model.py; its run may have a changes.patch"
+        model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
+        if check and not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
-
-
-def open_file(path):
-    """Reads the dict in a file. Its tensors are memory-mapped: read from the file when used."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-@contextlib.contextmanager
-def reading(path, remedy):
-    """If the block raises an exception, raises a UserError that names the file instead."""
-    try:
-        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
         raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
                         f"{remedy}") from error
+    return checkpoint
 
 
-def read_best_val(directory):
-    """The validation loss of a run's model_best.pt, or infinity."""
-    path = directory / "model_best.pt"
-    with reading(path, "delete it"):
-        return float(open_file(path)["best_val"]) if path.exists() else math.inf
+def read_best_val(path):
+    """Returns the validation loss of a checkpoint, or infinity if there is no such file."""
+    return float(read_file(path, "delete it")["best_val"]) if path.exists() else math.inf
 
 
 def hash_of_model_code():

@@ -48,7 +48,7 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     # On a GPU, NaN or infinity would make torch.multinomial end the process.
-    logits = logits.nan_to_num() / max(temperature, 1e-30)
+    logits = (logits / max(temperature, 1e-30)).nan_to_num()
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
