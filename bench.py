@@ -3,10 +3,10 @@
   python bench.py --preset gpt2 --batch_size 4
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
 
---step plain times the same model with the usual last layer, as in
-build-nanogpt: all logits at once, then their loss. --step transformers times
-the model of Hugging Face. Other programs on a machine change all times, so
-compare runs that alternate:
+--step plain times the same model with the usual last layer, which computes all
+logits at once and then their loss, as in build-nanogpt. --step transformers
+times the model of Hugging Face. Other programs on a machine change all times,
+so compare runs that alternate:
 
   for i in 1 2 3; do
       for step in plaingpt plain transformers; do
@@ -14,11 +14,14 @@ compare runs that alternate:
       done
   done
 
-The row: median time of a step, with the fastest and the slowest; tokens per
-second of all processes; operations of the model per second, with full
-attention; on a known GPU, their share of the peak in its data sheet; peak
-memory of one process, on a GPU of its tensors; time of the first step, with
-compilation.
+After the settings, the row shows
+
+- the median time of a step, and the times of the fastest and the slowest,
+- the tokens per second of all processes,
+- the operations of the model per second, counted with full attention,
+- their share of the peak in the data sheet, if the GPU is a known one,
+- the peak memory of one process, on a GPU only that of its tensors,
+- the time of the first step, which includes compilation.
 """
 
 import math
@@ -29,7 +32,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-import plaingpt.device as devices  # before torch, see plaingpt/__init__.py
+import plaingpt.device as devices  # must come before torch, see plaingpt/__init__.py
 
 # isort: split
 import torch
@@ -46,14 +49,14 @@ from train_gpt2 import RECIPES, TrainConfig, Training, make_training, train_step
 class BenchConfig:
     step: Annotated[Literal["plaingpt", "plain", "transformers"], "what to time"] = "plaingpt"
     preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
-    batch_size: Annotated[int | None, "sequences [64 on cuda, else 4]", "above 0"] = None
+    batch_size: Annotated[int | None, "sequences [64 on cuda, otherwise 4]", "above 0"] = None
     block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
     steps: Annotated[int, "timed steps", "above 0"] = 10
     profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
     optimizer: Annotated[Literal["adamw", "muon"] | None, "[the preset's]"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [cuda: on, else off]"] = None
+    compile: Annotated[bool | None, "use torch.compile [on for cuda only]"] = None
     activation_checkpointing: Annotated[bool, "recompute activations to save memory"] = False
     parallel: Annotated[Literal["ddp", "fsdp"], "replicate the model or shard it"] = "ddp"
     tp: Annotated[int, "tensor parallel processes", "above 0"] = 1
@@ -61,17 +64,17 @@ class BenchConfig:
 
 
 class Peer(torch.nn.Module):
-    """Another GPT-2, with the usual last layer: all logits at once, then their loss."""
+    """Another GPT-2. Its last layer is the usual one: it computes all logits, then their loss."""
 
     def __init__(self, name, config):
         super().__init__()
-        if name == "plain":  # 50,304 ids instead of 50,257
+        if name == "plain":  # has 50,304 ids instead of 50,257, as in build-nanogpt
             n_rows = config.vocab_size + -config.vocab_size % 128
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
             hf = require("transformers")
             hf_config = hf.GPT2Config(**vars(config), n_positions=config.block_size)
-            self.model = hf.GPT2LMHeadModel(hf_config).eval()  # eval: without dropout
+            self.model = hf.GPT2LMHeadModel(hf_config).eval()  # eval turns dropout off
 
     def forward(self, idx, targets):
         logits = self.model(idx)[0].float()  # (B, T, vocab_size)
@@ -79,7 +82,7 @@ class Peer(torch.nn.Module):
 
 
 def make_peer(name, gpt_config, config, process):
-    """Another model and what trains it -> Training."""
+    """Makes another model and what trains it -> Training."""
     raw_model = Peer(name, gpt_config).to(process.device)
     optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
@@ -93,7 +96,8 @@ def main(argv=None):
     if bench.step != "plaingpt" and process.world_size > 1:
         raise UserError(f"--step {bench.step}: needs one process; leave it out with torchrun")
     cuda = process.device.type == "cuda"
-    gpt_config = GPTConfig(**PRESETS[bench.preset])  # no dropout: all models compute the same
+    # The presets have no dropout, so all models compute the same.
+    gpt_config = GPTConfig(**PRESETS[bench.preset])
     B = bench.batch_size or (64 if cuda else 4)
     T = gpt_config.block_size = bench.block_size or gpt_config.block_size
     given.update(compile=devices.choose_compile(bench.compile, process.device), batch_size=B,
@@ -112,10 +116,12 @@ def main(argv=None):
 
         def timed_step():
             start = time.perf_counter()
-            train_step(training, micro_batches, config.grad_clip, [], process)  # waits
+            # This also waits for the device.
+            train_step(training, micro_batches, config.grad_clip, [], process)
             return time.perf_counter() - start
 
-        first, _, *times = [timed_step() for _ in range(bench.steps + 2)]  # both may be slow
+        # The first two steps may be slow.
+        first, _, *times = [timed_step() for _ in range(bench.steps + 2)]
         if bench.profile:
             with torch.profiler.profile() as profiler:
                 timed_step()

@@ -1,7 +1,7 @@
 """CORE: 22 tasks, most with solved examples in the prompt.
 (Li et al. 2024, arXiv:2406.11794)
 
-  python core.py --bundle eval_bundle                  newest checkpoint in log/
+  python core.py --bundle eval_bundle      scores the newest checkpoint in log/
   python core.py --bundle eval_bundle --tasks arc_easy,piqa --max_per_task 500
   python core.py --bundle mine.jsonl --num_fewshot 5 --delimiter " Answer: "
 
@@ -45,18 +45,18 @@ class Options:
 
 @dataclass
 class Task:
-    """A task: a file of items, and how to ask them."""
+    """A task has a file of items, and knows how to ask them."""
     label: str
     file: Path
     num_fewshot: int = 0
-    delimiter: str = " "  # between a context and its answer
-    chance: float | None = None  # accuracy by chance, or None: 1 / number of answers
+    delimiter: str = " "  # stands between a context and its answer
+    chance: float | None = None  # accuracy by chance; if it is None, load_task computes it
 
 
 def load(path, limit=0, **options):
-    """Bundle (or path) -> Examples, task by task. limit: as max_per_task. Raises UserError.
+    """Loads a bundle (or path) -> Examples, task by task. Raises UserError.
 
-    options: fields of Options.
+    limit: items of a task, if max_per_task is not given. options: fields of Options.
     """
     options = Options(**options)
     path = options.bundle or path
@@ -71,7 +71,7 @@ def load(path, limit=0, **options):
 
 
 def read_bundle(path, names):
-    """Directory with core.yaml -> Tasks. names: as in --tasks. Raises UserError."""
+    """Reads a directory with core.yaml -> Tasks. names: as in --tasks. Raises UserError."""
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
     tasks = {}
@@ -91,7 +91,7 @@ def read_bundle(path, names):
 
 
 def load_task(task, options):
-    """Task -> Examples of its items. Raises UserError."""
+    """Loads a Task -> Examples of its items. Raises UserError."""
     items = list(load_records([task.file]))
     random.Random(1337).shuffle(items)
     items = items[: options.max_per_task or None]
@@ -112,9 +112,10 @@ def load_task(task, options):
 
 
 def make_example(item, delimiter):
-    """Item -> Example. Contexts and endings together are prompts. Raises UserError.
+    """Turns an item into an Example. A context and an ending make a prompt. Raises UserError.
 
-    multiple_choice has several endings, schema several contexts, language_modeling one of each.
+    An item of multiple_choice has several endings, one of schema has several contexts, and one of
+    language_modeling has one of each.
     """
     if "choices" in item:
         query, choices, gold = get_fields(item, query=str, choices=list, gold=int)
@@ -132,24 +133,25 @@ def make_example(item, delimiter):
 
 
 def solution(example):
-    """Text of a solved example: the right pair."""
+    """Returns the text of a solved example, which is its right pair."""
     pairs = [context + ending for context in example.contexts for ending in example.endings]
     return pairs[example.label] + "\n\n"
 
 
 def prompt_ids(example, tokenizer):
-    """Yields (ids of a context, [ids of each of its endings]): splits the ids of whole prompts."""
+    """Yields (ids of a context, [ids of each of its endings]). Splits the ids of whole prompts."""
     def ids(text):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
     shots = "".join(example.shots)
     prompts = [ids(shots + c + ending) for c in example.contexts for ending in example.endings]
-    if len(example.contexts) > 1:  # schema
+    if len(example.contexts) > 1:  # in a schema, the end of all prompts is the same
         n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         for prompt in prompts:
             split = len(prompt) - n
             yield prompt[:split] or prompt[:1], [prompt[split:] if split else []]
         return
+    # Otherwise, the start is the same. It is the context.
     same = prompts
     if len(example) == 1:  # language_modeling
         same = [*prompts, ids((shots + example.contexts[0]).rstrip())]
@@ -159,7 +161,7 @@ def prompt_ids(example, tokenizer):
 
 def report(examples, scores):
     """The metric, and the figures of each task."""
-    with np.errstate(invalid="ignore"):  # 0 / 0: an ending without tokens
+    with np.errstate(invalid="ignore"):  # an ending without tokens has 0 / 0
         losses = evaluation.split(examples, -scores.log_likelihood / scores.tokens)
     greedy = evaluation.split(examples, scores.greedy)
     solved = {}  # {(task, chance): whether the answer to each item is right}
@@ -179,7 +181,7 @@ def report(examples, scores):
 
 
 def main(argv=None):
-    """The program: prints the figures, then a line for each task."""
+    """Runs the program. Prints the figures, then a line for each task."""
     figures = evaluation.main(BENCHMARK, argv)
     print0(f"\n{'task':<34}accuracy  centered     items")
     for name, task in figures["tasks"].items():

@@ -1,10 +1,10 @@
 """Writes a checkpoint as a directory that Hugging Face transformers loads.
 
-  python export.py                                newest checkpoint in log/
+  python export.py                         exports the newest checkpoint in log/
   python export.py --checkpoint log/baby --output my-gpt2
 
 The directory contains the weights, the tokenizer and a model card, README.md.
-First: pip install transformers
+It needs transformers: pip install transformers
 """
 
 from dataclasses import asdict, dataclass
@@ -44,13 +44,13 @@ class ExportConfig:
 
 
 def read_facts(path):
-    """Facts of a run.json for the model card -> {name: value}; {} without the file."""
+    """Reads the facts of a run.json for the model card -> {name: value}, or {} without the file."""
     run_json = read_json(path)
-    known = run_json.get("train_config", {}) | run_json  # run_json: the dtype that was chosen
+    known = run_json.get("train_config", {}) | run_json  # run_json has the dtype that was chosen
     places = known.get("data", [])
-    if isinstance(places, str):  # an older version
+    if isinstance(places, str):  # an older version wrote one string
         places = [places]
-    known["data"] = ", ".join(Path(place).name for place in places)  # not the parent folders
+    known["data"] = ", ".join(Path(place).name for place in places)  # omits parent folders
     return {name: known[name] for name in FACTS if known.get(name)}
 
 

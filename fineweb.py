@@ -1,17 +1,17 @@
 """Turns text into the token shards that train_gpt2.py reads.
 
-  python fineweb.py                                    FineWeb-Edu
-  python fineweb.py --input a.jsonl --output_dir mine  your own text
+  python fineweb.py                                    reads FineWeb-Edu
+  python fineweb.py --input a.jsonl --output_dir mine  reads your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
 
 --input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files. In
-a .txt file <|endoftext|> separates documents. --tokenizer takes a vocabulary of
-your own, see tokenizer.py. After an interruption the same command continues.
-Damaged records are counted and skipped; the first 5 are shown.
+a .txt file, <|endoftext|> separates documents. --tokenizer takes a vocabulary
+of your own, see tokenizer.py. After an interruption, the same command
+continues. Damaged records are counted and skipped; the first 5 are shown.
 """
 
 # plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
-# writes the shards. They equal the shards of build-nanogpt's fineweb.py byte for byte.
+# writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
 
 import contextlib
 import itertools
@@ -56,11 +56,13 @@ class ShardConfig:
 
 
 def read_progress(directory, name, settings, itemsize):
-    """What meta.json says about the shards in a directory, or about none. Raises UserError.
+    """Reads what meta.json says about the shards in a directory -> facts. Raises UserError.
 
-    settings: what may not change between the runs. itemsize: bytes of a token. facts["next"] is
-    where the next shard begins: [documents before it, tokens of the documents after these that are
-    in earlier shards]. It is None at the end of the source.
+    If there are no shards, returns the facts of an empty directory.
+
+    settings: what must not change between the runs. itemsize: bytes of a token. facts["next"] says
+    where the next shard begins: it is [n, m] if earlier shards have the first n documents, and m
+    tokens of the documents after them. It is None at the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     if not find_shards(directory, "(train|val)"):
@@ -70,7 +72,7 @@ def read_progress(directory, name, settings, itemsize):
     if differ:
         raise UserError(f"{directory}: has shards of another {', '.join(differ)}; choose another "
                         "--output_dir")
-    facts.update(old)  # its name, too: the directory may have been renamed
+    facts.update(old)  # also takes the old name: the directory may have been renamed
     for i in range(facts["shards"]):
         path = shard_path(directory, facts, i)
         n_tokens = min(facts["shard_size"], facts["tokens"] - i * facts["shard_size"])
@@ -86,7 +88,10 @@ def shard_path(directory, facts, index):
 
 
 def save_shard(directory, facts, parts, next, tokenizer):
-    """Writes the next shard: arrays of tokens. Writes progress.json before it, and after it."""
+    """Writes the next shard, and progress.json before it and after it.
+
+    parts: arrays of tokens. next: the value of facts["next"] after this shard.
+    """
     path, n_tokens = shard_path(directory, facts, facts["shards"]), sum(map(len, parts))
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
@@ -99,14 +104,17 @@ def save_shard(directory, facts, parts, next, tokenizer):
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-    if tokenizer.special:  # bytes have line breaks, not documents
+    if tokenizer.special:  # in bytes, a document may have line breaks inside
         facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
     facts.update(shards=facts["shards"] + 1, tokens=facts["tokens"] + n_tokens, next=next)
     cli.write_json(directory / "progress.json", facts)
 
 
 def make_batches(documents):
-    """Yields lists of Documents, about a megabyte of text. Only the first may continue another."""
+    """Yields lists of Documents, each with about a megabyte of text.
+
+    Only the first Document of a list may continue an earlier one.
+    """
     batch, size = [], 0
     for document in documents:
         if batch and (size >= BATCH or not document.begins):
@@ -119,7 +127,10 @@ def make_batches(documents):
 
 
 def encode_batch(batch, tokenizer):
-    """Documents -> (batch, tokens): (n,), end_of_text before each document."""
+    """Encodes Documents -> (batch, tokens). tokens: (n,), with end_of_text before each document.
+
+    A piece that continues a document has no end_of_text before it.
+    """
     good = [document for document in batch if document.text is not None]
     tokens = tokenizer.encode_documents([document.text for document in good])
     continues = good and not good[0].begins
@@ -127,7 +138,7 @@ def encode_batch(batch, tokenizer):
 
 
 def encode_all(documents, tokenizer, n_threads):
-    """Yields (batch, tokens) in order. The threads are a few batches ahead."""
+    """Yields (batch, tokens) in order. The threads work a few batches ahead."""
     running = deque()
     with ThreadPoolExecutor(n_threads) as pool:
         for batch in make_batches(documents):
@@ -139,7 +150,10 @@ def encode_all(documents, tokenizer, n_threads):
 
 
 def report_damaged(batch, n_before, strict):
-    """Shows the first damaged records -> their number. n_before: how many there were before."""
+    """Shows the damaged records of a batch, but not more than SHOWN in all -> their number.
+
+    n_before: how many there were before this batch.
+    """
     damaged = [f"{document.where}: {document.problem}" for document in batch if document.problem]
     if damaged and strict:
         raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
@@ -191,7 +205,8 @@ def main(argv=None):
     if config.input:
         paths = find_files(config.input)
         source = dict(input=[[path.name, path.stat().st_size] for path in paths])
-        # 20 to 40 shards, so that a small text also gives validation and training shards.
+        # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text
+        # also has shards for validation and for training.
         usual_size = min(SHARD_SIZE, max(1000, sum(path.stat().st_size for path in paths) // 80))
     else:
         if config.dataset == FINEWEB:
@@ -220,6 +235,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Otherwise a library answers Ctrl-C only after it has computed, perhaps for minutes.
+    # Ends at once. Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     cli.run_program(main)

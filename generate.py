@@ -1,19 +1,19 @@
 """Generates text with a trained model.
 
-  python generate.py                              newest checkpoint in log/
+  python generate.py                          uses the newest checkpoint in log/
   python generate.py --checkpoint log/baby --prompt "MARLOW: "
   python generate.py --model gpt2 --prompt "Hello, I'm a language model,"
-  python generate.py --interactive                reads prompts until Ctrl-D
+  python generate.py --interactive            reads prompts until Ctrl-D
 
-A text appears while it is made. It ends at <|endoftext|>, at --stop, or after
---max_new_tokens. In the interactive mode, Ctrl-C ends a text.
+A text appears while it is generated. It ends at <|endoftext|>, at --stop, or
+after --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
 """
 
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
-import plaingpt.device as devices  # before torch, see plaingpt/__init__.py
+import plaingpt.device as devices  # must come before torch, see plaingpt/__init__.py
 
 # isort: split
 import torch
@@ -53,7 +53,7 @@ def read_prompts(config):
 
 
 def tokenize_prompt(prompt, tokenizer, T):
-    """Prompt -> list of at most T ids, with end_of_text first. Raises UserError."""
+    """Turns a prompt into a list of at most T ids, with end_of_text first. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     if len(ids) > T:
         raise cli.UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
@@ -62,7 +62,8 @@ def tokenize_prompt(prompt, tokenizer, T):
 
 def ask_prompts(tokenizer, config, T):
     """Yields the prompts that a user types, as lists of at most T ids, until Ctrl-D."""
-    with suppress(ImportError):  # edits a line with the arrow keys; not on Windows
+    # With readline, the arrow keys edit a line. Windows does not have it.
+    with suppress(ImportError):
         import readline  # noqa: F401
     print("Ctrl-C ends a text, Ctrl-D the program")
     while True:
@@ -77,7 +78,10 @@ def ask_prompts(tokenizer, config, T):
 
 
 def decode_new(ids, n_prompt, tokenizer, config):
-    """Text after the n_prompt ids of the prompt, up to end_of_text or --stop -> (text, ended)."""
+    """Decodes what follows the prompt, up to end_of_text or --stop -> (text, ended).
+
+    n_prompt: how many of the ids are those of the prompt.
+    """
     prompt, new = ids[1:n_prompt], ids[n_prompt:]
     ended = tokenizer.special and not config.ignore_end and tokenizer.end_of_text in new
     if ended:
@@ -89,7 +93,10 @@ def decode_new(ids, n_prompt, tokenizer, config):
 
 
 def settled_part(text, stop):
-    """The part that later tokens cannot change: without half a character or half a `stop`."""
+    """Returns the part of the text that later tokens cannot change.
+
+    It does not end with half a character, or with the start of `stop`.
+    """
     text = text.rstrip("\ufffd")
     held = max((n for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
     return text[: len(text) - held]
@@ -98,13 +105,14 @@ def settled_part(text, stop):
 def write_texts(model, tokenizer, ids, config):
     """Continues a prompt num_samples times. Prints the texts, the first one while it grows.
 
-    ids: of the prompt, with end_of_text first. In the interactive mode, Ctrl-C ends the texts.
+    ids: those of the prompt, with end_of_text first. In the interactive mode, Ctrl-C ends the
+    texts.
     Returns {"prompt": text, "texts": list of texts, with the prompt}.
     """
     n, prompt = config.num_samples, tokenizer.decode(ids[1:])
     options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "seed")}
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
-    texts, shown = [""] * n, ""  # what follows the prompt
+    texts, shown = [""] * n, ""  # these do not contain the prompt
     print(cli.visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
     with (suppress(*stops), attention_for_many_shapes(),

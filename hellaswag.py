@@ -1,7 +1,7 @@
 """HellaSwag: which of four endings fits an everyday scene?
 (Zellers et al. 2019, arXiv:1905.07830)
 
-  python hellaswag.py                             newest checkpoint in log/
+  python hellaswag.py                      scores the newest checkpoint in log/
   python hellaswag.py --model gpt2 --dtype float32
   torchrun --nproc_per_node=8 hellaswag.py --checkpoint log/gpt2
 
@@ -28,7 +28,7 @@ class Options:
 
 
 def examples(records, style=Options.style):
-    """Records -> Examples. Raises UserError."""
+    """Turns records into Examples. Raises UserError."""
     for record in records:
         endings, context, label = get_fields(record, endings=list, ctx=str, label=int | str)
         if style == "harness":
@@ -45,7 +45,8 @@ def clean(text):
 
 
 def report(examples, scores):
-    """Accuracies with the log-likelihood divided by several lengths."""
+    """Computes the accuracy after the log-likelihood is divided by each of several lengths."""
+    # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(
         acc_norm_token=scores.tokens, acc=1, acc_norm_char=chars, acc_norm_byte=scores.bytes - 1)

@@ -1,7 +1,7 @@
 """LAMBADA: what is the last word of a passage?
 (Paperno et al. 2016, arXiv:1606.06031)
 
-  python lambada.py                               newest checkpoint in log/
+  python lambada.py                        scores the newest checkpoint in log/
   python lambada.py --model gpt2 --dtype float32
 
 The 5,153 test passages, as OpenAI prepared them, come from the hub, from a text
@@ -18,11 +18,11 @@ from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, laun
 
 
 def examples(records):
-    """Records -> Examples with one ending. Raises UserError."""
+    """Turns records into Examples with one ending. Raises UserError."""
     for record in records:
         text = get_fields(record, text=str)[0].rstrip("\r\n")
         if record["text"] and not text:
-            continue  # an empty line of a text file
+            continue  # it is an empty line of a text file
         context, _, word = text.rpartition(" ")
         if not word.strip():
             raise bad_record(record, f"no word at the end of {text[-20:]!r}")
@@ -30,7 +30,7 @@ def examples(records):
 
 
 def report(examples, scores):
-    """Figures of the last words."""
+    """Computes the figures of the last words."""
     return dict(
         acc=float(scores.greedy.mean()), perplexity=perplexity(-scores.log_likelihood.mean()),
         last_token_acc=float(scores.last_greedy.mean()))

@@ -1,14 +1,15 @@
 """Plots the logs of runs in one picture, and prints their final validation losses.
 
   python plot.py log/baby log/baby-wide           writes plot.png
-  python plot.py log/base-? log/rms-?             two groups: base, rms
+  python plot.py log/base-? log/rms-?             draws two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
 
 Runs form a group if their names differ only in the number after a last "-" or
-"_", and their settings only in --seed. The mean of a group is a line, its mean
-± standard deviation a band. The table compares each group with the first one.
-Its 95 % interval of the difference is Student's, from the deviations of both
-groups. A group of one run has none of its own.
+"_", and their settings only in --seed, or in flags that do not change losses. A
+line shows the mean of a group, and a band its mean ± standard deviation. The
+table compares each group with the first one. The 95 % interval of the
+difference is Student's, and uses the deviations of both groups. A group of one
+run has no deviation of its own.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
@@ -27,8 +28,8 @@ from plaingpt.cli import require
 from plaingpt.runlog import read_log
 from train_gpt2 import TrainConfig
 
-# Panels in order: (label, {model: score}). The loss was measured by build-nanogpt on FineWeb-Edu.
-# Streams that are not here follow in panels of their own.
+# These are the panels in their order. Each has (label, {model: score}). build-nanogpt measured the
+# loss on FineWeb-Edu. Streams that are not here follow in panels of their own.
 PANELS = {
     "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
     "bpb": ("bits per byte", {}),
@@ -40,7 +41,8 @@ PANELS = {
     "norm": ("gradient norm before clipping", {}),
     "tok_s": ("tokens per second", {})}
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
-# Student's t for a 95 % interval, from 1 to 10 degrees of freedom. With more, it is a bit smaller.
+# This is Student's t for a 95 % interval, from 1 to 10 degrees of freedom. With more degrees, t is
+# a little smaller, but the last value is used.
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
@@ -57,11 +59,11 @@ def read_run(directory):
         streams.setdefault(stream, {})[step] = float(value)
     if not streams.keys() - {"tokens"}:
         raise cli.UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes none
+    return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes no run.json
 
 
 def group_runs(runs):
-    """{directory: (streams, facts)} -> {group: list of streams}. rms-1 and rms-2 are in rms."""
+    """Groups {directory: (streams, facts)} -> {group: list of streams}. rms-1, rms-2 are in rms."""
     groups, named, ignored = {}, {}, cli.marked(TrainConfig, cli.FREE, cli.REPEAT)
     for name, (streams, facts) in runs.items():
         config = facts.get("train_config", {})
@@ -77,7 +79,7 @@ def group_runs(runs):
 
 
 def compare(groups):
-    """The rows of the table: final validation losses, and differences to the first group."""
+    """Returns the table's rows: final validation losses, and differences to the first group."""
     rows, first = [], None
     for name, runs in groups.items():
         ends = [[*run["val"].items()][-1] for run in runs if "val" in run]  # (step, loss)
@@ -101,7 +103,10 @@ def compare(groups):
 
 
 def running_mean(values):
-    """Means over the last hundredth of the run. Ignores values that are not finite."""
+    """Replaces each value by the mean of the hundredth of the run that ends with it.
+
+    Ignores values that are not finite.
+    """
     window = np.ones(max(1, len(values) // 100))
     finite = np.isfinite(values)
     sums = np.convolve(np.where(finite, values, 0), window)[: len(values)]
@@ -111,11 +116,12 @@ def running_mean(values):
 
 def draw_group(panels, name, color, runs, x_kind):
     """Draws a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
-    # The tokens consumed before a step. The log has them after the step.
+    # {step: tokens consumed before it}. The log has the count after a step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
         panel = panels.get("loss" if stream in LOSSES else stream)
-        steps = sorted(set.intersection(*({*run.get(stream, ())} for run in runs)))  # all have them
+        # All runs have these steps.
+        steps = sorted(set.intersection(*({*run.get(stream, ())} for run in runs)))
         if not (panel and steps):
             continue
         x = steps if x_kind == "steps" else [tokens.get(step, 0) for step in steps]
@@ -135,7 +141,7 @@ def draw_group(panels, name, color, runs, x_kind):
 
 
 def fit_to_the_end(panel):
-    """Sets the y axis to the values after the first tenth of each line."""
+    """Fits the y axis to the values after the first tenth of each line."""
     lines = [line.get_data() for line in panel.lines if not line.get_label().startswith("_")]
     values = np.concatenate([[np.nan], *(y[x >= 0.1 * x[-1]] for x, y in lines)])
     values = values[np.isfinite(values)]
@@ -145,7 +151,7 @@ def fit_to_the_end(panel):
 
 
 def draw(runs, x):
-    """{directory: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
+    """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
     found = [stream for streams, _ in runs.values() for stream in streams]
     found = dict.fromkeys("loss" if stream in LOSSES else stream for stream in found)
     names = [name for name in (*PANELS, *(found.keys() - PANELS.keys() - {"tokens"}))
@@ -170,15 +176,15 @@ def draw(runs, x):
         panel.set(xlabel=x, ylabel=label)
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
-        panel.yaxis.set_major_formatter("{x:,.9g}")  # plain numbers: 0.0006, not 6 and 1e-4
-    first = next(iter(panels.values()))  # one legend for all panels
+        panel.yaxis.set_major_formatter("{x:,.9g}")  # writes 0.0006, not 6 and 1e-4
+    first = next(iter(panels.values()))  # all panels share one legend
     figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
 
 def main(argv=None):
     given = cli.parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
-    directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # without a last /
+    directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a last /
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):
         raise cli.UserError(f"--output {config.output}: must be a .png, .svg or .pdf")

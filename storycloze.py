@@ -1,7 +1,7 @@
 """Story Cloze Test: which of two sentences ends a story?
 (Mostafazadeh et al. 2016, arXiv:1604.01696)
 
-  python storycloze.py --data val2016.csv         newest checkpoint in log/
+  python storycloze.py --data val2016.csv  scores the newest checkpoint in log/
   python storycloze.py --data val2016.csv --model gpt2
 
 The data are not public. Request them from their owners with the form at
@@ -23,7 +23,7 @@ COLUMNS = {
 
 
 def examples(records):
-    """Records -> Examples with two endings. Raises UserError."""
+    """Turns records into Examples with two endings. Raises UserError."""
     for record in records:
         # The files of 2016 and 2018 spell the names of the columns differently.
         record = {str(name).lower().replace("_", "").replace("randomfifth", ""): value
@@ -33,7 +33,7 @@ def examples(records):
 
 
 def report(examples, scores):
-    """Accuracies without and with division by the length."""
+    """Computes the accuracies without and with division by the length."""
     per_token = accuracy(examples, scores, scores.tokens)
     return dict(acc=accuracy(examples, scores), acc_norm_token=per_token)
 

@@ -1,11 +1,11 @@
-"""Text to token ids and back. As a program, it trains a vocabulary on your text.
+"""Turns text into token ids and back. Run it to train a vocabulary on your text.
 
   python tokenizer.py --input 'corpus/*.txt' --vocab_size 32000 --output zh.json
   python fineweb.py --input 'corpus/*.txt' --tokenizer zh.json --output_dir zh
 
 --input takes the same files as fineweb.py. The vocabulary is a byte-level BPE,
 so it can encode any text. The output is a tokenizer.json of Hugging Face.
-First: pip install tokenizers
+It needs tokenizers: pip install tokenizers
 """
 
 # There are three kinds of Tokenizer: GPT-2's BPE, plain bytes, and a tokenizer.json. For the first
@@ -32,7 +32,7 @@ from plaingpt.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_s
 
 END_OF_TEXT = "<|endoftext|>"
 MERGES = Path(__file__).parent / "plaingpt" / "gpt2.tiktoken"
-# GPT-2 splits text before it merges bytes: contractions, words, numbers, other symbols, spaces.
+# Before it merges bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
@@ -40,17 +40,20 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 class Tokenizer:
     """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one."""
 
-    name: str  # "gpt2", "bytes", or a description. Equal names mean: the ids have the same bytes
+    name: str  # "gpt2", "bytes", or a description. If names are equal, the ids have equal bytes
     source: str  # what get_tokenizer needs to create it again; checkpoints store it
     token_bytes: list[bytes]  # the bytes of each id
     special: dict[str, int]  # the ids that stand for no text
-    end_of_text: int  # before every document; generation starts from it. bytes: the line break
-    settings: dict | None = None  # the contents of a tokenizer.json; None: "gpt2" or "bytes"
+    # This id stands before every document, and generation starts from it. For "bytes", it is the
+    # line break.
+    end_of_text: int
+    settings: dict | None = None  # the contents of a tokenizer.json; None for "gpt2" and "bytes"
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
-        self.mark = f"<|{uuid.uuid4()}|>"  # stands for end_of_text; random, so no text contains it
+        # It stands for end_of_text. It is random, so that no text contains it.
+        self.mark = f"<|{uuid.uuid4()}|>"
 
     @functools.cached_property
     def encoding(self):
@@ -81,14 +84,14 @@ class Tokenizer:
         return self.encode_documents([text])[1:].tolist()
 
     def encode_documents(self, texts):
-        """Texts -> their ids, with end_of_text before each text: (n,). Releases the GIL."""
+        """Texts -> their ids, (n,), with end_of_text before each text. Releases the GIL."""
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
         library = self.library
         try:
             found = library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # as above: for example, a missing unknown token
+        except Exception as error:  # as above; for example, the unknown token is missing
             raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 
@@ -100,7 +103,7 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """How many bytes of text each id stands for, 0 for special ids: (vocab_size,) int64."""
+        """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0."""
         special = {*self.special.values()}
         sizes = [0 if i in special else len(data) for i, data in enumerate(self.token_bytes)]
         return np.array(sizes + [0] * (vocab_size - self.n_vocab), np.int64)[:vocab_size]
@@ -108,11 +111,11 @@ class Tokenizer:
 
 @functools.cache
 def get_tokenizer(source):
-    """source: "gpt2", "bytes", or the text of a tokenizer.json -> Tokenizer. Raises UserError."""
+    """Makes the Tokenizer of "gpt2", "bytes", or the text of a tokenizer.json. Raises UserError."""
     if source == "bytes":
         return Tokenizer(source, source, [bytes([i]) for i in range(256)], {}, ord("\n"))
     if source == "gpt2":
-        # Each line: the token in base64, a space, its id. The ids are the line numbers, from 0.
+        # A line has the token in base64, a space, and its id. The ids are the line numbers, from 0.
         lines = MERGES.read_bytes().splitlines()
         tokens = [*(base64.b64decode(line.split()[0]) for line in lines), END_OF_TEXT.encode()]
         return Tokenizer(source, source, tokens, {END_OF_TEXT: len(lines)}, len(lines))
@@ -138,7 +141,7 @@ def load_tokenizer(place, end_of_text=None):
     try:
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
-    except Exception as error:  # those of the network and of `tokenizers` have no common class
+    except Exception as error:  # errors of the network and of `tokenizers` share no class
         reason = f"no usable tokenizer.json ({first_line(error)})"
         raise UserError(f"--tokenizer {place}: {reason}; give another, or --end_of_text") from error
 
@@ -156,7 +159,7 @@ class VocabularyConfig:
 
 
 def read_sample(config):
-    """The texts to train on, evenly spaced in the files. Raises UserError."""
+    """Returns the texts to train on, evenly spaced in the files. Raises UserError."""
     paths = find_files(config.input)
     n_bytes = sum(path.stat().st_size for path in paths)
     texts, damaged, size, n_before = [], [], 0, 0
@@ -165,7 +168,7 @@ def read_sample(config):
         if document.problem:
             damaged.append(f"{document.where}: {document.problem}")
         for start in range(0, len(text), PIECE):
-            # Bytes on disk up to the end of the piece. Compressed files hold more text than that.
+            # These are bytes on disk up to the end of the piece. Compressed files hold more text.
             n_read = n_before + (document.done - n_before) * min(1, (start + PIECE) / len(text))
             if size * n_bytes <= config.sample_bytes * n_read:
                 texts.append(text[start : start + PIECE])
@@ -183,7 +186,7 @@ def train_vocabulary(texts, config):
     library = require("tokenizers").ByteLevelBPETokenizer()
     library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
                                 show_progress=sys.stderr.isatty())
-    library.add_special_tokens([END_OF_TEXT])  # the last id
+    library.add_special_tokens([END_OF_TEXT])  # gets the last id
     return library.to_str(pretty=True)
 
 
@@ -206,6 +209,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Otherwise a library answers Ctrl-C only after it has computed, perhaps for minutes.
+    # Ends at once. Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_program(main)

@@ -1,28 +1,37 @@
-"""Trains a GPT-2: text or token shards in, a log and checkpoints out.
+"""Trains a GPT-2 on text or on token shards. Writes a log and checkpoints.
 
-  python train_gpt2.py                  a small model of bytes on input.txt,
-                                        if there is no edu_fineweb10B/
-  python train_gpt2.py --data my.txt    the same on your own text
+  python train_gpt2.py                  trains a small model on the bytes of
+                                        input.txt if edu_fineweb10B/ is missing
+  python train_gpt2.py --data my.txt    does the same on your own text
   torchrun --nproc_per_node=8 train_gpt2.py
-                                        with edu_fineweb10B/ from fineweb.py
-                                        and GPUs: GPT-2 124M
+                                        trains GPT-2 124M on 8 GPUs, if
+                                        fineweb.py has made edu_fineweb10B/
 
 The same command with --resume continues a run. In --help, [x] is the default of
 a flag. A preset overrides the defaults, and a flag overrides the preset.
---no-NAME turns a switch off. The presets, with their numbers of parameters:
+--no-NAME turns a switch off. These are the presets, with their numbers of
+parameters:
 
-  baby      0.4M, reads bytes; auto for a text
-  gpt2      124M; auto for shards of 10^9 tokens or more, if there is a GPU
-  mini      11M with GPT-2's ids; auto for all other shards
-  finetune  100 steps at a low rate; auto with --init_from
-  gpt2-medium, -large, -xl: 355M, 774M, 1.6B; gpt3-SIZE: of the GPT-3 paper
+  baby      0.4M, reads bytes; --preset auto chooses it for a text
+  gpt2      124M; auto chooses it for shards of 10^9 tokens or more, if there is
+            a GPU
+  mini      11M with GPT-2's ids; auto chooses it for all other shards
+  finetune  trains for 100 steps at a low rate; auto chooses it with --init_from
+  gpt2-medium, gpt2-large, gpt2-xl    355M, 774M, 1.6B
+  gpt3-SIZE                           the sizes of the GPT-3 paper
 
-A run writes into --log_dir: run.json at its start and at each resume (and
-changes.patch, if files of this clone differ from its commit), log.txt in every
-step, model_STEP.pt every save_every steps, after the last step and when it is
-stopped (only the newest --keep stay), model_best.pt with --keep_best. Rank 0
-writes all files. Samples are printed; only TensorBoard and W&B keep them. A new
-run first moves the files of an old one, from log/baby to log/baby.1.
+A run writes these files into --log_dir:
+
+  run.json       is written at the start and at each resume
+  changes.patch  is written with it, if this clone has uncommitted changes
+  log.txt        gets new lines in every step
+  model_STEP.pt  is saved every --save_every steps, after the last step, and
+                 when the run is stopped; only the newest --keep of them stay
+  model_best.pt  is saved at the lowest validation loss, with --keep_best
+
+Rank 0 writes all files. Samples are printed; only TensorBoard and W&B keep
+them. A new run first moves the files of an old run, from log/baby to
+log/baby.1.
 """
 
 import math
@@ -31,7 +40,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-# Before torch, because plaingpt sets a variable that torch reads: see plaingpt/__init__.py.
+# This import must come before torch: plaingpt sets a variable that torch reads when it is imported
+# (see plaingpt/__init__.py).
 import plaingpt.device as devices
 
 # isort: split
@@ -50,12 +60,12 @@ from plaingpt.runlog import RunLog
 from plaingpt.sampling import attention_for_many_shapes
 
 
-# The flags. FREE: losses and scores do not depend on this flag (except for rounding and the masks
-# of dropout), so a resume may change it without a note. REPEAT: runs that differ in this flag
-# repeat one experiment.
+# Each field is a flag. FREE means that losses and scores do not depend on the flag (except for
+# rounding and the masks of dropout), so a resume may change it without a note. REPEAT means that
+# runs which differ in the flag repeat one experiment.
 @dataclass
 class TrainConfig:
-    preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto: by data and device"] = "auto"
+    preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto fits data and device"] = "auto"
     data: Annotated[list[str] | None, "shards or text; a mixture: DIR=WEIGHT DIR=WEIGHT"] = None
     tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
     val_fraction: Annotated[float | None, "held out [0.01; text 0.1]", "above 0 and below 1"] = None
@@ -67,7 +77,7 @@ class TrainConfig:
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
     max_steps: Annotated[int, "steps in the run; gpt2: 10B tokens", "above 0"] = 19073
-    max_minutes: Annotated[float | None, "save, then end", "above 0 and at most 1e6", FREE] = None
+    max_minutes: Annotated[float | None, "end with a save", "above 0 and at most 1e6", FREE] = None
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
     max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
     muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
@@ -75,7 +85,7 @@ class TrainConfig:
     warmup_steps: Annotated[int, "steps of linear warm-up", "at least 0"] = 715
     decay_steps: Annotated[int | None, "length of wsd's decay [max_steps / 5]", "above 0"] = None
     min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
-    weight_decay: Annotated[float, "of matrices and embeddings", "at least 0"] = 0.1
+    weight_decay: Annotated[float, "decay of matrices and embeddings", "at least 0"] = 0.1
     grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
     val_every: Annotated[int, "steps between validations; 0: first and last", "at least 0"] = 500
     val_tokens: Annotated[int, "validation tokens of each data set", "above 0"] = 20 * 2**19
@@ -93,19 +103,19 @@ class TrainConfig:
     wandb: Annotated[str | None, "also log to this project of Weights & Biases", FREE] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu", FREE] = "auto"
     dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [cuda: on, else off]", FREE] = None
-    activation_checkpointing: Annotated[bool, "recompute activations: less memory", FREE] = False
+    compile: Annotated[bool | None, "use torch.compile [on for cuda only]", FREE] = None
+    activation_checkpointing: Annotated[bool, "recompute activations to save memory", FREE] = False
     parallel: Annotated[Literal["ddp", "fsdp"], "replicate or shard the model", FREE] = "ddp"
     tp: Annotated[int, "tensor parallel processes; divides n_head", "above 0", FREE] = 1
     pp: Annotated[int, "pipeline stages; at most n_layer", "above 0", FREE] = 1
 
 
-# Groups in --help: the first flag of each, and its title.
+# --help shows the flags in groups. Each key is the first flag of a group, each value its title.
 GROUPS = dict(n_layer="model", preset="preset and data", batch_size="batch and steps",
               optimizer="optimizer", val_every="evaluation", log_dir="output", device="hardware")
-# Learning rates and total batch sizes: GPT-3 paper, table 2.1, from the model of about that size.
-# gpt2-xl has half the batch of GPT-3 1.3B. mini and baby: the best recipes that we measured on two
-# CPU cores.
+# Learning rates and total batch sizes are those of the GPT-3 model of about that size (GPT-3 paper,
+# table 2.1), but gpt2-xl has half the batch of GPT-3 1.3B. The recipes of mini and baby are the
+# best ones that we measured on two CPU cores.
 BATCH_1M = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
 BATCH_2M = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
 SMALL = dict(optimizer="muon", max_lr=8e-3, min_lr=0.0, schedule="linear", batch_size=16,
@@ -131,19 +141,20 @@ TEXT = Path(__file__).with_name("input.txt")
 
 
 def choose_data(given):
-    """Returns --data. Without this flag: input.txt for baby, mini and fine-tuning, and for
-    --preset auto if there are no shards; otherwise the directory of shards.
+    """Returns --data. If it is not given, returns input.txt for baby, mini and fine-tuning, and for
+    --preset auto if there are no shards. Otherwise, returns the directory of shards.
 
     given: {name: value} of the flags on the command line.
     """
     for_text = given.get("preset") in ("baby", "mini", "finetune") or "init_from" in given
     no_shards = given.get("preset", "auto") == "auto" and not Path(SHARDS).is_dir()
-    text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)  # short in the log
+    # The log shows a short name if it can.
+    text = TEXT.name if TEXT.parent == Path.cwd() else str(TEXT)
     return given.get("data") or [text if for_text or no_shards else SHARDS]
 
 
 def choose_preset(given, sources):
-    """--preset auto: by --init_from, by the kind and size of the data, and by the device."""
+    """Makes the choice of --preset auto. It depends on --init_from, the data and the device."""
     if "init_from" in given:
         return "finetune"
     if sources.is_text:
@@ -154,24 +165,28 @@ def choose_preset(given, sources):
 
 
 def make_configs(given, sources):
-    """Defaults, then the preset, then the flags given -> (GPTConfig, TrainConfig).
+    """Makes the configurations from the flags that are given -> (GPTConfig, TrainConfig).
+
+    Takes the other values from the preset, and those that it lacks from the defaults.
 
     given: {name: value} of the flags on the command line. choose_start completes the GPTConfig: its
-    vocab_size is that of the data or of the weights. Raises UserError if flags contradict.
+    vocab_size is that of the data or of the weights. Raises UserError if flags contradict each
+    other.
     """
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = choose_preset(given, sources)
     recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
     if preset == "mini":
-        # Ten epochs with the recipe's batch, but at least 200 steps and at most the recipe's.
+        # Trains for ten epochs with the recipe's batch, but for at least 200 steps and at most
+        # those of the recipe.
         n_tokens, batch = max(1, sources.count_train_tokens()), recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
-        # The more often the data are read, the more dropout: 0.1 for 10 epochs.
+        # The more often the model reads the data, the more dropout it gets: 0.1 for 10 epochs.
         recipe["dropout"] = round(min(0.1, recipe["max_steps"] * batch / n_tokens / 100), 2)
     values = {**asdict(GPTConfig()), **asdict(TrainConfig()), "log_dir": f"log/{preset}", **recipe}
     if "evals" in given:
-        values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune have 0
+        values["eval_every"] = TrainConfig.eval_every  # baby, mini and finetune set 0
     values.update(given, preset=preset, data=sources.items)
     steps = values["max_steps"]
     if values["min_lr"] is None:
@@ -192,7 +207,7 @@ def make_configs(given, sources):
 
 
 class DataLoaderLite:
-    """The stream of sequences of a run: a pure function of (data, shares, T, seed, shuffle).
+    """The stream of sequences of a run. It depends on data, shares, T, seed and shuffle only.
 
     Sequence j of a data set is the T+1 tokens from jT to jT+T. Its last token is the first one of
     sequence j+1, so no token is a target twice in an epoch. An epoch of a data set is a random
@@ -202,31 +217,32 @@ class DataLoaderLite:
     position p takes p to p+n-1, on any number of processes. The next step begins at p+n. If all
     steps have the same n, step s begins at s x total_batch_size / T.
 
-    sets: a Tokens object for each data set: its shards, one after the other. shares: Fractions that
-    add up to 1. Raises UserError if a set has fewer than T+1 tokens.
+    sets: a Tokens object for each data set, which joins its shards. shares: Fractions that add up
+    to 1. Raises UserError if a set has fewer than T+1 tokens.
     """
 
     def __init__(self, sets, shares, T, seed=1337, shuffle=True):
         self.sets, self.shares = sets, shares
         self.T, self.seed, self.shuffle = T, seed, shuffle
         self.lengths = [tokens.count_sequences(T) for tokens in sets]  # in sequences
-        # One period of the mixture: for each turn, the data set, and how many turns it had earlier
-        # in the period. Shares 2/3 and 1/3: [(0, 0), (1, 0), (0, 1)].
+        # `turns` holds one period of the mixture: for each turn, the data set, and how many turns
+        # it had earlier in the period. Shares 2/3 and 1/3 give [(0, 0), (0, 1), (1, 0)].
         self.turns = order_of_sets(self.shares)
         self.turns_per_period = [int(share * len(self.turns)) for share in self.shares]
 
     def sequence(self, position):
-        """The T+1 tokens at a position: (T+1,)."""
+        """Returns the T+1 tokens at a position: (T+1,)."""
         periods, i = divmod(position, len(self.turns))
-        k, earlier = self.turns[i]  # k: the data set
-        taken = periods * self.turns_per_period[k] + earlier  # sequences of this set so far
+        k, earlier = self.turns[i]  # k is the index of the data set
+        # So many sequences of this data set came before this position.
+        taken = periods * self.turns_per_period[k] + earlier
         epoch, j = divmod(taken, self.lengths[k])
         if self.shuffle:
             j = permute(j, self.lengths[k], self.seed, epoch)
         return self.sets[k].read(j * self.T, self.T + 1)
 
     def batch(self, position, B, device):
-        """B sequences from a position on -> x, y: (B, T) int64; y is x one token later."""
+        """Reads B sequences from a position on -> x, y: (B, T) int64. y is x one token later."""
         sequences = [self.sequence(position + b) for b in range(B)]
         tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, T+1)
         if device.type == "cuda":
@@ -238,25 +254,27 @@ class DataLoaderLite:
         """Yields the micro-batches of each step: (n, list of (x, y)), (B, T) each.
 
         A step has n sequences. The process with dp_rank 0 gets the first B of them, dp_rank 1 gets
-        the next B, and so on, round and round. n is a multiple of dp_size x B. Without TP and PP,
-        dp_rank is the rank, and dp_size is the number of processes. With them, tp x pp processes
-        form a group, which computes one model together and has the same batches. dp_rank is the
-        index of the group, (rank // tp) % dp_size, and dp_size is the number of groups.
+        the next B, and so on. After the last process, it is the turn of dp_rank 0 again, until all
+        n are given out. n is a multiple of dp_size x B. Without TP and PP, dp_rank is the rank, and
+        dp_size is the number of processes. With them, tp x pp processes form a group, which
+        computes one model together and has the same batches. dp_rank is then the index of the
+        group, (rank // tp) % dp_size, and dp_size is the number of groups.
 
-        steps: the range of steps. position: of the first one. sizes: of plan_steps.
+        steps: the range of steps. position: where the first of them begins. sizes: from plan_steps.
         """
         for step in steps:
-            n, B = sizes[min(step, len(sizes) - 1)]  # after the ramp: the last size
+            n, B = sizes[min(step, len(sizes) - 1)]  # steps after the ramp have the last size
             starts = range(position + process.dp_rank * B, position + n, process.dp_size * B)
             yield n, [self.batch(start, B, process.device) for start in starts]
             position += n
 
 
 def get_lr(step, config):
-    """Linear warm-up to max_lr, then a decay to min_lr. constant: no decay.
+    """Returns the learning rate of a step: a linear warm-up to max_lr, then a decay to min_lr.
 
-    cosine: half a period (GPT-3 paper, appendix B). wsd: constant, then linear in the last
-    decay_steps (Hu et al. 2024, arXiv:2404.06395).
+    cosine decays along half a period (GPT-3 paper, appendix B). linear decays by the same amount in
+    each step. wsd stays constant and then decays linearly in the last decay_steps (Hu et al. 2024,
+    arXiv:2404.06395). constant does not decay.
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
@@ -264,7 +282,7 @@ def get_lr(step, config):
     if config.schedule == "wsd":
         first = max(first, config.max_steps - (config.decay_steps or config.max_steps // 5))
     progress = max(0.0, min(1.0, (step - first) / max(1, config.max_steps - first)))
-    # Between 0, which is min_lr, and 1, which is max_lr.
+    # The heights are between 0 and 1. 0 stands for min_lr, and 1 for max_lr.
     heights = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)), linear=1 - progress,
                    wsd=1 - progress, constant=1.0)
     return config.min_lr + heights[config.schedule] * (config.max_lr - config.min_lr)
@@ -281,11 +299,13 @@ def set_lr(optimizers, lr, config):
 
 @torch.no_grad()
 def estimate_loss(model, loader, n_bytes_of_id, config, process):
-    """Loss on the first val_tokens tokens of a data set -> (nats per token, bits per byte of text).
+    """Measures the loss on the first val_tokens tokens of a data set -> (nats per token, bits per
+    byte of text).
 
-    loader: of this data set, without shuffling. n_bytes_of_id: (vocab_size,), how many bytes of
-    text each id stands for. Special ids have 0, so they count in nats per token and not in bits per
-    byte. Except for rounding, the number of processes does not matter. All processes must call it.
+    loader: the loader of this data set, without shuffling. n_bytes_of_id: (vocab_size,), how many
+    bytes of text each id stands for. Special ids have 0, so they count in nats per token and not in
+    bits per byte. The number of processes does not change the result, except for rounding. All
+    processes must call this.
     """
     B, T = config.batch_size, loader.T
     n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
@@ -293,15 +313,15 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
     sums = torch.zeros(3, device=process.device)  # nats, nats of text, bytes of text
     for start in range(0, n_sequences, process.dp_size * B):
         first = start + process.dp_rank * B
-        # Every process runs the same number of full batches: what is compiled (the loss; the blocks
-        # of a split model) sees one shape, and a split model needs all processes. A batch may go
-        # beyond n_sequences.
+        # Every process runs the same number of full batches, for two reasons. The compiled parts
+        # (the loss, and the blocks of a split model) then see one shape only. And a split model
+        # needs all processes. So a batch may go beyond n_sequences; the surplus is cut off below.
         x, y = loader.batch(first, B, process.device)  # (B, T) each
         with process.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
         n_bytes = n_bytes_of_id[y]  # (B, T)
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
-        # Without the sequences from n_sequences on.
+        # Leaves out the sequences from n_sequences on.
         sums += parts[:, : max(0, n_sequences - first)].sum(dim=(1, 2))
     model.train()
     # Adds one value per group, not per process, so that each sequence counts once.
@@ -310,7 +330,7 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
 
 
 def draw_samples(model, tokenizer, config, process):
-    """Two texts that the model writes without a prompt. All processes must call this."""
+    """Returns two texts that the model writes without a prompt. All processes must call this."""
     idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
     n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
     model.eval()
@@ -332,15 +352,15 @@ class Training(NamedTuple):
 
 
 def make_training(gpt_config, config, process, weights=None):
-    """Makes a model and what trains it -> Training. weights: a state dict; None: random ones.
+    """Makes a model and what trains it -> Training. weights: a state dict, or None for random ones.
 
-    The order has reasons:
+    The order of the steps has reasons:
     - A GPT on the device meta has shapes, but no memory. So parallel.split can split it before any
       process holds all of it, and each process then allocates only its own part.
     - load_weights replaces the meta parameters. So the optimizers are made after it.
     - torch.compile compiles at the first call. parallel.split wraps each block in it. A model that
       is not split is wrapped as a whole, before DDP. The compiler then cuts its code where a bucket
-      of DDP's gradients is full, and DDP sends it while the backward pass still computes.
+      of DDP's gradients is full, and DDP sends the bucket while the backward pass still computes.
     - DDP is last, because it registers hooks on the final parameters.
     """
     with torch.device("meta"):
@@ -348,12 +368,12 @@ def make_training(gpt_config, config, process, weights=None):
     raw_model.activation_checkpointing = config.activation_checkpointing
     is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     if is_split:
-        # FSDP: the same GPT, but each process has a shard of each tensor. TP: the same GPT, but
-        # each process of a group has a part of each matrix; LayerNorms, positions are whole. PP: a
-        # Pipeline, which has the methods of a GPT. Its first stage has the embeddings, its last
-        # one the head, each one some of the blocks. The groups average their gradients: FSDP does
-        # this in place of DDP. Without --parallel fsdp, it shards nothing.
-        # Muon works on split matrices, too, but communicates for each of them.
+        # With FSDP, the GPT is the same, but each process has a shard of each tensor. With TP, each
+        # process of a group has a part of each matrix; LayerNorms and positions stay whole. With
+        # PP, raw_model is a Pipeline, which has the methods of a GPT. Its first stage has the
+        # embeddings, its last stage has the head, and each stage has some of the blocks. FSDP, and
+        # not DDP, averages the gradients of the groups. Without --parallel fsdp, FSDP shards
+        # nothing. Muon works on split matrices, too, but it communicates for each of them.
         raw_model = parallel.split(raw_model, config, process)
     # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
     # which depend on the seed only: they are the same for any number of processes.
@@ -366,9 +386,9 @@ def make_training(gpt_config, config, process, weights=None):
         # Validation calls raw_model.loss, and so loss_fn, outside of the compiled model.
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
     if process.world_size > 1 and not is_split:
-        model = DDP(model, gradient_as_bucket_view=True)  # a view: no second copy of the gradients
-        # optimizers[0] is Muon, if it is used: each process then updates some of the matrices.
-        # AdamW does not read this.
+        model = DDP(model, gradient_as_bucket_view=True)  # views need no second copy
+        # If Muon is used, it is optimizers[0], and each process then updates some of the matrices.
+        # AdamW does not read n_processes.
         optimizers[0].n_processes = process.world_size
     return Training(raw_model, model, optimizers, parallel.grad_scaler(process))
 
@@ -389,7 +409,7 @@ def accumulate(model, scaler, micro_batches, process):
 
 
 def train_step(training, micro_batches, grad_clip, signals, process):
-    """One optimizer step -> (mean loss, norm of the gradient, whether any process has signals).
+    """Makes one optimizer step -> (mean loss, gradient norm, whether any process has signals).
 
     micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal handler may
     append at any time. A step with a non-finite gradient leaves parameters and optimizers as they
@@ -397,16 +417,16 @@ def train_step(training, micro_batches, grad_clip, signals, process):
     """
     _, model, optimizers, scaler = training
     if isinstance(model, parallel.Pipeline):
-        # Forward and backward as in accumulate, but the stages work on different micro-batches at
-        # the same time. All stages get the mean loss.
+        # Does the same as accumulate, but its stages work on different micro-batches at the same
+        # time. All stages get the mean loss.
         mean_loss = model(micro_batches, scaler)
     else:
         mean_loss = accumulate(model, scaler, micro_batches, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
-    norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf: only measures it
-    # Means over all processes, as Python floats. (The norm is already equal on all of them.) In a
-    # step, the CPU waits for the device only here (and once more in the first step with TP).
+    norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf only measures it
+    # These are means over all processes, as Python floats. (The norm was equal on all of them.) In
+    # a step, the CPU waits for the device only here (and once more in the first step with TP).
     loss, norm, stopping = process.mean(mean_loss, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):
@@ -417,21 +437,21 @@ def train_step(training, micro_batches, grad_clip, signals, process):
 
 
 def due(step, every):
-    """Whether something happens after so many steps. Never at step 0."""
+    """Whether something that happens every `every` steps is due at this step. Step 0 never is."""
     return every > 0 and step > 0 and step % every == 0
 
 
-# `step` is the number of steps so far, `position` the number of sequences that they took. In each
-# round of the loop, all that is due at `step` happens first, then one more step:
+# `step` is the number of steps so far, and `position` is the number of sequences that they took. In
+# each round of the loop, all that is due at `step` happens first, and then comes one more step:
 #
 #   step 0       validation
 #   later        save, validation, benchmarks, samples, each if it is due
 #   max_steps    save, validation, benchmarks, samples; then the run is done
-#   a signal     (or max_minutes) save; then the run ends. Its resume does the rest that is due.
+#   a signal     (or max_minutes) save; then the run ends. A resume does the rest that is due.
 #   a resume     begins at the step of the checkpoint, and does not save it again. What is due at
 #                this step is computed again. log.txt keeps its validation and its benchmarks, and
 #                gets no second line of them. All other lines from this step on are removed first.
-#   ten bad steps in a row: an error, without a save
+#   ten steps in a row with a non-finite gradient: the run ends with an error, without a save
 #
 # All processes call save, estimate_loss, run_evals, draw_samples and the methods of log. Rank 0
 # prints, and writes the files.
@@ -439,25 +459,25 @@ def main(argv=None):
     given = cli.parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
     sources = Sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
     gpt_config, config = make_configs(given, sources)
-    # This process: its rank, its group, its device and number format.
+    # `process` holds the rank of this process, its group, its device and its number format.
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
-    # Shape and weights are those of `saved`, otherwise those of --init_from. Otherwise the flags
-    # give the shape, and weights is None: random. A file's weights are memory-mapped. kept: a
-    # resume keeps warmup_steps and val_every of the first start, unless they are given.
+    # Shape and weights come from `saved`, otherwise from --init_from. Without both, flags give
+    # the shape, and weights is None, for random ones. Weights of a file are memory-mapped. `kept`
+    # has warmup_steps and val_every of the first start: a resume keeps them, unless they are given.
     gpt_config, weights, tokenizer, kept = choose_start(saved, gpt_config, config, given, sources)
     config = replace(config, **kept, compile=devices.choose_compile(config.compile, process.device))
 
     T = gpt_config.block_size
-    # Validation data of each set: its val shards, or without them its last tokens (val_fraction).
+    # A set is validated on its val shards, or without them on its last tokens (val_fraction).
     data = Data(sources, tokenizer, gpt_config)
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
-    # [(n, B)]: sequences of a step, and of a micro-batch of one process. B is batch_size, or less
-    # if a process has fewer sequences in a step. One pair for each step of the ramp, in which n
-    # grows in multiples of rampup_batch_size / T, then one for all later steps, in which n is
-    # total_batch_size / T. Raises UserError if a process would not get whole micro-batches, or if
-    # a step is larger than all training data.
+    # [(n, B)]: a step has n sequences, and a micro-batch of one process has B. B is batch_size, or
+    # less if a process has fewer sequences in a step, or a pipeline stage would get none. Each step
+    # of the ramp has a pair; its n grows in multiples of rampup_batch_size / T. The last pair is
+    # for all later steps; its n is total_batch_size / T. Raises UserError if a process would not
+    # get whole micro-batches, or if a step is larger than all training data.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
@@ -484,7 +504,7 @@ def main(argv=None):
             if done or step == 0 or due(step, config.val_every):
                 losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
                           for val_loader in val_loaders]
-                # val: the mean, weighted by shares. The log also has the epochs of each set.
+                # val is the mean, weighted by shares. For a mixture, this also prints the epochs.
                 val = log.write_losses(step, losses, loader, position)
                 saver.save_best(val, step, position)  # does nothing without --keep_best
             if evals and (done or due(step, config.eval_every)):
@@ -493,13 +513,13 @@ def main(argv=None):
                 log.write_samples(step, draw_samples(raw_model, tokenizer, config, process))
             if done:
                 break
-            began = time.perf_counter()  # not timed: evaluating and saving
+            began = time.perf_counter()  # evaluating and saving are not timed
             lr = get_lr(step, config)
             set_lr(training.optimizers, lr, config)
             # The seed belongs to the step, so that a resumed run draws the same dropout masks.
             # The processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
-            n, micro_batches = next(batches)  # n: sequences of the step, of all processes
+            n, micro_batches = next(batches)  # all processes together have n sequences
             # A signal to one process, or max_minutes, makes `stopping` true on all.
             loss, norm, stopping = train_step(
                 training, micro_batches, config.grad_clip, signals, process)

@@ -1,9 +1,9 @@
 """WikiText-103: how well does a model predict articles of Wikipedia?
 (Merity et al. 2016, arXiv:1609.07843)
 
-  python wikitext.py                              newest checkpoint in log/
-  python wikitext.py --model gpt2 --stride 512    windows that overlap
-  python wikitext.py --data wiki.test.raw         any text file
+  python wikitext.py                              scores the newest checkpoint
+  python wikitext.py --model gpt2 --stride 512    uses windows that overlap
+  python wikitext.py --data wiki.test.raw         reads any text file
 
 The 62 test articles come from the hub, or from a file. WikiText is split into
 words (" old " ; 2 @,@ 000 m long). The model reads the words joined again, as
@@ -12,7 +12,8 @@ changed. The log-likelihood is divided by the number of words in the split text.
 So the word perplexities of models with different tokenizers can be compared.
 
 An article longer than the model's context is read in windows without overlap.
-With --stride N they advance by N tokens: more context, and a longer run.
+With --stride N, the windows advance by N tokens. Each token then has more
+context, and the run takes longer.
 docs/benchmarks.md has the scores of GPT-2.
 """
 
@@ -32,11 +33,11 @@ class Options:
 
 
 def examples(records, stride=Options.stride):
-    """Records -> Examples, one for each article. Raises UserError."""
+    """Turns records into Examples, one for each article. Raises UserError."""
     for page in pages(records):
         # Counts words like the harness: white space at either end adds an empty word.
         counts = dict(words=len(re.split(r"\s+", page)), bytes_before=len(page.encode()))
-        text = detokenize(page) if re.match(rf"(?m)\s*{TITLE}", page) else page  # a plain text
+        text = detokenize(page) if re.match(rf"(?m)\s*{TITLE}", page) else page  # plain text stays
         yield Example([""], [text], stride=stride, counts=counts)
 
 
@@ -53,7 +54,7 @@ def detokenize(text):
     """Joins WikiText's words into normal text, with the rules of the harness in their order."""
     text = text.replace("s '", "s'")
     for mark in "-,.":
-        text = text.replace(f" @{mark}@ ", mark)  # inside numbers and compounds
+        text = text.replace(f" @{mark}@ ", mark)  # these are inside numbers and compounds
     for mark in ":;.!?,":
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in ("()", "[]", "{}", '""', "''"):
@@ -74,7 +75,7 @@ def strip_inside(text, left, right):
 
 
 def report(examples, scores):
-    """Perplexities, and bits per byte."""
+    """Computes the perplexities and the bits per byte."""
     nats = -scores.log_likelihood.sum()
     words = sum(example.counts["words"] for example in examples)
     n_bytes = sum(example.counts["bytes_before"] for example in examples)

@@ -1,7 +1,7 @@
 """The command line of every program, its errors, and small helpers for terminals and files.
 
-A field of a configuration dataclass is a flag. Its annotation carries type, help and range. FREE or
-REPEAT behind them says what another value means:
+A field of a configuration dataclass is a flag. Its annotation has the type, the help text and the
+range. After them, FREE or REPEAT may say what a change of the flag means:
 
   max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
   tp: Annotated[int, "tensor parallel processes", "above 0", FREE] = 1
@@ -26,23 +26,23 @@ import threading
 import typing
 from pathlib import Path
 
-# Flags of other trainers, and ours.
+# The keys are flags of other trainers, and the values are ours.
 OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "--max_steps",
                "--gradient_accumulation_steps": "--total_batch_size", "--config": "--preset"}
-# FREE: losses and scores do not depend on this flag (except for rounding and the masks of dropout),
-# so a resume may change it without a note. REPEAT: runs that differ in this flag repeat one
-# experiment. All other flags make another experiment.
+# FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
+# dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
+# flag repeat one experiment. A change of any other flag makes another experiment.
 FREE, REPEAT = "free", "repeat"
 COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le,
            "below": operator.lt}
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: one sentence. The exit status of the program is 2."""
+    """A mistake that the user can correct. Its text is one sentence. The exit status is 2."""
 
 
 def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
-    """Parses argv (default: sys.argv) into a dict of the flags given. Raises UserError.
+    """Parses argv (default: sys.argv) into a dict of the flags that are given. Raises UserError.
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     groups: {first flag of a group: its title in --help}.
@@ -83,7 +83,7 @@ def marked(config, *marks):
 
 
 def read_annotation(name, hint, default):
-    """Annotation of a field -> options for add_argument."""
+    """Turns the annotation of a field into options for add_argument."""
     kind, text, *limits = [part for part in typing.get_args(hint) if part not in (FREE, REPEAT)]
     text += "" if default is None or default is False else f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
@@ -94,7 +94,7 @@ def read_annotation(name, hint, default):
         options["nargs"] = "+"
     if kind is bool:
         return options | dict(action="store_true")
-    if choices := typing.get_args(kind):  # of a Literal
+    if choices := typing.get_args(kind):  # a Literal has choices
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
 
@@ -106,21 +106,22 @@ def read_annotation(name, hint, default):
                 raise UserError(f"--{name} {value}: must be {limits[0]}")
         return value
 
-    convert.__name__ = kind.__name__  # for argparse's message
+    convert.__name__ = kind.__name__  # argparse shows it in its message
     return options | dict(type=convert, metavar=kind.__name__.upper())
 
 
 def run_program(main):
     """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # escape what the terminal's encoding cannot print
+        if hasattr(stream, "reconfigure"):  # escapes what the terminal's encoding cannot print
             stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UserError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # redirect stdout: else the flush at interpreter exit fails again
+    except BrokenPipeError:
+        # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
@@ -131,7 +132,7 @@ def require(module):
     """Imports a module of an optional package. Raises UserError with the command to install it."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:  # of the package, or of another one that it needs
+    except ModuleNotFoundError as error:  # the package is missing, or another one that it needs
         name = error.name.partition(".")[0]
         raise UserError(f"the package {name} is missing: pip install {name}") from error
 
@@ -140,8 +141,8 @@ def require(module):
 def catch_stop_signals(message, max_minutes=None):
     """In the block, SIGTERM, SIGINT and SIGHUP only append their number to the yielded list.
 
-    The first one prints the message: what the program does before it ends. The second one ends it.
-    After max_minutes a 0 is appended.
+    The first signal prints the message, which says what the program does before it ends. The second
+    signal ends the program at once. After max_minutes, a timer appends 0.
     """
     received = []
 
@@ -151,7 +152,7 @@ def catch_stop_signals(message, max_minutes=None):
         received.append(number)
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
-                # print is not reentrant
+                # os.write is used because print is not reentrant.
                 os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
     timer = threading.Timer(60 * (max_minutes or 0), received.append, [0])
@@ -169,7 +170,10 @@ def catch_stop_signals(message, max_minutes=None):
 
 
 def visible(text):
-    """On a terminal, control characters become escapes like \\x1b: they could change its state."""
+    """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
+
+    They could change the state of the terminal.
+    """
     if not sys.stdout.isatty():
         return text
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
@@ -224,7 +228,7 @@ def lock(directory, flag):
 
     Removes the temporary files of a process that was killed.
     """
-    # On the directory itself, so that no lock file stays behind.
+    # Locks the directory itself, so that no lock file stays behind.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:
         import fcntl
@@ -232,16 +236,16 @@ def lock(directory, flag):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"{flag} {directory}: another process writes there; stop it") from error
-    except (ImportError, OSError) as error:  # Windows and some network file systems: no locks
+    except (ImportError, OSError) as error:  # Windows and some network disks have no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
     for temporary in Path(directory).glob("*.tmp"):
-        if re.search(r"\.(npy|pt|json|txt)\.\d+\.tmp$", temporary.name):  # named by `replacing`
+        if re.search(r"\.(npy|pt|json|txt)\.\d+\.tmp$", temporary.name):  # `replacing` named it
             temporary.unlink()
     return descriptor
 
 
 def check_output(flag, path, inputs=()):
-    """Raises UserError if a file cannot be written, or is an input. Called before the work."""
+    """Raises UserError if a file cannot be written, or is an input. Call it before the work."""
     if path and any(Path(path).resolve() == Path(each).resolve() for each in inputs if each):
         raise UserError(f"{flag} {path}: is also an input; give another file")
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
@@ -256,7 +260,7 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """The object in a JSON file -> dict; {} without the file. Raises UserError."""
+    """Reads the object in a JSON file -> dict, or {} without the file. Raises UserError."""
     try:
         value = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if not isinstance(value, dict):
@@ -267,6 +271,6 @@ def read_json(path):
 
 
 def first_line(error):
-    """First line of an exception's text, without escape codes, or its type if it has none."""
+    """The first line of an exception's text, without escape codes, or its type if it is empty."""
     text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip()
     return (text or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
 """Processes, devices and number formats: the Process of a program.
 
-Bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7, FP16 1+5+10. FP16 has a
-small range: small gradients become zero unless a scaler enlarges them.
+The formats have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
+FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler enlarges them.
 """
 
 import atexit
@@ -33,7 +33,7 @@ class Process:
     """This process among the processes of a program, its device and its number format.
 
     The processes form a mesh of pp x dp x tp. Each of the dp_size data parallel groups has its own
-    sequences; the processes of one group (TP, PP) share a model and have the same sequences.
+    sequences. The processes of one group (TP, PP) share a model and have the same sequences.
     """
 
     rank: int
@@ -54,9 +54,9 @@ class Process:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, *scalars):
-        """Means over all processes of 0-dimensional tensors -> list of floats.
+        """Takes the means of 0-dimensional tensors over all processes -> list of floats.
 
-        They are sent in one message. The CPU waits here for the device.
+        It sends them in one message. The CPU waits here for the device.
         """
         values = torch.stack(scalars)
         if self.world_size > 1:
@@ -69,7 +69,8 @@ class Process:
             return tensor
         tensor = tensor.to(self.device)
         dist.all_reduce(tensor)
-        return tensor / (self.world_size // self.dp_size)  # each group has the same rows
+        # The processes of one group have the same values, and all_reduce has added them all.
+        return tensor / (self.world_size // self.dp_size)
 
     def barrier(self):
         """Waits for all processes."""
@@ -99,9 +100,9 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
         # Otherwise NCCL warns about the messages of PyTorch's pipelines.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None,
-                                timeout=timedelta(hours=1))  # rank 0 may download for long
-        # At exit, also after an error. The last one comes first: gloo's threads need some time
-        # afterwards, otherwise they may crash (pytorch/pytorch#179291).
+                                timeout=timedelta(hours=1))  # rank 0 may need long to download
+        # These two run at exit, also after an error, the last one first. gloo's threads need some
+        # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
         atexit.register(time.sleep, 0.5)
         atexit.register(dist.destroy_process_group)
     dp_size = world_size // n_parts
@@ -114,7 +115,8 @@ def find_device(name, local_rank=0, world_size=1):
     n_gpus = torch.cuda.device_count()
     if name == "auto":
         name = "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
-        # With a GPU that a CUDA build of torch cannot use, --device cuda fails below and says why.
+        # If there is a GPU that this CUDA build of torch cannot use, chooses cuda all the same: it
+        # fails below and says why. Otherwise, the program would silently use the CPU.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not torch.version.cuda
         name = "cuda" if n_gpus or Path("/dev/nvidia0").exists() and not hidden else name
     if name.startswith("cuda") and world_size > 1 and (":" in name or local_rank >= n_gpus > 0):
@@ -122,7 +124,7 @@ def find_device(name, local_rank=0, world_size=1):
                         f"use --device cuda and at most --nproc_per_node={n_gpus}")
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        torch.ones(1, device=device)  # starts a kernel: the GPU may be too old for this torch
+        torch.ones(1, device=device)  # starts a kernel, and fails if the GPU is too old for torch
     except (RuntimeError, AssertionError) as error:
         text = "".join(p.read_text() for p in Path("/proc/driver/nvidia").glob("version"))
         driver = (re.findall(r"\d+\.[\d.]+", text) or ["none"])[0]
@@ -132,7 +134,10 @@ def find_device(name, local_rank=0, world_size=1):
 
 
 def choose_compile(wanted, device):
-    """--compile -> bool; by default on for CUDA. Raises UserError without a compiler."""
+    """Turns --compile into a bool. The default is True on CUDA.
+
+    Raises UserError if it is True, but a C++ compiler or Python's headers are missing.
+    """
     if wanted is None:
         wanted = device.type == "cuda"
     if wanted:
@@ -146,10 +151,11 @@ def choose_compile(wanted, device):
 
 
 def set_malloc(keep_memory):
-    """glibc returns large freed blocks to the system and gets zeroed pages back.
+    """Sets whether glibc keeps large freed blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
 
-    This takes a third of a step. So keep the blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), except
-    with FSDP: it frees whole tensors all the time, and kept blocks would fragment its memory.
+    By default, it gives them back to the system. To get them again, zeroed, takes a third of a
+    step. So glibc keeps them, except with FSDP, which frees whole tensors all the time. There, kept
+    blocks would fragment the memory.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
@@ -159,13 +165,16 @@ def set_malloc(keep_memory):
 
 
 def choose_dtype(name, device):
-    """--dtype -> torch.dtype. auto: bfloat16 where it is fast, else float16 on CUDA or float32."""
+    """Turns --dtype into a torch.dtype. Sets the precision of float32 products.
+
+    auto is bfloat16 where it is fast. Otherwise, it is float16 on CUDA, and float32 elsewhere.
+    """
     if name == "auto":
         slow = "float16" if device.type == "cuda" else "float32"
         name = "bfloat16" if has_bfloat16(device) else slow
-    # Allows float32 products to round their inputs: on CUDA to TF32, on a CPU to bfloat16. Sums
-    # stay float32. A CPU without bfloat16 rounds nothing, but oneDNN replaces MKL and is twice as
-    # fast.
+    # Unless the dtype is float32, float32 products may round their inputs: on CUDA to TF32, on a
+    # CPU to bfloat16. Sums stay float32. A CPU without bfloat16 rounds nothing, but oneDNN replaces
+    # MKL and is twice as fast.
     rounded = "high" if device.type == "cuda" else "medium"
     torch.set_float32_matmul_precision("highest" if name == "float32" else rounded)
     return getattr(torch, name)
@@ -177,14 +186,14 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # A CPU has no exception class of its own.
+        # A CPU has no exception class of its own for this.
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             raise UserError(message) from error
         raise
 
 
 def batch_size_advice(batch_size):
-    """memory_advice for training and validation."""
+    """Returns memory_advice with the message for training and validation."""
     return memory_advice(f"--batch_size {batch_size} does not fit into memory; try half of it, or "
                          "--activation_checkpointing")
 
@@ -216,7 +225,7 @@ def check_equal(value, message):
 def prefetch(batches, device):
     """Yields the same batches; a thread prepares the next one while the current one is used."""
     with ThreadPoolExecutor(1) as thread:
-        if device.type == "cuda":  # else the thread would also take memory of GPU 0
+        if device.type == "cuda":  # otherwise, the thread would also take memory of GPU 0
             thread.submit(torch.cuda.set_device, device)
         future = thread.submit(next, batches, None)
         while (batch := future.result()) is not None:
@@ -225,21 +234,22 @@ def prefetch(batches, device):
 
 
 def hardware_name(device):
-    """Type and name of the hardware, for a person."""
+    """The type and the name of the hardware, as people read them."""
     name = f"{torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return f"{device.type}: {name}"
 
 
-# Dense 16-bit peak in FLOP/s, from NVIDIA's data sheets. The first name that matches counts.
+# These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches
+# counts.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12,
     "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12, "T4": 65e12}
 
 
 def peak_flops(process):
-    """Peak FLOP/s of all processes together, or None if unknown or for float32."""
+    """Peak FLOP/s of all processes together, or None if it is unknown or the dtype is float32."""
     hardware = hardware_name(process.device)
     peaks = [peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", hardware)]
     return peaks[0] * process.world_size if peaks and process.dtype != torch.float32 else None

@@ -1,4 +1,4 @@
-"""Scores endings: the log-likelihood that a model gives to an ending after a context.
+"""Scores endings. A score is the log-likelihood that a model gives to an ending after a context.
 
 A benchmark, such as hellaswag.py, makes examples from records, and figures from scores. This file
 turns examples into rows of tokens. Endings of one context share a row:
@@ -28,8 +28,10 @@ from plaingpt.sampling import attention_for_many_shapes
 from plaingpt.text import load_hub, read_records
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
-TOKENS = dict(cpu=2048, cuda=16384, mps=16384)  # of a forward pass; the caches of a CPU are small
-ROUND = dict(cpu=1, cuda=64, mps=64)  # row lengths are padded to a multiple: few shapes on a GPU
+# A forward pass has so many tokens. The caches of a CPU are small.
+TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
+# Rows are padded to a multiple of so many tokens, so that a GPU sees few shapes.
+ROUND = dict(cpu=1, cuda=64, mps=64)
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Row(NamedTuple):
 
 
 def windows(context, ending, block_size, stride):
-    """Splits ids longer than block_size. Yields (context, piece of the ending, is_last)."""
+    """Splits ids that are longer than block_size. Yields (context, piece of ending, is_last)."""
     ids, done = context + ending, len(context)
     while done < len(ids):
         end = min(len(ids), max(block_size + 1, done + (stride or block_size)))
@@ -96,7 +98,7 @@ class Benchmark:
 def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     """Examples -> Rows for a model with this GPTConfig. Raises UserError if the stride is too long.
 
-    prompt_ids, spare: of the Benchmark.
+    prompt_ids and spare are those of the Benchmark.
     """
     T, rows, pair, n_cut = config.block_size - spare, [], 0, 0
     for example in examples:
@@ -119,10 +121,11 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
 
 
 def lay_out(rows, L):
-    """B Rows -> tokens (3, B, L), padded with 0, and scored tokens (4, M).
+    """Lays out B Rows -> tokens (3, B, L), padded with 0, and the M scored tokens (4, M).
 
-    tokens: id, position, part, as at the top of this file. scored: index in B x L of the previous
-    token, id, pair, 1 for a pair's last token.
+    tokens has the id, position and part of each token, as at the top of this file. scored has, for
+    each scored token, the index in B x L of the token before it, its id, its pair, and 1 if it is
+    the last one of its pair.
     """
     tokens = np.zeros((3, len(rows), L), np.int64)
     scored = []
@@ -141,15 +144,17 @@ def lay_out(rows, L):
 
 
 def forward(model, rows, L, device):
-    """Runs the model on rows, padded to length L -> numbers of the M scored tokens.
+    """Runs the model on rows, padded to length L -> pair (M), values (4, M) of the scored tokens.
 
-    pair: (M). values: (4, M): log-likelihood, 1, whether the token is the likeliest one, and
-    whether it is that and also the last one of its pair.
+    values has, for each scored token, its log-likelihood, 1, whether it is the likeliest one, and
+    whether it is the likeliest one and also the last one of its pair.
     """
     tokens, scored = lay_out(rows, L)
     idx, pos, part = tokens.to(device)  # (B, L) each
     at, target = scored[:2].to(device)  # (M) each
-    mask = None  # causal, unless endings share a row; no token sees the padding
+    # None means causal attention. This is enough unless endings share a row. The padding comes
+    # last, so no token sees it.
+    mask = None
     if tokens[2].max() > 1:
         mask = (part[:, None] == 0) | (part[:, None] == part[:, :, None])  # (B, L, L)
         mask = mask.tril()[:, None]  # (B, 1, L, L)
@@ -170,12 +175,12 @@ def forward(model, rows, L, device):
 def score(model, examples, rows, process, tokens_per_forward):
     """Scores the N pairs of the examples -> arrays (N), the same on every process.
 
-    rows: of make_rows. process: a device.Process.
+    rows: from make_rows. process: a device.Process.
     """
-    rows = sorted(rows, key=lambda row: -row.length)  # first the one that needs most memory
+    rows = sorted(rows, key=lambda row: -row.length)  # the row that needs most memory comes first
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    # Entered once, so that autocast converts the weights once.
+    # The block is entered once, so that autocast converts the weights once.
     with process.autocast, attention_for_many_shapes():
         while first < len(rows):
             L = rows[first].length
@@ -184,7 +189,8 @@ def score(model, examples, rows, process, tokens_per_forward):
             batch = rows[first : first + B * process.dp_size]
             first += len(batch)
             own = batch[process.dp_rank :: process.dp_size]
-            # A process without rows runs a row with weight 0: all must join the collectives.
+            # A process without rows runs a row with weight 0, because all must join the
+            # collectives.
             pair, values = forward(model, own or batch[:1], L, process.device)
             np.add.at(sums, (slice(None), pair), values * bool(own))
             cli.show_progress(first, len(rows), "rows")
@@ -199,7 +205,7 @@ def score(model, examples, rows, process, tokens_per_forward):
 
 
 def split(examples, values):
-    """Array (N) over all pairs -> one array for each example."""
+    """Splits an array (N) over all pairs -> one array for each example."""
     return np.split(values, np.cumsum([len(example) for example in examples])[:-1])
 
 
@@ -215,7 +221,7 @@ def perplexity(nats):
 
 
 def get_fields(record, **kinds):
-    """The values of a record's fields {name: type}. Raises UserError."""
+    """Returns the values of a record's fields. kinds: {name: type}. Raises UserError."""
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise bad_record(record, f"field {name!r} is missing or has a wrong type")
@@ -223,26 +229,26 @@ def get_fields(record, **kinds):
 
 
 def choice(record, context, endings, label):
-    """Example with a space before each ending. label counts from 0. Raises UserError."""
+    """Makes an Example with a space before each ending. label counts from 0. Raises UserError."""
     if str(label) not in map(str, range(len(endings))):
         raise bad_record(record, f"label {label!r}: must be from 0 to {len(endings) - 1}")
     return Example([context], [f" {ending}" for ending in endings], int(label))
 
 
 def bad_record(record, reason):
-    """A UserError that says where the record is."""
+    """Makes a UserError that says where the record is."""
     return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
 
 
 def load_records(files):
-    """Yields the records of files: dicts. Their field `where` is the place. Raises UserError."""
+    """Yields the records of files, as dicts. Their field `where` is the place. Raises UserError."""
     for file in files:
         for where, record in read_records(file):
             yield {**record, "where": f"{file}, {where}"}
 
 
 def load_examples(benchmark, path=None, limit=0, **options):
-    """Examples of a file or of the hub. Raises UserError."""
+    """Loads the Examples of a file or of the hub. Raises UserError."""
     if benchmark.load:
         return benchmark.load(path, limit, **options)
     if not path and not benchmark.hub:
@@ -255,7 +261,10 @@ def load_examples(benchmark, path=None, limit=0, **options):
 
 
 def load_evals(config, tokenizer, gpt_config):
-    """--evals -> [(Benchmark, its examples, rows)]. Without data: skips NAME, rejects NAME=FILE."""
+    """Loads --evals -> [(Benchmark, its examples, its rows)].
+
+    If there are no data, skips NAME with a note, and raises UserError for NAME=FILE.
+    """
     evals = []
     for item in filter(None, config.evals.split(",") if config.eval_every else []):
         name, _, path = item.strip().partition("=")
@@ -264,7 +273,7 @@ def load_evals(config, tokenizer, gpt_config):
         if not benchmark:
             raise UserError(f"--evals {name}: no such benchmark; give a module, such as lambada")
         if benchmark in [known for known, *_ in evals]:
-            raise UserError(f"--evals {name}: stands there twice; give one of them")
+            raise UserError(f"--evals {name}: is given twice; give it once")
         try:
             examples = devices.on_rank0(load_examples, benchmark, path)
             rows = make_rows(examples, tokenizer, gpt_config, benchmark.prompt_ids, benchmark.spare)
@@ -279,7 +288,7 @@ def load_evals(config, tokenizer, gpt_config):
 def run_evals(evals, model, process, config, step):
     """Scores all benchmarks. Prints and returns {stream: figure}, equal on all processes.
 
-    evals: of load_evals. model: has the methods of GPT. config: TrainConfig.
+    evals: from load_evals. model: a GPT, or a Pipeline, which has its methods. config: TrainConfig.
     """
     figures = {}
     tokens = min(config.batch_size * model.config.block_size, TOKENS[process.device.type])
@@ -305,7 +314,7 @@ class EvalConfig:
 
 
 def main(benchmark, argv=None):
-    """The program of a benchmark: reads the flags, scores a model, prints the figures.
+    """Runs the program of a benchmark: reads the flags, scores a model, prints the figures.
 
     Returns the figures, the same on every process.
     """
@@ -334,7 +343,7 @@ def main(benchmark, argv=None):
     for name, meaning in benchmark.figures.items():
         value = figures[name]
         text = f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"
-        if "acc" in name:  # with the standard error of a mean
+        if "acc" in name:  # adds the standard error of a mean
             text += f" ± {math.sqrt(value * (1 - value) / len(examples)):.4f}"
         print0(f"{name:<18} {text:<18} {meaning}")
     if config.json and process.rank == 0:
@@ -348,5 +357,5 @@ def main(benchmark, argv=None):
 
 
 def launch(benchmark):
-    """What the file of a benchmark does as a program."""
+    """Runs a benchmark's file as a program."""
     cli.run_program(lambda: main(benchmark))

@@ -11,12 +11,12 @@ The flags can be combined in a mesh of pp x dp x tp processes. TP communicates m
 processes have consecutive ranks. The processes read different data only along dp.
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process has a part.
-full_tensor() gives the whole of a DTensor. All processes must call it, or those that do wait for
-ever. With PP, each process has a Pipeline around a GPT with some of the blocks. Together they
-compute the whole.
+full_tensor() gives the whole of a DTensor. All processes must call it. If some do not, the others
+wait for ever. With PP, each process has a Pipeline around a GPT with some of the blocks. Together
+they compute the whole.
 """
 
-# PyTorch's parallel modules take two seconds to import. So the functions import what they need.
+# It takes two seconds to import PyTorch's parallel modules. So the functions import what they need.
 
 import logging
 import warnings
@@ -44,8 +44,9 @@ def split(model, config, process):
         raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
     if config.pp > n_layer:
         raise UserError(f"--pp {config.pp} is more than the model's {n_layer} blocks")
-    # PyTorch would warn that FSDP and TP gather a tensor in two steps, that lm_head is not called
-    # in training (loss_fn reads its weight), and of changes of a view, which GPT never makes.
+    # PyTorch would warn of three things that are right here. FSDP and TP gather a tensor in two
+    # steps. lm_head is not called in training, because loss_fn reads its weight. A module returns a
+    # view, which would be wrong only if GPT changed it.
     for name in ("tensor._redistribute", "fsdp.fully_shard"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -70,7 +71,7 @@ def split(model, config, process):
             module.compile(dynamic=False, fullgraph=True)
     if process.dp_size > 1:
         apply_fsdp(root, blocks, mesh, config.parallel == "fsdp", process)
-    whole.has_compared_gradients = config.tp == 1  # see compare_gradients
+    whole.has_compared_gradients = config.tp == 1  # without TP, none are compared
     return whole
 
 
@@ -117,9 +118,9 @@ def split_layers(model, mesh):
         if style := styles.get(name.rpartition(".")[2]):
             # All processes have the same weights, so none are sent.
             tp.parallelize_module(module, mesh, style, src_data_rank=None)
-        else:  # norms and positions: whole on every process
-            # So is their input. But in attention, (B, nh, T, hs) has the heads of this process.
-            # Their weight's gradient is then the sum over the processes.
+        else:  # norms and positions stay whole on every process
+            # Their input is whole, too, except inside attention: (B, nh, T, hs) has only the heads
+            # of this process. The gradient of the weight is then the sum over the processes.
             distribute_module(
                 module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
                     inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]),
@@ -135,7 +136,8 @@ class Pipeline(nn.Module):
     """A GPT whose blocks are in several processes. `part` is the GPT that this process has.
 
     It is called with the micro-batches of a step, and computes their gradients, too. hidden,
-    logits, loss and generate are for evaluation, and give on all processes what those of GPT give.
+    logits, loss and generate are for evaluation. On all processes, they return the same as the
+    methods of GPT.
     """
 
     def __init__(self, part, mesh, is_tied, process):
@@ -152,15 +154,18 @@ class Pipeline(nn.Module):
         self.stage = Stage(part, process, self.is_last)
 
     def named_parameters(self, *args, **kwargs):
-        """Those of this process, with their names in the whole model."""
+        """Yields the parameters of this process, with their names in the whole model."""
         return self.part.named_parameters(*args, **kwargs)
 
     def configure_optimizers(self, *args):
-        """As GPT.configure_optimizers, for the parameters of this process."""
+        """Does what GPT.configure_optimizers does, for the parameters of this process."""
         return self.part.configure_optimizers(*args)
 
     def forward(self, micro_batches, scaler):
-        """Forward and backward pass of a step: a list of (x, y), (B, T) each -> their mean loss."""
+        """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.
+
+        micro_batches: list of (x, y), (B, T) each.
+        """
         x, y = (torch.cat(tensors) for tensors in zip(*micro_batches))  # (n, T) each
         self.loss_sum = torch.zeros((), device=x.device)
         scaler.scale(self.loss_sum)  # makes its scale also on stages that compute no loss
@@ -177,7 +182,7 @@ class Pipeline(nn.Module):
         return self.loss_sum
 
     def make_schedule(self, n_micro, B, T, scaler):
-        """1F1B for the micro-batches of a step: (B, T) each."""
+        """Makes the 1F1B schedule for n_micro micro-batches in a step, (B, T) each."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
@@ -227,8 +232,9 @@ class Pipeline(nn.Module):
         return result
 
     def total_norm(self, parameters):
-        """The norm of the gradient of all stages. parameters: those of this stage."""
-        # The last stage's copy of the embedding has the same gradient as the first one's.
+        """Returns the norm of the gradient of all stages. parameters: those of this stage."""
+        # The last stage's copy of the embedding has the same gradient as the first one's, and must
+        # not count twice.
         copy = self.part.lm_head.weight if self.has_tied and self.is_last else None
         squares = norm_of([p for p in parameters if p is not copy]) ** 2
         dist.all_reduce(squares, group=self.group)
@@ -236,19 +242,22 @@ class Pipeline(nn.Module):
 
 
 class Stage(nn.Module):
-    """What PyTorch's schedule calls: takes ids or residual stream, returns stream or loss."""
+    """PyTorch's schedule calls this module with ids or with the residual stream.
+
+    It returns the residual stream, or on the last stage the loss.
+    """
 
     def __init__(self, part, process, is_last):
         super().__init__()
         self.part, self.process, self.is_last = part, process, is_last
 
     def forward(self, x, targets=None):
-        """Training."""
+        """Runs the forward pass of training."""
         with self.process.autocast:
             return self.part(x, targets)[1] if self.is_last else self.part.hidden(x)
 
     def call(self, method, *args, **kwargs):
-        """Calls a method of the part. FSDP all-gathers its parameters before."""
+        """Calls a method of the part. Before that, FSDP all-gathers its parameters."""
         return getattr(self.part, method)(*args, **kwargs)
 
 
@@ -262,7 +271,7 @@ class NoPositions(nn.Module):
 def keep_stage(model, stage, n_stages):
     """Removes the modules of other stages from a GPT. The rest keeps its names."""
     t, n = model.transformer, len(model.transformer.h)
-    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # blocks + head; unit: a block
+    cost = n + model.config.vocab_size / (12 * model.config.n_embd)  # in units of a block
     # Each stage gets at least one block.
     ends = [min(n - n_stages + s, max(s, round(s * cost / n_stages))) for s in range(n_stages)]
     for i in set(range(n)) - set(range(ends[stage], [*ends, n][stage + 1])):
@@ -287,7 +296,7 @@ def grad_scaler(process):
 
 
 def set_gradient_sync(model, is_on):
-    """Whether the next backward pass averages the gradients over the processes."""
+    """Sets whether the next backward pass averages the gradients over the processes."""
     if isinstance(model, DDP):
         model.require_backward_grad_sync = is_on
     elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
@@ -308,7 +317,7 @@ def clip_grad_norm(model, max_norm):
 
 
 def norm_of(parameters):
-    """The norm of their gradient, on all processes."""
+    """Returns the norm of the gradient of these parameters, on all processes."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     return norm.full_tensor() if is_dtensor(norm) else norm
 
@@ -316,7 +325,7 @@ def norm_of(parameters):
 def place_gradient(p):
     """Gives the gradient the placement of its parameter, and completes pending sums.
 
-    RowwiseParallel gives the gradient of all rows. torch 2.11 leaves sums over the TP group.
+    RowwiseParallel gives the gradient of all rows. torch 2.11 leaves sums over the TP group to do.
     """
     if is_dtensor(p.grad) and p.grad.placements != p.placements:
         p.grad = p.grad.redistribute(placements=p.placements)
@@ -325,13 +334,13 @@ def place_gradient(p):
 def compare_gradients(model):
     """Raises UserError if TP gives different gradients to the copies of a whole parameter.
 
-    The copies would drift apart. An edited model can do that, so this runs in the first step with
-    a finite gradient.
+    The copies would drift apart. An edited model can cause that, so this runs in the first step
+    with a finite gradient.
     """
     norms = [(name, p.grad.full_tensor().norm().item()) for name, p in model.named_parameters()
-             if p.grad is not None and p.placements[-1].is_replicate()]  # -1: tp
+             if p.grad is not None and p.placements[-1].is_replicate()]  # -1 is tp
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, norms)  # of all processes, so that all of them stop
+    dist.all_gather_object(found, norms)  # all processes get all norms, so that all of them stop
     found = sorted(sum(found, []))
     for (name, a), (other, b) in zip(found, found[1:]):
         if name == other and b - a > 1e-4 * b:
@@ -343,7 +352,7 @@ def compare_gradients(model):
 
 
 def scatter(name, whole, p, device):
-    """The part that this process has of a whole tensor, on the device, split like parameter p."""
+    """Returns this process's part of a whole tensor, on the device, split like parameter p."""
     if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
         return whole.to(device)
     from torch.distributed.tensor import distribute_tensor
@@ -356,8 +365,8 @@ def scatter(name, whole, p, device):
 def gather(model, parts, process):
     """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
 
-    A tensor that was split is gathered on the device and then moved to the CPU, one at a time, to
-    save memory. All processes must call it.
+    Gathers the split tensors on the device one at a time, and moves each to the CPU before the next
+    one, to save memory. All processes must call this.
     """
     is_pipeline, found = isinstance(model, Pipeline), {}
     is_split = is_pipeline or any(map(is_dtensor, parts.values()))

@@ -21,14 +21,15 @@ from plaingpt.checkpoint import whole_gpt
 from plaingpt.cli import print0
 from plaingpt.device import hardware_name, on_rank0, peak_flops
 
-STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}  # of training steps; others: evaluation
+# Training steps write these streams. Evaluations write all others.
+STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 MANY_EPOCHS = 30  # more are worth a note
 FEW_TOKENS = 4096  # fewer validation tokens are worth a note
 
 
 def read_log(path):
-    """log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
+    """Reads log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
     text = path.read_text(errors="replace") if path.is_file() else ""
     return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
 
@@ -36,16 +37,17 @@ def read_log(path):
 class RunLog:
     """Writes log.txt, run.json, and files of TensorBoard and wandb, on rank 0. Raises UserError.
 
-    log.txt has a line "{step} {stream} {value}" per number. A run that starts at step 0 moves an
-    old run aside. A resumed run removes the lines of the steps that it computes again. It keeps the
-    validation loss and the scores of the step at which it resumes.
+    log.txt has a line "{step} {stream} {value}" for each number. A run that starts at step 0 moves
+    an old run aside. A resumed run removes the lines of the steps that it computes again. It keeps
+    the validation loss and the scores of the step at which it resumes.
     """
 
     def __init__(self, gpt_config, config, data, step, process):
         self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
         self.pace = deque(maxlen=10)  # seconds per token of the last steps
-        # Steps with a non-finite gradient; rises of the validation loss, in a row.
+        # `skipped` counts steps with a non-finite gradient. `rises` counts how many times in a row
+        # the validation loss has risen.
         self.skipped = self.rises = 0
         self.figures = {}  # the last value of each stream
         model = whole_gpt(gpt_config)
@@ -56,7 +58,7 @@ class RunLog:
     def open_directory(self, directory, step):
         """Locks the run directory, moves an old run aside, opens the files, writes the facts."""
         config, self.path = self.config, directory / "log.txt"
-        # Imports before it moves anything.
+        # Imports these packages before it moves anything, because one of them may be missing.
         tensorboard = cli.require("torch.utils.tensorboard") if config.tensorboard else None
         self.wandb = cli.require("wandb") if config.wandb else None
         with cli.writing(f"--log_dir {directory}"):
@@ -68,7 +70,8 @@ class RunLog:
             self.known = {line[:2]: float(line[2]) for line in kept if line[0] == step}
             with cli.replacing(self.path) as temporary:
                 temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
-                if step == 0:  # after the first write, which fails in a read-only directory
+                # This comes after the first write, which fails in a read-only directory.
+                if step == 0:
                     move_aside(directory)
         if tensorboard:
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
@@ -79,8 +82,8 @@ class RunLog:
                 resume="allow", name=directory.name, dir=directory,
                 config={**asdict(config), **asdict(self.gpt_config)},
                 settings=self.wandb.Settings(console="off"))
-            weakref.finalize(self, run.finish)  # at the end of main
-        # Again, because purge_step has removed them.
+            weakref.finalize(self, run.finish)  # runs at the end of main
+        # Publishes these values again, because purge_step has removed them.
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
         if step < config.max_steps:  # a finished run keeps its run.json
             self.write_facts()
@@ -88,8 +91,8 @@ class RunLog:
     def write_facts(self):
         """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
 
-        changes.patch: how the tracked files differ from the commit, if they do. run.json lists the
-        untracked files, which are not in it.
+        changes.patch has the uncommitted changes of tracked files, if there are any. It does not
+        have the untracked files, but run.json lists their names.
         """
         c, g, process = self.config, self.gpt_config, self.process
         n_train = sum(map(len, self.data.train))
@@ -109,13 +112,13 @@ class RunLog:
         with cli.writing(self.path.parent):
             if changes:
                 patch.write_bytes(changes)
-            elif commit:  # an older patch, which this code does not have any more
+            elif commit:  # removes an older patch: this code has no changes any more
                 patch.unlink(missing_ok=True)
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
                f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
         if (epochs := c.max_steps * c.total_batch_size // n_train) > MANY_EPOCHS:
-            print0(f"note: the run reads the training data {epochs} times, and may learn them by "
-                   "heart; more data, or a smaller --max_steps, would be better")
+            print0(f"note: the run reads the training data {epochs} times, so the model may "
+                   "memorize them; more data, or a smaller --max_steps, would be better")
         if n_val < FEW_TOKENS:
             print0(f"note: the validation data have only {n_val:,} tokens, so their loss is "
                    "inexact; for more: --val_fraction, or for shards fineweb.py --val_shards")
@@ -147,7 +150,8 @@ class RunLog:
     def write_losses(self, step, losses, loader, position):
         """Logs a validation. Returns the mean loss, weighted by the shares of the data sets.
 
-        losses: (nats per token, bits per byte) of each set. With several sets, each is also logged.
+        losses: (nats per token, bits per byte) of each set. If there are several sets, it also logs
+        the losses of each, and prints how often each was read.
         """
         val, bpb = (sum(share * value for share, value in zip(loader.shares, values))
                     for values in zip(*losses))
@@ -162,13 +166,13 @@ class RunLog:
         print0(text)
         self.rises = self.rises + 1 if val > self.figures.get("val", math.inf) else 0
         if self.rises == 3:
-            print0("note: the validation loss has risen three times in a row, so the model learns "
-                   "the training data by heart; --keep_best keeps the best checkpoint")
+            print0("note: the validation loss has risen three times in a row, so the model "
+                   "memorizes the training data; --keep_best keeps the best checkpoint")
         self.write(step, **streams)
         return val
 
     def write_samples(self, step, texts):
-        """Prints samples, and sends them to TensorBoard and wandb. They are in no file."""
+        """Prints samples, and sends them to TensorBoard and wandb. log.txt does not have them."""
         for i, text in enumerate(texts):
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
@@ -206,7 +210,7 @@ class RunLog:
 
 
 def ask_git(*command):
-    """What a command of git prints about this clone, as bytes; b"" without git."""
+    """Returns what a command of git prints about this clone, as bytes, or b"" if it fails."""
     git = ["git", "-C", Path(__file__).parent, *command]
     try:
         return subprocess.run(git, capture_output=True, check=True).stdout

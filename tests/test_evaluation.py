@@ -567,6 +567,6 @@ def test_names_of_evals(tmp_path, monkeypatch):
 
     assert load(" lambada=l.jsonl, wikitext=l.jsonl,") == ["lambada", "wikitext"]
     for evals, message in (("math", "--evals math: no such benchmark; give a module, such as"),
-                           ("lambada=l.jsonl,lambada=l.jsonl", "lambada: stands there twice")):
+                           ("lambada=l.jsonl,lambada=l.jsonl", "lambada: is given twice")):
         with pytest.raises(UserError, match=message):
             load(evals)
