@@ -198,8 +198,7 @@ def write_shards(facts, config, paths, tokenizer):
 def main(argv=None):
     config = ShardConfig(**cli.parse_flags(__doc__, ShardConfig, argv=argv))
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    config.num_proc = config.num_proc or len(cores)
+    config.num_proc = config.num_proc or cli.count_cores()
     directory = Path(config.output_dir)
     name = directory.resolve().name
     if config.input:

@@ -139,15 +139,16 @@ class GPT(nn.Module):
     def init_weight(self, name, p):
         """Fills a parameter of this name with its first values.
 
-        load_weights uses this to fill a model on the meta device.
+        load_weights uses this to fill a model on the meta device. A parameter of another name needs
+        a line here; the value that its constructor gave it is lost.
         """
         if name.endswith("c_proj.weight"):
             # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
             # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
-        elif p.dim() >= 2:
+        elif name.endswith("weight") and p.dim() >= 2:
             nn.init.normal_(p, std=0.02)
-        else:
+        elif name.endswith(("weight", "bias")):
             nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
@@ -195,6 +196,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None  # (B, T, vocab_size)
+        # A term that is only for training belongs here. Validation calls hidden and loss.
         return None, self.loss(x, targets)
 
     def generate(self, idx, max_new_tokens, **options):

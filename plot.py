@@ -25,7 +25,8 @@ import numpy as np
 
 from plaingpt import cli
 from plaingpt.cli import require
-from plaingpt.runlog import read_log
+from plaingpt.intervals import unpaired_interval
+from plaingpt.runlog import read_streams
 from train_gpt2 import TrainConfig
 
 # These are the panels in their order. Each has (label, {model: score}). build-nanogpt measured the
@@ -41,9 +42,6 @@ PANELS = {
     "norm": ("gradient norm before clipping", {}),
     "tok_s": ("tokens per second", {})}
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
-# This is Student's t for a 95 % interval, from 1 to 10 degrees of freedom. With more degrees, t is
-# a little smaller, but the last value is used.
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass
@@ -54,12 +52,10 @@ class PlotConfig:
 
 def read_run(directory):
     """Reads a run directory -> ({stream: {step: value}}, run.json or {}). Raises UserError."""
-    streams = {}
-    for step, stream, value in read_log(Path(directory, "log.txt")):
-        streams.setdefault(stream, {})[step] = float(value)
+    streams = read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
         raise cli.UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes no run.json
+    return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes none
 
 
 def group_runs(runs):
@@ -69,7 +65,8 @@ def group_runs(runs):
         config = facts.get("train_config", {})
         same = {k: v for k, v in config.items() if k not in ignored}
         stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name)
-        groups.setdefault((stem, repr((same, facts.get("model_config")))), {})[name] = streams
+        same.update(facts.get("model_config", {}), program=facts.get("program"))
+        groups.setdefault((stem, repr(same)), {})[name] = streams
     for (stem, _), members in groups.items():
         name = stem.rstrip("-_")
         if len(members) == 1 or name in runs or name in named:
@@ -85,20 +82,17 @@ def compare(groups):
         ends = [[*run["val"].items()][-1] for run in runs if "val" in run]  # (step, loss)
         if not ends:
             continue
-        losses = np.array([loss for _, loss in ends])
-        n, mean, squares = len(ends), losses.mean(), ((losses - losses.mean()) ** 2).sum()
-        spread = f" ± {math.sqrt(squares / (n - 1)):.4f}" if n > 1 else ""
+        losses = [loss for _, loss in ends]
+        spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
         difference, interval = "", ""
         if first:
-            n0, mean0, squares0 = first
-            difference = f"{mean - mean0:+.4f}"
-            if df := n + n0 - 2:  # degrees of freedom
-                error = math.sqrt((squares + squares0) / df * (1 / n + 1 / n0))
-                half = T95[min(df, len(T95)) - 1] * error
-                interval = f"{mean - mean0 - half:+.4f} to {mean - mean0 + half:+.4f}"
-        first = first or (n, mean, squares)
+            mean, half = unpaired_interval(first, losses)
+            difference = f"{mean:+.4f}"
+            interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half < math.inf else ""
+        first = first or losses
         steps = ", ".join(map(str, sorted({step for step, _ in ends})))
-        rows.append((name, str(n), steps, f"{mean:.4f}{spread}", difference, interval))
+        rows.append((name, str(len(losses)), steps, f"{np.mean(losses):.4f}{spread}", difference,
+                     interval))
     return rows
 
 
@@ -114,12 +108,19 @@ def running_mean(values):
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
+def panel_of(stream):
+    """Returns the name of the panel for a stream. Streams like grad_0 and grad_1 share one."""
+    if stream in LOSSES:
+        return "loss"
+    return stream if stream in PANELS else re.sub(r"_\d+$", "", stream)
+
+
 def draw_group(panels, name, color, runs, x_kind):
     """Draws a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
     # {step: tokens consumed before it}. The log has the count after a step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
-        panel = panels.get("loss" if stream in LOSSES else stream)
+        panel = panels.get(panel_of(stream))
         # All runs have these steps.
         steps = sorted(set.intersection(*({*run.get(stream, ())} for run in runs)))
         if not (panel and steps):
@@ -131,10 +132,15 @@ def draw_group(panels, name, color, runs, x_kind):
             if len(runs) == 1:
                 panel.plot(x, values[0], color=color, alpha=0.15, linewidth=0.6)
             values = np.array([running_mean(row) for row in values])
-        mean = values.mean(axis=0)
+        mean, label, alpha = values.mean(axis=0), name, 1.0
+        if panel_of(stream) != stream:
+            label = f"{name}, {LOSSES.get(stream, stream)}"
+        if number := re.search(r"_(\d+)$", stream):  # the lines of later numbers are darker
+            same = [other for other in runs[0] if panel_of(other) == panel_of(stream)]
+            alpha = (1 + int(number[1])) / (1 + len(same))
         panel.plot(x, mean, color=color, linewidth=1.5 if noisy else 0.8,
                    marker="" if noisy or stream == "lr" else ".",
-                   label=f"{name}, {LOSSES[stream]}" if stream in LOSSES else name)
+                   label=label, alpha=alpha)
         if len(runs) > 1:
             sd = values.std(axis=0, ddof=1)
             panel.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, linewidth=0)
@@ -152,10 +158,9 @@ def fit_to_the_end(panel):
 
 def draw(runs, x):
     """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
-    found = [stream for streams, _ in runs.values() for stream in streams]
-    found = dict.fromkeys("loss" if stream in LOSSES else stream for stream in found)
-    names = [name for name in (*PANELS, *(found.keys() - PANELS.keys() - {"tokens"}))
-             if name in found]
+    found = {panel_of(stream) for streams, _ in runs.values() for stream in streams}
+    names = [name for name in PANELS if name in found]
+    names += sorted(found - PANELS.keys() - {"tokens"})
     rows = (len(names) + 1) // 2
     figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import itertools
 import math
 import os
 import zipfile
@@ -17,6 +18,7 @@ from plaingpt.cli import FREE, UserError, first_line, marked, print0, replacing,
 from plaingpt.device import check_equal, memory_advice, on_rank0
 from tokenizer import get_tokenizer, load_tokenizer
 
+MODEL = Path(inspect.getfile(GPT))  # model.py
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
 
@@ -31,7 +33,7 @@ class Saver:
         self.optimizers = {type(optimizer).__name__.lower(): optimizer  # adamw, muon
                            for optimizer in training.optimizers}
         self.free = marked(type(config), FREE)  # a resume may change these flags without a note
-        self.model_code = hash_of_model_code()  # model.py may be edited later, so hash it now
+        self.model_code = hash_of_code([MODEL])  # model.py may be edited later, so hash it now
         self.best_val = math.inf  # the lowest validation loss of the run
 
     def save(self, step, position, name=None):
@@ -190,7 +192,7 @@ def read_file(path, remedy, check=False):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if "model_config" not in checkpoint:
             raise ValueError("another program wrote it")
-        if checkpoint.get("model_code", code := hash_of_model_code()) != code:
+        if checkpoint.get("model_code", code := hash_of_code([MODEL])) != code:
             if check:
                 print0(f"note: {path} was written by another model.py")
             remedy = "restore that model.py; its run may have a changes.patch"
@@ -211,10 +213,14 @@ def read_best_val(path):
     return float(read_file(path, "delete it")["best_val"]) if path.exists() else math.inf
 
 
-def hash_of_model_code():
-    """Returns a hash of the code of model.py. Comments and blanks do not count; docstrings do."""
-    code = ast.unparse(ast.parse(inspect.getsource(inspect.getmodule(GPT))))
-    return hashlib.sha256(code.encode()).hexdigest()
+def hash_of_code(paths):
+    """Returns a hash of the code in Python files. Comments, docstrings and blanks do not count."""
+    trees = [ast.parse(path.read_bytes()) for path in paths]
+    for node in itertools.chain(*map(ast.walk, trees)):
+        if isinstance(getattr(node, "body", None), list):  # leaves out texts that do nothing
+            node.body = [each for each in node.body if not (
+                isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    return hashlib.sha256("\n".join(map(ast.unparse, trees)).encode()).hexdigest()
 
 
 def checkpoints(directory):
@@ -332,11 +338,14 @@ def load_weights(model, weights=None, seed=0, device="cpu"):
     own, whole_model = dict(model.named_parameters()), whole_gpt(model.config)
     with memory_advice("the model does not fit into memory; choose a smaller one"):
         for name, p in whole_model.named_parameters():
-            whole = torch.empty(p.shape)
+            whole = torch.full(p.shape, math.nan)
             if weights:
                 whole.copy_(weights[name])
             else:  # also for parameters of other stages: all processes draw the same numbers
                 whole_model.init_weight(name, whole)
+                if whole.isnan().any():
+                    raise UserError(f"{name} has no first value; add a line for it to "
+                                    "GPT.init_weight in model.py, such as nn.init.zeros_(p)")
             if name in own:
                 part = torch.nn.Parameter(parallel.scatter(name, whole, own[name], device))
                 torch.utils.swap_tensors(own[name], part)  # keeps tied weights tied

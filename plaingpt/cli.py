@@ -244,6 +244,11 @@ def lock(directory, flag):
     return descriptor
 
 
+def count_cores():
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def check_output(flag, path, inputs=()):
     """Raises UserError if a file cannot be written, or is an input. Call it before the work."""
     if path and any(Path(path).resolve() == Path(each).resolve() for each in inputs if each):

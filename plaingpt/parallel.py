@@ -40,6 +40,9 @@ def split(model, config, process):
     from torch.distributed.device_mesh import init_device_mesh
 
     n_head, n_layer = model.config.n_head, model.config.n_layer
+    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
+        raise UserError(f"{scalars[0]} is a scalar; with --tp, --pp and fsdp, a parameter needs a "
+                        "dimension: torch.zeros(1)")
     if n_head % config.tp:
         raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
     if config.pp > n_layer:

@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 import weakref
 from collections import deque
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from plaingpt import cli
-from plaingpt.checkpoint import whole_gpt
+from plaingpt.checkpoint import hash_of_code, whole_gpt
 from plaingpt.cli import print0
 from plaingpt.device import hardware_name, on_rank0, peak_flops
 
@@ -32,6 +33,14 @@ def read_log(path):
     """Reads log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
     text = path.read_text(errors="replace") if path.is_file() else ""
     return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
+
+
+def read_streams(path):
+    """Reads log.txt -> {stream: {step: number}}; {} without the file."""
+    streams = {}
+    for step, stream, value in read_log(path):
+        streams.setdefault(stream, {})[step] = float(value)
+    return streams
 
 
 class RunLog:
@@ -103,7 +112,8 @@ class RunLog:
             model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
             parameters=self.n_parameters, train_tokens=n_train, dtype=process.dtype_name,
             device=hardware_name(process.device), processes=process.world_size,
-            git_commit=commit.decode().strip() or None,
+            threads=torch.get_num_threads(), fingerprints=self.data.fingerprints,
+            program=hash_of_program(), git_commit=commit.decode().strip() or None,
             untracked_files=untracked.decode(errors="replace").splitlines(),
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             versions=dict(torch=torch.__version__))
@@ -207,6 +217,14 @@ class RunLog:
             how = f"stopped by a signal or --max_minutes; step {step} is saved, --resume continues"
         skipped = f"{self.skipped} steps skipped; " if self.skipped else ""
         print0(f"{how}: {skipped}python generate.py --checkpoint {directory} writes text")
+
+
+def hash_of_program():
+    """Returns a hash of the files of this clone that the program has imported. See hash_of_code."""
+    root = Path(__file__).parents[1]
+    files = {Path(module.__file__) for module in [*sys.modules.values()]
+             if getattr(module, "__file__", None)}
+    return hash_of_code(sorted(f for f in files if f.parent in (root, root / "plaingpt")))
 
 
 def ask_git(*command):
