@@ -28,12 +28,10 @@ import inspect
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -45,8 +43,8 @@ import torch
 
 from plaingpt import cli
 from plaingpt.cli import UserError
-from plaingpt.intervals import paired_interval, pairs_needed, unpaired_interval
-from plaingpt.runlog import read_streams
+from plaingpt.intervals import compare_pairs
+from plaingpt.runlog import read_streams, run_git
 
 ROOT = Path(__file__).resolve().parent
 LAB = ROOT / "log" / "experiments"
@@ -72,53 +70,36 @@ class ExperimentConfig:
 
 @dataclass
 class Side:
-    """The program without or with the change, and its flags."""
+    """The program without or with the change, in a copy, and its flags."""
 
-    source: Path  # the directory of the copy
+    name: str  # "base" or "changed", also of the copy in LAB
     flags: list[str]
     facts: dict | None = None  # those of run.json, from `ask`
-    key: str = "new"  # a hash of the facts: runs with the same key differ only in their seed
+    key: str = ""  # a hash of the facts: runs with the same key differ only in their seed
 
-    def directory(self, name):
-        return LAB / "runs" / f"{self.key}-{name}"
+    def directory(self, run):
+        return LAB / "runs" / f"{self.key or self.name}-{run}"
 
-    def is_finished(self, name):
-        """Whether a run is finished, and its loss was checked or still can be."""
-        files = [*self.directory(name).glob("audit.json"), *self.directory(name).glob("model_*.pt")]
-        return self.last_loss(name) is not None and files
-
-    def tokens_per_second(self, name):
-        return np.median([*read_streams(self.directory(name) / "log.txt")["tok_s"].values()])
-
-    def last_loss(self, name):
+    def last_loss(self, run):
         """The validation loss after the last step, or None."""
-        return read_streams(self.directory(name) / "log.txt").get("val", {}).get(self.facts["max_steps"])
+        streams = read_streams(self.directory(run) / "log.txt")
+        return streams.get("val", {}).get(self.facts["max_steps"])
 
 
-def git(*command, place=ROOT, data=None):
-    """Runs a command of git -> its output, as bytes. data: its input. Raises UserError."""
-    try:
-        return subprocess.run(["git", *command], cwd=place, input=data, capture_output=True,
-                              check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", b"").decode() or error
-        raise UserError(f"git {command[0]}: {cli.first_line(reason)}; see --help") from error
-
-
-def make_copy(commit, changes=b"", files=()):
-    """Copies a commit, changes the copy, and adds files of this clone -> its directory.
+def make_copy(name, commit, changes=b"", files=()):
+    """Copies a commit to LAB, changes the copy, and adds files of this clone. Raises UserError.
 
     A worktree of git has a HEAD of its own, so a run.json in it names its own changes.
     """
-    place = Path(tempfile.mkdtemp(dir=LAB / "copies"))
-    git("worktree", "add", "--detach", place, commit)
+    place = LAB / name
+    shutil.rmtree(place, ignore_errors=True)
+    run_git("worktree", "add", "--force", "--detach", place, commit)
     if changes:
-        git("apply", "-", place=place, data=changes)
+        run_git("apply", "-", place=place, data=changes)
     for file in files:
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, place / file)
-        git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
-    return place
+        run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
 def train(runs, slots):
@@ -136,33 +117,33 @@ def train(runs, slots):
                 gpu = ["--device", f"cuda:{slot}"] if torch.cuda.is_available() else []
                 with open(place / "output.txt", "w") as output:
                     running[place] = subprocess.Popen(
-                        [sys.executable, side.source / "train_gpt2.py", *side.flags, *gpu, *QUIET,
-                         *flags, "--log_dir", place],
+                        [sys.executable, LAB / side.name / "train_gpt2.py", *side.flags, *gpu,
+                         *QUIET, *flags, "--log_dir", place],
                         stdout=output, stderr=output, start_new_session=True)
             while None in [process.poll() for process in running.values()]:
                 time.sleep(0.2)
-                cli.show_progress(i, len(runs), "runs; " + "".join(last_lines(place, 1)))
+                cli.show_progress(i, len(runs), "runs " + " ".join(read_output(place)[-1:]))
         finally:
             for process in running.values():
-                process.terminate()  # a run that trains saves a checkpoint first
+                process.terminate()  # a run saves a checkpoint then
                 process.wait()
         for place, process in running.items():
             if process.returncode:
-                raise UserError(f"{place}: status {process.returncode}\n" + "\n".join(last_lines(place, 3)))
+                raise UserError("\n".join([f"{place} failed:", *read_output(place)[-3:]]))
         done = i + len(running)
         to_go = timedelta(seconds=round((time.time() - start) / done * (len(runs) - done)))
         cli.print0(f"{done} of {len(runs)} runs are finished; {to_go} to go")
 
 
-def last_lines(place, n):
-    """The last n lines that a run has printed."""
-    return (place / "output.txt").read_text("utf-8", "replace").splitlines()[-n:]
+def read_output(place):
+    """The lines that a run has printed."""
+    return (place / "output.txt").read_text("utf-8", "replace").splitlines()
 
 
 def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
-    for i, side in enumerate(sides):
-        side.key = f"new{i}"
+    for side in sides:
+        side.key = ""
         shutil.rmtree(side.directory("asked"), ignore_errors=True)
     train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], len(sides))
     for side in sides:
@@ -185,16 +166,16 @@ def choose_rates(sides, rates, slots):
         losses = {rate: side.last_loss(f"rate{rate}") or math.inf for rate in rates}
         best = min(losses, key=losses.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
-        cli.print0(f"losses of the rates: {losses}; the best is {best}{edge}")
-        side.flags = [*side.flags, "--max_lr", str(best)]
+        cli.print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
+        side.flags += ["--max_lr", str(best)]
     ask(sides)
 
 
 def audit(base, changed, facts, places):
     """Computes the validation losses of models again, in a process of its own.
 
-    Only the models come from the code in `changed`. All else comes from the code in `base`. Prints
-    [loss, error of the first half's loss if later tokens are cut off] for each run.
+    Only the models come from the code in `changed`. All else comes from the code in `base`. Writes
+    audit.json beside each model: the loss, and by how much later tokens change earlier logits.
     """
     import json
     import sys
@@ -212,38 +193,35 @@ def audit(base, changed, facts, places):
     from plaingpt.data import Data, Sources
     from train_gpt2 import DataLoaderLite, GPTConfig
 
-    config = GPTConfig(**facts["model_config"])
     sources = Sources(facts["data"], None, facts["val_fraction"])
-    data = Data(sources, loaded[0][1], config)
-    for model, _ in loaded:
-        model.eval()
+    data = Data(sources, loaded[0][1], GPTConfig(**facts["model_config"]))
+    for place, (model, _) in zip(places, loaded):
+        model.requires_grad_(False).eval()
         loss = 0.0
         for tokens, share in zip(data.val, data.shares):
-            loader = DataLoaderLite([tokens], [1], config.block_size, shuffle=False)
-            n = min(facts["val_tokens"] // loader.T, *loader.lengths)
+            T = facts["model_config"]["block_size"]
+            loader = DataLoaderLite([tokens], [1], T, shuffle=False)
+            n = min(facts["val_tokens"] // T, *loader.lengths)
             for i in range(n):
                 x, y = loader.batch(i, 1, torch.device("cpu"))  # (1, T) each
-                with torch.no_grad():
-                    logits = model(x)[0][0].float()  # (T, vocab_size)
+                logits = model(x)[0][0].float()  # (T, vocab_size)
                 loss += float(share) * torch.nn.functional.cross_entropy(logits, y[0]).item() / n
-        with torch.no_grad():
-            prefixes = [model(x[:, :t])[0][0, -1] - logits[t - 1] for t in range(1, loader.T, 9)]
-        print(json.dumps([loss, (torch.stack(prefixes).abs().max() / logits.abs().max()).item()]))
+        later = max((model(x[:, :t])[0][0, -1] - logits[t - 1]).abs().max() for t in range(1, T, 9))
+        with open(f"{place}/audit.json", "w") as file:
+            json.dump(dict(loss=loss, later=(later / logits.abs().max()).item()), file)
 
 
-def check(side, base, names):
+def check(side, base, runs):
     """Returns why the losses of a side's runs do not count, or None. See audit."""
-    places = {name: side.directory(name) for name in names}
-    new = [str(place) for place in places.values() if not (place / "audit.json").exists()]
-    code = (f"{inspect.getsource(audit)}\n"
-            f"audit({str(base.source)!r}, {str(side.source)!r}, {base.facts!r}, {new!r})")
+    places = {side.directory(run): side.last_loss(run) for run in runs}
+    new = [str(place) for place in places if not (place / "audit.json").exists()]
+    arguments = [str(LAB / "base"), str(LAB / side.name), base.facts, new]
+    code = f"{inspect.getsource(audit)}\naudit(*{arguments!r})" if new else ""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         return f"a model cannot be scored on the data of the base ({done.stderr.splitlines()[-1]})"
-    for place, line in zip(new, done.stdout.splitlines()[-len(new) :]):
-        cli.write_json(Path(place, "audit.json"), dict(zip(("loss", "later"), json.loads(line))))
-    for name, place in places.items():
-        found, logged = cli.read_json(place / "audit.json"), side.last_loss(name)
+    for place, logged in places.items():
+        found = cli.read_json(place / "audit.json")
         if found["later"] > TOLERANCE:
             return "the logits of a position depend on later tokens"
         if abs(found["loss"] - logged) > TOLERANCE * found["loss"]:
@@ -264,40 +242,25 @@ def compare(sides, config):
     if base.key == changed.key:
         return dict(facts, verdict="equal", n=0, difference=0.0, half=0.0,
                     reason="only comments, layout or docstrings have changed")
-    seeds = range(1, config.seeds + 1)
-    runs = [(side, seed, ["--seed", str(seed)]) for seed in seeds for side in sides
-            if not side.is_finished(seed)]
-    train(runs, slots)
-    losses = [[side.last_loss(seed) for side in sides] for seed in seeds]
+    seeds, ratios = range(1, config.seeds + 1), []
+    todo = [(side, seed) for seed in seeds for side in sides if side.last_loss(seed) is None]
+    train([(side, seed, ["--seed", str(seed)]) for side, seed in todo], slots)
+    losses = np.array([[side.last_loss(seed) for side in sides] for seed in seeds], float)
     if not np.isfinite(losses).all():
-        raise UserError("a validation loss is not finite")
-    new = [seed for seed in seeds if [run[1] for run in runs].count(seed) == 2]
-    tok_s = [[side.tokens_per_second(seed) for side in sides] for seed in new]
-    facts.update(decide(*zip(*losses), config.delta), losses=losses,
-                 time_ratio=float(np.median([a / b for a, b in tok_s])) if new else None)
+        raise UserError("a run was stopped, or its loss is not finite")
+    for seed in seeds:
+        if (base, seed) in todo and (changed, seed) in todo:
+            streams = [read_streams(side.directory(seed) / "log.txt")["tok_s"] for side in sides]
+            ratios.append(np.divide(*(np.median([*each.values()]) for each in streams)))
+    facts.update(compare_pairs(*losses.T, config.delta), losses=losses.tolist(),
+                 time_ratio=float(np.median(ratios)) if ratios else None)
     for side in sides:
         if reason := check(side, base, seeds):
             facts.update(verdict="invalid", reason=reason)
-    for path in (LAB / "runs").glob("*/model_*.pt"):
-        if path.parent not in [side.directory(config.seeds) for side in sides]:
-            path.unlink()
+        for seed in seeds[:-1]:
+            for path in side.directory(seed).glob("model_*.pt"):
+                path.unlink()
     return facts
-
-
-def decide(base, changed, delta):
-    """Losses of the pairs -> the verdict, and its figures."""
-    mean, half = paired_interval(np.subtract(changed, base))
-    verdict = "undecided"
-    if abs(mean) + half <= delta:
-        verdict = "equal"
-    elif half < abs(mean):
-        verdict = "better" if mean < 0 else "worse"
-    with np.errstate(invalid="ignore"):  # equal losses have no correlation
-        correlation = float(np.nan_to_num(np.corrcoef(base, changed)[0, 1]))
-    goal = max(abs(mean), delta - abs(mean))  # half the width that decides
-    return dict(verdict=verdict, difference=mean, half=half, n=len(base), correlation=correlation,
-                unpaired_half=unpaired_interval(base, changed)[1],
-                pairs_needed=pairs_needed(np.subtract(changed, base), goal))
 
 
 def describe(entry):
@@ -310,11 +273,6 @@ def describe(entry):
     return text + (f"; {entry['reason']}" if "reason" in entry else "")
 
 
-def remove_copies():
-    shutil.rmtree(LAB / "copies", ignore_errors=True)
-    git("worktree", "prune")
-
-
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
@@ -325,29 +283,31 @@ def main(argv=None):
     if config.list:
         return print("\n".join(map(describe, ledger)))
     cli.check_output("--json", config.json, patches)
-    commit = git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
+    commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
     if not patches:
-        changes = git("diff", "--binary", commit)
-        files = git("ls-files", "--others", "--exclude-standard", "*.py").decode().splitlines()
+        changes = run_git("diff", "--binary", commit)
+        files = run_git("ls-files", "--others", "--exclude-standard", "*.py").decode().splitlines()
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
     entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config),
                  change=" ".join([*(Path(path).stem for path in patches), *more]) or "this clone",
                  patch=hashlib.sha256(changes).hexdigest()[:12])
-    (LAB / "copies").mkdir(parents=True, exist_ok=True)
+    LAB.mkdir(parents=True, exist_ok=True)
     lock = cli.lock(LAB, "experiments in")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of each run
+    os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        flags = shlex.split(config.flags)
-        sides = [Side(make_copy(commit), flags),
-                 Side(make_copy(commit, changes, files), [*flags, *more])]
+        sides = [Side("base", config.flags.split()), Side("changed", config.flags.split() + more)]
+        make_copy("base", commit)
+        make_copy("changed", commit, changes, files)
         entry.update(compare(sides, config))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:
-        remove_copies()
+        for name in ("base", "changed"):
+            shutil.rmtree(LAB / name, ignore_errors=True)
+        run_git("worktree", "prune")
         os.close(lock)
     entry["looks"] = 1 + sum(old.get("keys") == entry.get("keys", 0) for old in ledger)
     with cli.writing(LEDGERS[1]), open(LEDGERS[1], "a", encoding="utf-8") as file:

@@ -16,18 +16,6 @@ def t95(df):
     return T95[df - 1] if df <= len(T95) else 1.960 + 2.372 / df + 2.82 / df**2
 
 
-def paired_interval(differences):
-    """Differences of n pairs, n above 1 -> (their mean, half the width of its interval)."""
-    n = len(differences)
-    return float(np.mean(differences)), t95(n - 1) * float(np.std(differences, ddof=1)) / n**0.5
-
-
-def pairs_needed(differences, half):
-    """Returns how many pairs give an interval of this half width, if their spread stays."""
-    sd = float(np.std(differences, ddof=1))
-    return next((n for n in range(2, 1001) if t95(n - 1) * sd / n**0.5 <= half), None)
-
-
 def unpaired_interval(base, changed):
     """Two lists of values -> (mean of changed - mean of base, half the width of its interval).
 
@@ -40,3 +28,21 @@ def unpaired_interval(base, changed):
         variance = (np.var(changed) * n + np.var(base) * n_base) / df
         half = t95(df) * math.sqrt(variance * (1 / n + 1 / n_base))
     return float(np.mean(changed) - np.mean(base)), half
+
+
+def compare_pairs(base, changed, delta):
+    """The losses of n pairs, n above 1 -> the verdict on their differences, and its figures."""
+    n, differences = len(base), np.subtract(changed, base)
+    mean, sd = float(differences.mean()), float(differences.std(ddof=1))
+    half = t95(n - 1) * sd / n**0.5
+    verdict = "undecided"
+    if abs(mean) + half <= delta:
+        verdict = "equal"
+    elif half < abs(mean):
+        verdict = "better" if mean < 0 else "worse"
+    goal = max(abs(mean), delta - abs(mean))  # a half width that decides
+    enough = (m for m in range(2, 1001) if t95(m - 1) * sd / m**0.5 <= goal)
+    with np.errstate(invalid="ignore"):  # equal losses have no correlation
+        correlation = float(np.nan_to_num(np.corrcoef(base, changed)[0, 1]))
+    return dict(verdict=verdict, difference=mean, half=half, n=n, correlation=correlation,
+                unpaired_half=unpaired_interval(base, changed)[1], pairs_needed=next(enough, None))

@@ -19,7 +19,7 @@ import torch
 
 from plaingpt import cli
 from plaingpt.checkpoint import hash_of_code, whole_gpt
-from plaingpt.cli import print0
+from plaingpt.cli import UserError, print0
 from plaingpt.device import hardware_name, on_rank0, peak_flops
 
 # Training steps write these streams. Evaluations write all others.
@@ -227,12 +227,24 @@ def hash_of_program():
     return hash_of_code(sorted(f for f in files if f.parent in (root, root / "plaingpt")))
 
 
-def ask_git(*command):
-    """Returns what a command of git prints about this clone, as bytes, or b"" if it fails."""
-    git = ["git", "-C", Path(__file__).parent, *command]
+def run_git(*command, place=Path(__file__).parent, data=None):
+    """Runs a command of git in a directory -> its output, as bytes. Raises UserError.
+
+    data: the input of the command.
+    """
     try:
-        return subprocess.run(git, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(["git", "-C", place, *command], input=data, capture_output=True,
+                              check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", b"").decode(errors="replace") or error
+        raise UserError(f"git {command[0]}: {cli.first_line(reason)}; see --help") from error
+
+
+def ask_git(*command):
+    """Returns what a command of git prints about this clone, as bytes; b"" without git."""
+    try:
+        return run_git(*command)
+    except UserError:
         return b""
 
 
