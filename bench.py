@@ -3,16 +3,8 @@
   python bench.py --preset gpt2 --batch_size 4
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
 
---step plain times the same model with the usual last layer, which computes all
-logits at once and then their loss, as in build-nanogpt. --step transformers
-times the model of Hugging Face. Other programs on a machine change all times,
-so compare runs that alternate:
-
-  for i in 1 2 3; do
-      for step in plaingpt plain transformers; do
-          python bench.py --step $step --batch_size 4
-      done
-  done
+Other programs on a machine change all times, so compare runs that alternate.
+docs/speed.md shows how to time the models of others.
 
 After the settings, the row shows
 
@@ -29,7 +21,7 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import plaingpt.device as devices  # must come before torch, see plaingpt/__init__.py
@@ -37,17 +29,15 @@ import plaingpt.device as devices  # must come before torch, see plaingpt/__init
 # isort: split
 import torch
 
-from model import GPT, PRESETS, GPTConfig
-from plaingpt import parallel
+from model import PRESETS, GPTConfig
 from plaingpt.checkpoint import whole_gpt
-from plaingpt.cli import UserError, parse_flags, print0, require, run_program
+from plaingpt.cli import parse_flags, print0, run_program
 from plaingpt.data import plan_steps
-from train_gpt2 import RECIPES, TrainConfig, Training, make_training, train_step
+from train_gpt2 import RECIPES, TrainConfig, make_training, train_step
 
 
 @dataclass
 class BenchConfig:
-    step: Annotated[Literal["plaingpt", "plain", "transformers"], "what to time"] = "plaingpt"
     preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
     batch_size: Annotated[int | None, "sequences [64 on cuda, otherwise 4]", "above 0"] = None
     block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
@@ -63,38 +53,10 @@ class BenchConfig:
     pp: Annotated[int, "pipeline stages", "above 0"] = 1
 
 
-class Peer(torch.nn.Module):
-    """Another GPT-2. Its last layer is the usual one: it computes all logits, then their loss."""
-
-    def __init__(self, name, config):
-        super().__init__()
-        if name == "plain":  # has 50,304 ids instead of 50,257, as in build-nanogpt
-            n_rows = config.vocab_size + -config.vocab_size % 128
-            self.model = GPT(replace(config, vocab_size=n_rows))
-        else:
-            hf = require("transformers")
-            hf_config = hf.GPT2Config(**vars(config), n_positions=config.block_size)
-            self.model = hf.GPT2LMHeadModel(hf_config).eval()  # eval turns dropout off
-
-    def forward(self, idx, targets):
-        logits = self.model(idx)[0].float()  # (B, T, vocab_size)
-        return None, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def make_peer(name, gpt_config, config, process):
-    """Makes another model and what trains it -> Training."""
-    raw_model = Peer(name, gpt_config).to(process.device)
-    optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
-    model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
-    return Training(raw_model, model, [optimizer], parallel.grad_scaler(process))
-
-
 def main(argv=None):
     given = parse_flags(__doc__, BenchConfig, argv=argv)
     bench = BenchConfig(**given)
     process = devices.start(bench.device, bench.dtype, bench.tp, bench.pp, bench.parallel)
-    if bench.step != "plaingpt" and process.world_size > 1:
-        raise UserError(f"--step {bench.step}: needs one process; leave it out with torchrun")
     cuda = process.device.type == "cuda"
     # The presets have no dropout, so all models compute the same.
     gpt_config = GPTConfig(**PRESETS[bench.preset])
@@ -109,10 +71,7 @@ def main(argv=None):
     with devices.batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
         micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
-        if bench.step == "plaingpt":
-            training = make_training(gpt_config, config, process)
-        else:
-            training = make_peer(bench.step, gpt_config, config, process)
+        training = make_training(gpt_config, config, process)
 
         def timed_step():
             start = time.perf_counter()
@@ -134,15 +93,13 @@ def main(argv=None):
     if cuda:
         memory = torch.cuda.max_memory_allocated()
     flops = whole_gpt(gpt_config).flops_per_token()
-    optimizer = config.optimizer if bench.step == "plaingpt" else "adamw"
     ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(process)
     tok_s = n * T / statistics.median(times)
     share = f" | {tok_s * flops / peak:.1%} of peak" if peak else ""
-    print0(f"{bench.step} {'compiled' if config.compile else 'eager'} "
-           f"{process.dtype_name} {optimizer} | {bench.preset} B={B} T={T} | "
-           f"{statistics.median(ms):,.0f} ms ({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s "
-           f"| {tok_s * flops / 1e12:.2f} TFLOP/s{share} | {memory / 1e9:.2f} GB | "
-           f"first step {first:.1f} s")
+    print0(f"{'compiled' if config.compile else 'eager'} {process.dtype_name} {config.optimizer} | "
+           f"{bench.preset} B={B} T={T} | {statistics.median(ms):,.0f} ms ({min(ms):,.0f}-"
+           f"{max(ms):,.0f}) | {tok_s:,.0f} tok/s | {tok_s * flops / 1e12:.2f} TFLOP/s{share} | "
+           f"{memory / 1e9:.2f} GB | first step {first:.1f} s")
     process.barrier()
 
 

@@ -35,6 +35,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
@@ -78,12 +79,14 @@ class Side:
     key: str = ""  # a hash of the facts: runs with the same key differ only in their seed
 
     def directory(self, run):
-        return LAB / "runs" / f"{self.key or self.name}-{run}"
+        return LAB / "runs" / f"{self.key}-{run}" if self.key else LAB / self.name / "log" / run
+
+    def read(self, run):
+        return read_streams(self.directory(run) / "log.txt")
 
     def last_loss(self, run):
         """The validation loss after the last step, or None."""
-        streams = read_streams(self.directory(run) / "log.txt")
-        return streams.get("val", {}).get(self.facts["max_steps"])
+        return self.read(run).get("val", {}).get(self.facts["max_steps"])
 
 
 def make_copy(name, commit, changes=b"", files=()):
@@ -107,44 +110,34 @@ def train(runs, slots):
 
     runs: [(side, name of the run, flags)]. A run that was stopped earlier continues.
     """
-    start = time.time()
-    for i in range(0, len(runs), slots):
-        running = {}
-        try:
-            for slot, (side, name, flags) in enumerate(runs[i : i + slots]):
-                place = side.directory(name)
-                place.mkdir(parents=True, exist_ok=True)
-                gpu = ["--device", f"cuda:{slot}"] if torch.cuda.is_available() else []
-                with open(place / "output.txt", "w") as output:
-                    running[place] = subprocess.Popen(
-                        [sys.executable, LAB / side.name / "train_gpt2.py", *side.flags, *gpu,
-                         *QUIET, *flags, "--log_dir", place],
-                        stdout=output, stderr=output, start_new_session=True)
-            while None in [process.poll() for process in running.values()]:
-                time.sleep(0.2)
-                cli.show_progress(i, len(runs), "runs " + " ".join(read_output(place)[-1:]))
-        finally:
-            for process in running.values():
-                process.terminate()  # a run saves a checkpoint then
-                process.wait()
-        for place, process in running.items():
-            if process.returncode:
-                raise UserError("\n".join([f"{place} failed:", *read_output(place)[-3:]]))
-        done = i + len(running)
-        to_go = timedelta(seconds=round((time.time() - start) / done * (len(runs) - done)))
-        cli.print0(f"{done} of {len(runs)} runs are finished; {to_go} to go")
+    processes, start = [], time.time()
 
+    def train_one(i):
+        side, name, flags = runs[i]
+        place = side.directory(name)
+        place.mkdir(parents=True, exist_ok=True)
+        gpu = ["--device", f"cuda:{i % slots}"] if torch.cuda.is_available() else []
+        command = [sys.executable, LAB / side.name / "train_gpt2.py", *side.flags, *gpu, *QUIET]
+        with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
+            processes.append(subprocess.Popen([*command, *flags, "--log_dir", place], stdout=output,
+                                              stderr=output, start_new_session=True))
+            if processes[-1].wait():
+                output.seek(0)
+                raise UserError("\n".join([f"{place} failed:", *output.read().splitlines()[-3:]]))
 
-def read_output(place):
-    """The lines that a run has printed."""
-    return (place / "output.txt").read_text("utf-8", "replace").splitlines()
+    try:
+        with ThreadPool(slots) as pool:
+            for done, _ in enumerate(pool.imap(train_one, range(len(runs))), start=1):
+                to_go = (time.time() - start) / done * (len(runs) - done)
+                cli.print0(f"{done} of {len(runs)} runs; {timedelta(seconds=round(to_go))} to go")
+    finally:
+        for process in processes:
+            process.terminate()  # a run saves a checkpoint then
+            process.wait()
 
 
 def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
-    for side in sides:
-        side.key = ""
-        shutil.rmtree(side.directory("asked"), ignore_errors=True)
     train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], len(sides))
     for side in sides:
         facts = cli.read_json(side.directory("asked") / "run.json")
@@ -237,21 +230,22 @@ def compare(sides, config):
     if config.rates:
         choose_rates(sides, config.rates, slots)
     base, changed = sides
-    facts = dict(keys=[side.key for side in sides],
+    facts = dict(keys=[base.key, changed.key],
                  parameters=[side.facts["parameters"] for side in sides])
     if base.key == changed.key:
-        return dict(facts, verdict="equal", n=0, difference=0.0, half=0.0,
-                    reason="only comments, layout or docstrings have changed")
+        reason = "only comments, layout or docstrings have changed"
+        return dict(facts, verdict="equal", difference=0.0, half=0.0, n=0, reason=reason)
     seeds, ratios = range(1, config.seeds + 1), []
-    todo = [(side, seed) for seed in seeds for side in sides if side.last_loss(seed) is None]
-    train([(side, seed, ["--seed", str(seed)]) for side, seed in todo], slots)
+    todo = [(side, seed, ["--seed", str(seed)]) for seed in seeds for side in sides
+            if side.last_loss(seed) is None]
+    train(todo, slots)
     losses = np.array([[side.last_loss(seed) for side in sides] for seed in seeds], float)
     if not np.isfinite(losses).all():
         raise UserError("a run was stopped, or its loss is not finite")
     for seed in seeds:
-        if (base, seed) in todo and (changed, seed) in todo:
-            streams = [read_streams(side.directory(seed) / "log.txt")["tok_s"] for side in sides]
-            ratios.append(np.divide(*(np.median([*each.values()]) for each in streams)))
+        if [run[1] for run in todo].count(seed) == 2:  # both runs went side by side
+            paces = [np.median([*side.read(seed)["tok_s"].values()]) for side in sides]
+            ratios.append(paces[0] / paces[1])
     facts.update(compare_pairs(*losses.T, config.delta), losses=losses.tolist(),
                  time_ratio=float(np.median(ratios)) if ratios else None)
     for side in sides:
@@ -265,12 +259,8 @@ def compare(sides, config):
 
 def describe(entry):
     """An experiment of the ledger as one line, for a person."""
-    text = f"{entry['date']}  {entry['change']}: {entry['verdict']}"
-    if "difference" in entry:
-        text += f", {entry['difference']:+.4f} ± {entry['half']:.4f} in {entry['n']} pairs"
-    if entry["verdict"] == "undecided":
-        text += f"; about {entry['pairs_needed']} pairs may decide"
-    return text + (f"; {entry['reason']}" if "reason" in entry else "")
+    figures = "{difference:+.4f} ± {half:.4f} in {n} pairs; " if "n" in entry else ""
+    return ("{date}  {change}: {verdict}; " + figures + "{reason}").format(**entry)
 
 
 def main(argv=None):
@@ -278,8 +268,7 @@ def main(argv=None):
     end = argv.index("--") if "--" in argv else len(argv)
     given = cli.parse_flags(__doc__, ExperimentConfig, argv=argv[:end], rest="PATCH")
     patches, more, config = given.pop("PATCH"), argv[end + 1 :], ExperimentConfig(**given)
-    ledger = [json.loads(line) for path in LEDGERS if path.exists()
-              for line in path.read_text("utf-8").splitlines()]
+    ledger = [json.loads(line) for path in LEDGERS if path.exists() for line in open(path)]
     if config.list:
         return print("\n".join(map(describe, ledger)))
     cli.check_output("--json", config.json, patches)
@@ -287,7 +276,7 @@ def main(argv=None):
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
     if not patches:
         changes = run_git("diff", "--binary", commit)
-        files = run_git("ls-files", "--others", "--exclude-standard", "*.py").decode().splitlines()
+        files = run_git("ls-files", "--others", "--exclude-standard", "*.py").decode().split()
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
     entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config),
@@ -297,20 +286,20 @@ def main(argv=None):
     lock = cli.lock(LAB, "experiments in")
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sides = [Side("base", config.flags.split()), Side("changed", config.flags.split() + more)]
     try:
-        sides = [Side("base", config.flags.split()), Side("changed", config.flags.split() + more)]
         make_copy("base", commit)
         make_copy("changed", commit, changes, files)
         entry.update(compare(sides, config))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:
-        for name in ("base", "changed"):
-            shutil.rmtree(LAB / name, ignore_errors=True)
+        for side in sides:
+            shutil.rmtree(LAB / side.name, ignore_errors=True)
         run_git("worktree", "prune")
         os.close(lock)
     entry["looks"] = 1 + sum(old.get("keys") == entry.get("keys", 0) for old in ledger)
-    with cli.writing(LEDGERS[1]), open(LEDGERS[1], "a", encoding="utf-8") as file:
+    with cli.writing(LEDGERS[1]), open(LEDGERS[1], "a") as file:
         file.write(json.dumps(entry) + "\n")
     if config.json:
         cli.write_json(config.json, entry)

@@ -19,19 +19,8 @@ from plaingpt.huggingface import save_gpt2
 
 EXAMPLE = """from transformers import pipeline
 print(pipeline("text-generation", model="{name}")("Once upon a time")[0]["generated_text"])"""
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-# {name}
-```python
-""" + EXAMPLE + """
-```
-
-| | |
-|---|---|
-{rows}
-"""
+CARD = """---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}
+```python\n{example}\n```\n\n| | |\n|---|---|\n{rows}\n"""
 FACTS = ("parameters", "tokenizer", "data", "train_tokens", "max_steps", "total_batch_size",
          "optimizer", "max_lr", "dtype", "processes", "device", "started", "git_commit")
 
@@ -65,9 +54,10 @@ def main(argv=None):
         "checkpoint": source.name, "dtype of the weights": config.dtype,
         "token before every text": repr(tokenizer.decode([tokenizer.end_of_text]))}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    name = output.resolve().name
     with writing(output):
         save_gpt2(model, output, tokenizer, getattr(torch, config.dtype))
-        card = CARD.format(name=output.resolve().name, rows=rows)
+        card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)
         (output / "README.md").write_text(card, "utf-8")
     print(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
 

@@ -132,15 +132,12 @@ def draw_group(panels, name, color, runs, x_kind):
             if len(runs) == 1:
                 panel.plot(x, values[0], color=color, alpha=0.15, linewidth=0.6)
             values = np.array([running_mean(row) for row in values])
-        mean, label, alpha = values.mean(axis=0), name, 1.0
+        mean, label = values.mean(axis=0), name
         if panel_of(stream) != stream:
             label = f"{name}, {LOSSES.get(stream, stream)}"
-        if number := re.search(r"_(\d+)$", stream):  # the lines of later numbers are darker
-            same = [other for other in runs[0] if panel_of(other) == panel_of(stream)]
-            alpha = (1 + int(number[1])) / (1 + len(same))
-        panel.plot(x, mean, color=color, linewidth=1.5 if noisy else 0.8,
-                   marker="" if noisy or stream == "lr" else ".",
-                   label=label, alpha=alpha)
+        number = re.search(r"_(\d+)$|$", stream)[1] or 0  # lines of higher numbers are lighter
+        panel.plot(x, mean, color=color, linewidth=1.5 if noisy else 0.8, label=label,
+                   marker="" if noisy or stream == "lr" else ".", alpha=8 / (8 + int(number)))
         if len(runs) > 1:
             sd = values.std(axis=0, ddof=1)
             panel.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, linewidth=0)

@@ -196,8 +196,7 @@ def make_configs(given, sources):
         if name not in given:
             values[name] = min(values[name], most)
     if values["n_embd"] % values["n_head"]:
-        raise UserError(f"--n_head {values['n_head']} does not divide --n_embd {values['n_embd']}; "
-                        "give a divisor")
+        raise UserError(f"--n_head {values['n_head']} is no divisor of --n_embd {values['n_embd']}")
     if values["muon_lr"] and values["optimizer"] != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
@@ -493,7 +492,8 @@ def main(argv=None):
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
     batches = devices.prefetch(batches, process.device)  # a thread prepares the next step
     step, raw_model, stopping, n_bad = first_step, training.raw_model, False, 0
-    with (cli.catch_stop_signals("finishing this step", config.max_minutes) as signals,
+    deadline = time.monotonic() + 60 * (config.max_minutes or math.inf)
+    with (cli.catch_stop_signals("finishing this step") as signals,
           devices.batch_size_advice(config.batch_size)):
         while True:
             done = step == config.max_steps  # no step is left to do
@@ -520,7 +520,9 @@ def main(argv=None):
             # The processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
             n, micro_batches = next(batches)  # all processes together have n sequences
-            # A signal to one process, or max_minutes, makes `stopping` true on all.
+            if time.monotonic() > deadline:
+                signals.append(0)  # as if a signal had come
+            # A signal to one process makes `stopping` true on all.
             loss, norm, stopping = train_step(
                 training, micro_batches, config.grad_clip, signals, process)
             position += n
@@ -528,8 +530,8 @@ def main(argv=None):
                            tokens=position * T)
             n_bad = 0 if math.isfinite(norm) else n_bad + 1
             if n_bad == 10:
-                raise UserError(f"no finite gradient in {n_bad} steps in a row; continue with "
-                                f"--resume --max_lr {config.max_lr / 2:g}")
+                remedy = f"continue with --resume --max_lr {config.max_lr / 2:g}"
+                raise UserError(f"no finite gradient in {n_bad} steps in a row; {remedy}")
             step += 1
     log.finish(step)  # prints how the run has ended
     process.barrier()

@@ -12,5 +12,4 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 for name in ("model", "tokenizer"):
     found, ours = find_spec(name), Path(__file__).parents[1] / f"{name}.py"
     if found and found.origin and not ours.samefile(found.origin):
-        raise ImportError(f"{found.origin} hides {ours}; rename it, or put {ours.parent} first "
-                          "in sys.path")
+        raise ImportError(f"{found.origin} hides {ours}; rename it, or put ours first in sys.path")

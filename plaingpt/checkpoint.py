@@ -28,8 +28,7 @@ class Saver:
     def __init__(self, training, data, config, process):
         self.model, self.scaler = training.raw_model, training.scaler
         self.data, self.config, self.process = data, config, process
-        check_equal(data.fingerprints, "--data: the processes have different data; copy the same "
-                    "files to all machines")
+        check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
         self.optimizers = {type(optimizer).__name__.lower(): optimizer  # adamw, muon
                            for optimizer in training.optimizers}
         self.free = marked(type(config), FREE)  # a resume may change these flags without a note
@@ -83,23 +82,20 @@ class Saver:
         another optimizer, or is beyond the last step.
         """
         shape = asdict(self.model.config)
-        check_equal((asdict(self.config), shape), "the processes have different flags; give all "
-                    "the same")
+        check_equal([asdict(self.config), shape], "the processes have different flags")
         if checkpoint is None:
             return 0, 0
         config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]
         place, saved = config.log_dir, checkpoint["optimizer"]
         if step > config.max_steps:
             raise UserError(f"the run in {place} is at step {step}; give a larger --max_steps")
-        changed = [f"the {split} was {before[split]} and is {now}"
-                   for split, now in self.data.fingerprints.items()
-                   if before.get(split, now) != now]
+        changed = [f"the {split} was {before[split]} and is {now}" for split, now in
+                   self.data.fingerprints.items() if before.get(split, now) != now]
         if changed:
             raise UserError(f"the run in {place} had other --data: {', '.join(changed)}; for a new "
                             f"run: --init_from {place}, not --resume")
         if saved.keys() != self.optimizers.keys():
-            raise UserError(f"the run in {place} has --optimizer {before.get('optimizer')}; give "
-                            "all its flags again")
+            raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
         whole = whole_gpt(self.model.config).configure_optimizers(0.0, 0.0, config.optimizer)
         for (kind, optimizer), of_whole in zip(self.optimizers.items(), whole):
             set_moments(optimizer, moments_by_name(saved[kind], of_whole))
@@ -148,8 +144,7 @@ def set_moments(optimizer, moments):
 
 def named_params(optimizer):
     """Returns [(name, parameter)] of an optimizer."""
-    return [pair for group in optimizer.param_groups
-            for pair in zip(group["param_names"], group["params"])]
+    return [pair for g in optimizer.param_groups for pair in zip(g["param_names"], g["params"])]
 
 
 def moments_by_name(saved, whole):
@@ -203,8 +198,8 @@ def read_file(path, remedy, check=False):
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
     except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
-        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); "
-                        f"{remedy}") from error
+        reason = first_line(error)
+        raise UserError(f"{path}: not a readable checkpoint ({reason}); {remedy}") from error
     return checkpoint
 
 
@@ -232,8 +227,7 @@ def checkpoints(directory):
 def load_newest(directory):
     """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
     paths = checkpoints(directory)
-    check_equal(paths, "the processes have different checkpoints; give all the same --log_dir, on "
-                "a shared disk")
+    check_equal(paths, "the processes have different checkpoints; give one --log_dir to all")
     if paths:
         return load_checkpoint(paths[-1], "delete it to resume from the one before")
     print0(f"nothing to resume in {directory}: starting a new run")

@@ -22,7 +22,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import typing
 from pathlib import Path
 
@@ -33,8 +32,8 @@ OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "-
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
 FREE, REPEAT = "free", "repeat"
-COMPARE = {"above": operator.gt, "at least": operator.ge, "at most": operator.le,
-           "below": operator.lt}
+COMPARE = {"above": operator.gt, "below": operator.lt, "at least": operator.ge,
+           "at most": operator.le}
 
 
 class UserError(Exception):
@@ -47,10 +46,9 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     groups: {first flag of a group: its title in --help}.
     """
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]", description=doc, allow_abbrev=False,
-        formatter_class=functools.partial(
-            argparse.RawDescriptionHelpFormatter, max_help_position=30),
+        usage="%(prog)s [flags]", description=doc, formatter_class=layout, allow_abbrev=False,
         argument_default=argparse.SUPPRESS, exit_on_error=False)
     group = parser
     for field in itertools.chain(*map(dataclasses.fields, configs)):
@@ -58,9 +56,6 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
             group = parser.add_argument_group(groups[field.name])
         options = read_annotation(field.name, field.type, field.default)
         group.add_argument(f"--{field.name}", **options)
-        if options.get("action") == "store_true":
-            group.add_argument(f"--no-{field.name}", dest=field.name, action="store_false",
-                               help=argparse.SUPPRESS)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
     try:
@@ -93,7 +88,7 @@ def read_annotation(name, hint, default):
         kind = typing.get_args(kind)[0]
         options["nargs"] = "+"
     if kind is bool:
-        return options | dict(action="store_true")
+        return options | dict(action=argparse.BooleanOptionalAction)
     if choices := typing.get_args(kind):  # a Literal has choices
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
@@ -138,11 +133,11 @@ def require(module):
 
 
 @contextlib.contextmanager
-def catch_stop_signals(message, max_minutes=None):
+def catch_stop_signals(message):
     """In the block, SIGTERM, SIGINT and SIGHUP only append their number to the yielded list.
 
     The first signal prints the message, which says what the program does before it ends. The second
-    signal ends the program at once. After max_minutes, a timer appends 0.
+    signal ends the program at once.
     """
     received = []
 
@@ -155,16 +150,12 @@ def catch_stop_signals(message, max_minutes=None):
                 # os.write is used because print is not reentrant.
                 os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
-    timer = threading.Timer(60 * (max_minutes or 0), received.append, [0])
-    if max_minutes:
-        timer.start()
     numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
     before = {number: signal.signal(number, handle) for number in numbers
               if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
     try:
         yield received
     finally:
-        timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

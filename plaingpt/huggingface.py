@@ -103,7 +103,6 @@ def save_tokenizer(tokenizer, directory, block_size):
     write_json(Path(directory, "tokenizer_config.json"), config)
 
 
-def transpose_conv1d(state_dict):
+def transpose_conv1d(weights):
     """Transposes the weights that differ between Conv1D and nn.Linear, in either direction."""
-    return {name: t.t().contiguous() if name.endswith(CONV1D) else t
-            for name, t in state_dict.items()}
+    return {name: t.t().contiguous() if name.endswith(CONV1D) else t for name, t in weights.items()}

@@ -35,14 +35,15 @@ def compare_pairs(base, changed, delta):
     n, differences = len(base), np.subtract(changed, base)
     mean, sd = float(differences.mean()), float(differences.std(ddof=1))
     half = t95(n - 1) * sd / n**0.5
-    verdict = "undecided"
-    if abs(mean) + half <= delta:
-        verdict = "equal"
-    elif half < abs(mean):
-        verdict = "better" if mean < 0 else "worse"
     goal = max(abs(mean), delta - abs(mean))  # a half width that decides
-    enough = (m for m in range(2, 1001) if t95(m - 1) * sd / m**0.5 <= goal)
+    enough = next((m for m in range(2, 1001) if t95(m - 1) * sd / m**0.5 <= goal), None)
+    verdict, reason = "undecided", f"{enough or 'more than 1000'} pairs may decide"
+    if abs(mean) + half <= delta:
+        verdict, reason = "equal", f"the interval is within ± {delta:g}"
+    elif half < abs(mean):
+        verdict, reason = ("better" if mean < 0 else "worse"), "the interval is on one side of 0"
     with np.errstate(invalid="ignore"):  # equal losses have no correlation
         correlation = float(np.nan_to_num(np.corrcoef(base, changed)[0, 1]))
-    return dict(verdict=verdict, difference=mean, half=half, n=n, correlation=correlation,
-                unpaired_half=unpaired_interval(base, changed)[1], pairs_needed=next(enough, None))
+    return dict(verdict=verdict, reason=reason, difference=mean, half=half, n=n,
+                unpaired_half=unpaired_interval(base, changed)[1], correlation=correlation,
+                pairs_needed=enough)

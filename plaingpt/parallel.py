@@ -41,8 +41,7 @@ def split(model, config, process):
 
     n_head, n_layer = model.config.n_head, model.config.n_layer
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
-        raise UserError(f"{scalars[0]} is a scalar; with --tp, --pp and fsdp, a parameter needs a "
-                        "dimension: torch.zeros(1)")
+        raise UserError(f"{scalars[0]} is a scalar, which cannot be split; use torch.zeros(1)")
     if n_head % config.tp:
         raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
     if config.pp > n_layer:
@@ -125,9 +124,9 @@ def split_layers(model, mesh):
             # Their input is whole, too, except inside attention: (B, nh, T, hs) has only the heads
             # of this process. The gradient of the weight is then the sum over the processes.
             distribute_module(
-                module, mesh, input_fn=lambda _, inputs, mesh: DTensor.from_local(
-                    inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]),
-                output_fn=lambda _, output, mesh: output.to_local())
+                module, mesh, output_fn=lambda _, output, mesh: output.to_local(),
+                input_fn=lambda _, inputs, mesh: DTensor.from_local(
+                    inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]))
     if direct := [name for name, p in model.named_parameters() if not is_dtensor(p)]:
         raise UserError(f"--tp: {direct[0]} is in no layer; make it the weight of an nn.Module")
 
@@ -347,8 +346,7 @@ def compare_gradients(model):
     found = sorted(sum(found, []))
     for (name, a), (other, b) in zip(found, found[1:]):
         if name == other and b - a > 1e-4 * b:
-            raise UserError(f"--tp: each process has its own gradient of {name}, which must be the "
-                            "same on all; leave out --tp")
+            raise UserError(f"--tp: the processes have different gradients of {name}; use no --tp")
 
 
 # Whole tensors, for checkpoints

@@ -1,5 +1,6 @@
 """What a run writes beside its checkpoints: log.txt, run.json, files of TensorBoard and wandb."""
 
+import contextlib
 import html
 import math
 import os
@@ -106,19 +107,21 @@ class RunLog:
         c, g, process = self.config, self.gpt_config, self.process
         n_train = sum(map(len, self.data.train))
         n_val = min(map(len, self.data.val))  # of the smallest set
-        untracked = ask_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
-        commit = ask_git("describe", "--always", "--abbrev=40", "--dirty")
+        commit = untracked = changes = b""
+        with contextlib.suppress(UserError):  # a copy of the files may be without git
+            commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
+            untracked = run_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+            changes = run_git("diff", "HEAD")
         facts = dict(
-            model_config=asdict(g), train_config=asdict(c), tokenizer=self.data.tokenizer.name,
-            parameters=self.n_parameters, train_tokens=n_train, dtype=process.dtype_name,
-            device=hardware_name(process.device), processes=process.world_size,
-            threads=torch.get_num_threads(), fingerprints=self.data.fingerprints,
+            model_config=asdict(g), train_config=asdict(c), parameters=self.n_parameters,
+            tokenizer=self.data.tokenizer.name, fingerprints=self.data.fingerprints,
+            train_tokens=n_train, dtype=process.dtype_name, device=hardware_name(process.device),
+            processes=process.world_size, threads=torch.get_num_threads(),
             program=hash_of_program(), git_commit=commit.decode().strip() or None,
             untracked_files=untracked.decode(errors="replace").splitlines(),
-            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-            versions=dict(torch=torch.__version__))
+            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"), versions=dict(torch=torch.__version__))
         cli.write_json(self.path.with_name("run.json"), facts)
-        changes, patch = ask_git("diff", "HEAD"), self.path.with_name("changes.patch")
+        patch = self.path.with_name("changes.patch")
         with cli.writing(self.path.parent):
             if changes:
                 patch.write_bytes(changes)
@@ -163,8 +166,7 @@ class RunLog:
         losses: (nats per token, bits per byte) of each set. If there are several sets, it also logs
         the losses of each, and prints how often each was read.
         """
-        val, bpb = (sum(share * value for share, value in zip(loader.shares, values))
-                    for values in zip(*losses))
+        val, bpb = (sum(s * loss for s, loss in zip(loader.shares, each)) for each in zip(*losses))
         streams = dict(val=val, bpb=bpb)
         text = (f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f} | "
                 f"{bpb:.4f} bits per byte")
@@ -240,19 +242,10 @@ def run_git(*command, place=Path(__file__).parent, data=None):
         raise UserError(f"git {command[0]}: {cli.first_line(reason)}; see --help") from error
 
 
-def ask_git(*command):
-    """Returns what a command of git prints about this clone, as bytes; b"" without git."""
-    try:
-        return run_git(*command)
-    except UserError:
-        return b""
-
-
 def move_aside(directory):
     """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
-    patterns = ("log.txt", "run.json", "changes.patch", "model_*.pt", "events.out.tfevents.*",
-                "wandb")
-    old = [path for pattern in patterns for path in directory.glob(pattern)]
+    names = ("log.txt", "run.json", "changes.patch", "model_*.pt", "events.out.tfevents.*", "wandb")
+    old = [path for name in names for path in directory.glob(name)]
     if old:
         base, i = directory.resolve(), 1  # resolve() gives "." a name
         while (aside := base.with_name(f"{base.name}.{i}")).exists():

@@ -62,7 +62,7 @@ def test_a_changed_file_that_is_not_utf8(tmp_path, monkeypatch):
         (tmp_path / "a.txt").write_bytes(b"caf\xe9 1\n" if command == ["init"] else b"caf\xe9 2\n")
         subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
     monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
-    assert b"+caf\xe9 2\n" in runlog.ask_git("diff", "--cached")
+    assert b"+caf\xe9 2\n" in runlog.run_git("diff", "--cached")
 
 
 # Steps and notes
