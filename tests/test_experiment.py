@@ -1,0 +1,156 @@
+"""experiment.py: its arithmetic, its verdicts, and what it uses again."""
+
+import json
+import math
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import ROOT, program
+from test_experiments import copy_program
+
+from plaingpt.intervals import compare_pairs, t95, unpaired_interval
+
+FLAGS = ("--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
+         "--total_batch_size 128 --batch_size 8 --val_tokens 512 --dtype float32 --device cpu "
+         "--data input.txt")
+STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
+
+
+@pytest.mark.parametrize("df", [*range(1, 31), 31, 40, 100, 1000])
+def test_t_is_the_quantile_of_students_distribution(df):
+    """Half the probability lies between 0 and t, minus 0.025: integrates the density."""
+    x = np.linspace(0, t95(df), 200_001)
+    log_scale = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
+    density = np.exp(log_scale - (df + 1) / 2 * np.log1p(x**2 / df))
+    integral = (density[1:] + density[:-1]).sum() / 2 * x[1]
+    assert integral == pytest.approx(0.475, abs=0.0005 * density[-1] + 1e-9)  # three digits of t
+
+
+def test_intervals_of_pairs_by_hand():
+    """Differences 0.1, 0.2, 0.3: sd 0.1, t(2) = 4.303. Unpaired: sd 1 and 1.1, t(4) = 2.776."""
+    base, changed = [1.0, 2.0, 3.0], [1.1, 2.2, 3.3]
+    found = compare_pairs(base, changed, delta=0.01)
+    assert found["verdict"] == "undecided" and found["n"] == 3
+    assert found["difference"] == pytest.approx(0.2)
+    assert found["half"] == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+    assert found["correlation"] == pytest.approx(1.0)
+    half = 2.776 * math.sqrt((1 + 1.1**2) / 2 * (1 / 3 + 1 / 3))
+    assert found["unpaired_half"] == pytest.approx(half)
+    assert unpaired_interval(base, changed) == pytest.approx((0.2, half))
+    # t(2) 0.1 / sqrt(3) is 0.248, t(3) 0.1 / sqrt(4) is 0.159: at most 0.2.
+    assert found["pairs_needed"] == 4
+
+
+@pytest.mark.parametrize("differences, verdict", [
+    ([-0.05, -0.06, -0.04], "better"), ([0.05, 0.06, 0.04], "worse"), ([0.0, 0.0], "equal"),
+    ([0.004, 0.005], "equal"),  # all above 0, but too small to matter
+    ([0.05, -0.05, 0.01], "undecided"), ([-0.02, -0.019, -0.021], "better")])
+def test_verdict(differences, verdict):
+    base = np.array([1.4, 1.5, 1.6])[: len(differences)]
+    found = compare_pairs(base, base + differences, delta=0.02)
+    assert found["verdict"] == verdict, found
+    json.dumps(found, allow_nan=False)
+
+
+def git(directory, *command):
+    return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *command],
+                          cwd=directory, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("clone")
+    copy_program(directory)
+    (directory / ".gitignore").write_text("log/*\n__pycache__/\n*.json\n")
+    git(directory, "init")
+    git(directory, "add", ".")
+    git(directory, "commit", "-m", "base")
+    return directory
+
+
+def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more=()):
+    """Runs experiment.py, with `new` instead of `old` in a file -> its JSON. Undoes the edit."""
+    text = (clone / file).read_text()
+    if old:
+        assert text.count(old) == 1
+        (clone / file).write_text(text.replace(old, new))
+    try:
+        out, _ = program("--flags", FLAGS, "--seeds", 2, "--json", "o.json", *flags, *more,
+                         cwd=clone, program=clone / "experiment.py", status=STATUS[verdict])
+    finally:
+        (clone / file).write_text(text)
+    found = json.loads((clone / "o.json").read_text())
+    *_, line, printed = out.splitlines()
+    assert json.loads(printed) == found and f": {verdict}; " in line or verdict == "failed", out
+    assert found["verdict"] == verdict
+    assert not git(clone, "status", "--short") and git(clone, "worktree", "list").count("\n") == 1
+    return found
+
+
+def runs(clone):
+    return sorted(path.name for path in (clone / "log/experiments/runs").iterdir())
+
+
+def test_an_experiment_and_what_later_ones_use_again(clone):
+    rate = "groups, lr=learning_rate, betas"  # AdamW's, for the embeddings
+    found = experiment(clone, "worse", old=rate, new=rate.replace("lr=", "lr=0.01 * "))
+    assert found["n"] == 2 and found["time_ratio"] > 0 and found["looks"] == 1
+    assert len(runs(clone)) == 4 and found["difference"] > 0.1
+    changed = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
+    assert "+            groups, lr=0.01 * learning" in (changed / "changes.patch").read_text()
+    assert json.loads((changed / "run.json").read_text())["untracked_files"] == []
+    # The same change as a patch, with another layout: nothing is trained again.
+    written = (changed / "log.txt").stat().st_mtime_ns
+    text = (clone / "model.py").read_text()
+    (clone / "model.py").write_text(text.replace(rate, "  # slow\n    groups, lr=1e-2 * learning_rate, "
+                                                       "betas"))
+    (clone / "log" / "my.patch").write_text(git(clone, "diff"))
+    (clone / "model.py").write_text(text)
+    again = experiment(clone, "worse", "log/my.patch")
+    assert again["losses"] == found["losses"] and again["time_ratio"] is None
+    assert again["looks"] == 2 and (changed / "log.txt").stat().st_mtime_ns == written
+    # The flags give what is the default: no run would differ.
+    found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1"])
+    assert found["n"] == 0 and "docstrings" in found["reason"] and len(runs(clone)) == 4
+    # More pairs continue the experiment. Another name of a variable changes nothing.
+    rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
+    found = experiment(clone, "equal", "--seeds", 3, old=rename,
+                       new="        z = y.transpose(1, 2).flatten(2)\n        y = z\n")
+    assert found["difference"] == 0 and found["half"] == 0 and found["n"] == 3
+    assert len(runs(clone)) == 8
+    out, _ = program("--list", cwd=clone, program=clone / "experiment.py")
+    assert [line.split("; ")[0].rpartition(": ")[2] for line in out.splitlines()] == [
+        "worse", "worse", "equal", "equal"]
+
+
+CHEATS = [("model.py", "causal = mask is None and T > 1", "causal = False", "later tokens"),
+          ("model.py", "return self.loss_fn(x, self.lm_head.weight, targets, reduction)",
+           "return self.loss_fn(x, self.lm_head.weight, targets, reduction) + 0.1", "the logits"),
+          ("train_gpt2.py", "    n_sequences = max(1, min(config.val_tokens // T, "
+           "loader.lengths[0]))\n", "    n_sequences = 1\n", "the logits give")]
+
+
+def test_nothing_cheats_the_score(clone):
+    for file, old, new, reason in CHEATS:
+        found = experiment(clone, "invalid", file=file, old=old, new=new)
+        assert reason in found["reason"]
+
+
+def test_a_change_that_fails(clone):
+    found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
+    assert "has no attribute 'atn'" in found["reason"] and "n" not in found
+    (clone / "log").mkdir(exist_ok=True)
+    (clone / "log" / "old.patch").write_text(
+        "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-no such line\n+x\n")
+    found = experiment(clone, "failed", "log/old.patch")
+    assert "patch failed: model.py:1" in found["reason"]
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ([], "nothing is changed; edit model.py, give a patch, or give flags behind --"),
+    (["--base", "nowhere", "--", "--seed", "3"], "git rev-parse: fatal: Needed a single revision"),
+    (["--seeds", "1"], "--seeds 1: must be at least 2")])
+def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):
+    _, err = program(*flags, cwd=clone, program=clone / "experiment.py", status=2)
+    assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
