@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import ROOT, program
+from conftest import program
 from test_experiments import copy_program
 
 from plaingpt.intervals import compare_pairs, t95, unpaired_interval
@@ -103,8 +103,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     # The same change as a patch, with another layout: nothing is trained again.
     written = (changed / "log.txt").stat().st_mtime_ns
     text = (clone / "model.py").read_text()
-    (clone / "model.py").write_text(text.replace(rate, "  # slow\n    groups, lr=1e-2 * learning_rate, "
-                                                       "betas"))
+    layout = "  # slow\n            groups, lr=1e-2 * learning_rate, betas"
+    (clone / "model.py").write_text(text.replace(rate, layout))
     (clone / "log" / "my.patch").write_text(git(clone, "diff"))
     (clone / "model.py").write_text(text)
     again = experiment(clone, "worse", "log/my.patch")

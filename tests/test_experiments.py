@@ -192,3 +192,37 @@ def test_gradients_are_compared_in_the_first_step_that_has_finite_ones(tmp_path)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and " skipped | " in out
     assert "each process has its own gradient of transformer.h.0.mlp.gelu.1.weight" in err
+
+
+@pytest.mark.parametrize("first", ["torch.zeros(())", "torch.zeros(16)", "torch.eye(16)"])
+def test_a_parameter_needs_its_own_first_value(tmp_path, first):
+    """Its constructor's value would be lost, because a model is made without memory."""
+    copy_program(tmp_path)
+    path = tmp_path / "model.py"
+    text = path.read_text()
+    for old, new in (
+            ("        self.dropout = config.dropout\n",
+             f"        self.dropout = config.dropout\n        self.mix = nn.Parameter({first})\n"),
+            ("        B, T, C = x.size()\n", "        B, T, C = x.size()\n"
+             "        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
+    _, err = run(tmp_path, "run", 1, status=2)
+    assert err == ("error: transformer.h.0.attn.mix has no first value; add a line for it to "
+                   "GPT.init_weight in model.py, such as nn.init.zeros_(p)\n")
+    for old, new in (
+            ('        if name.endswith("c_proj.weight"):\n', '        if name.endswith("mix"):\n'
+             f"            p.copy_({first})\n"
+             '        elif name.endswith("c_proj.weight"):\n'),
+            ("    def init_weight", "    @torch.no_grad()\n    def init_weight")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
+    run(tmp_path, "run", 1)
+    found = weights(tmp_path / "run", 1)["transformer.h.0.attn.mix"]
+    assert (found - eval(first)).abs().max() < 0.01  # one step away from it
+    if found.dim() == 0:
+        for flags in (["--tp", 2], ["--pp", 2], ["--parallel", "fsdp"]):
+            _, err = run(tmp_path, "split", 1, *flags, processes=2, status=2)
+            assert "attn.mix is a scalar, which cannot be split; use torch.zeros(1)" in err

@@ -54,13 +54,15 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     out, _ = program(*paths, cwd=tmp_path, program="plot.py")
     rows = [re.split(r"  +", line) for line in out.replace(f"{tmp_path}/", "").splitlines()[1:4]]
     assert rows == [["base", "3", "100", "1.1000 ± 0.1000"],
-                    ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4270 to +0.0270"],
-                    ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0965 to -0.1035"]]
+                    ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4267 to +0.0267"],
+                    ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0969 to -0.1031"]]
     assert len(plot.group_runs(dict.fromkeys(["lr-1e-3", "lr-1e-2"], ({}, {})))) == 2  # a sweep
     widths = {f"w-{n}": ({}, {"model_config": {"n_embd": n}}) for n in (64, 128)}
     seeds = {f"w-{n}": ({}, {"train_config": {"seed": n, "log_dir": n}}) for n in (1, 2)}
     assert [*plot.group_runs(widths | seeds)] == ["w-64", "w-128", "w"]
     assert [*plot.group_runs(seeds | {"w": ({}, {})})] == ["w-1, w-2", "w"]
+    programs = {f"w-{n}": ({}, {"program": n // 2}) for n in (1, 2, 3)}
+    assert [*plot.group_runs(programs)] == ["w-1", "w"]  # one mean of two programs would be false
     plot.draw({"a-1": ({"val": {0: 1.0}}, {}), "a-2": ({"val": {9: 1.0}}, {})}, "steps")  # no line
     figure = plot.draw({path.name: plot.read_run(path) for path in paths}, "steps")
     loss, mine = figure.axes
@@ -69,6 +71,14 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     spread = mine.collections[0].get_paths()[0].vertices[:, 1]  # the band of "base"
     assert spread.min() == pytest.approx(1.0) and spread.max() == 7
     assert loss.get_ylim()[0] < 0.5 and 2 < loss.get_ylim()[1] < 2.2  # without step 0
+
+
+def test_streams_that_differ_in_their_last_number_share_a_panel():
+    streams = {f"grad_{i}": {0: i, 1: i} for i in range(12)} | {"b": {0: 1, 1: 1}, "val": {0: 2}}
+    figure = plot.draw({"run": (streams, {})}, "steps")
+    assert [axes.get_ylabel() for axes in figure.axes][1:] == ["b", "grad"]
+    labels = [line.get_label() for line in figure.axes[2].lines]
+    assert labels == [f"run, grad_{i}" for i in range(12)]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
