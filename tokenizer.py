@@ -27,7 +27,7 @@ import numpy as np
 
 from plaingpt import cli
 from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run_program
-from plaingpt.text import check_spaces, find_files, read_documents
+from plaingpt.text import clean_text, find_files, read_documents
 from plaingpt.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_settings
 
 END_OF_TEXT = "<|endoftext|>"
@@ -78,10 +78,8 @@ class Tokenizer:
 
         Raises UserError for so many spaces in a row that tiktoken would end the program.
         """
-        check_spaces(text)
-        # Half a surrogate pair, as in a prompt that is not UTF-8, becomes U+FFFD.
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self.encode_documents([text])[1:].tolist()
+        # A prompt that is not UTF-8 has halves of surrogate pairs.
+        return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
         """Texts -> their ids, (n,), with end_of_text before each text. Releases the GIL."""

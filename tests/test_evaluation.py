@@ -29,7 +29,7 @@ from plaingpt.cli import UserError
 from plaingpt.device import Process
 from plaingpt.evaluation import Example, make_rows, perplexity, score
 from plaingpt.huggingface import save_gpt2
-from plaingpt.text import check_spaces
+from plaingpt.text import clean_text
 from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig
 
@@ -282,7 +282,7 @@ def test_windows_line_ends_do_not_change_wikitext(whole, tmp_path):
                                   "[" * 100_000])
 def test_unclosed_brackets_take_linear_time(text):
     """A quadratic rule would need hours."""
-    check_spaces(text + "\n" * 400_000 + text)
+    clean_text(text + "\n" * 400_000 + text)
     assert "foo" in wikitext.detokenize("foo" + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
 
