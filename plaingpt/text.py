@@ -202,8 +202,7 @@ def split_text(file, cut):
     while data:
         *documents, rest = (rest + data).split(SEPARATOR)
         yield from ((document, True) for document in documents)
-        piece = CUT.match(rest) if cut and len(rest) > 4 * BLOCK else None
-        if piece:
+        if cut and len(rest) > 4 * BLOCK and (piece := CUT.match(rest)):
             yield piece[0], False
             rest = rest[piece.end() :]
         # The longer a document that cannot be cut, the larger the next block: after each block,
