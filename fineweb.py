@@ -77,17 +77,14 @@ def read_progress(directory, name, settings):
     return facts
 
 
-def shard_path(directory, facts, index):
-    split = "val" if index < facts["val_shards"] else "train"
-    return directory / f"{facts['name']}_{split}_{index:06d}.npy"
-
-
 def save_shard(directory, facts, parts, next, tokenizer):
     """Writes the next shard, and progress.json before it and after it.
 
     parts: arrays of tokens. next: the value of facts["next"] after this shard.
     """
-    path, n_tokens = shard_path(directory, facts, facts["shards"]), sum(map(len, parts))
+    index, n_tokens = facts["shards"], sum(map(len, parts))
+    split = "val" if index < facts["val_shards"] else "train"
+    path = directory / f"{facts['name']}_{split}_{index:06d}.npy"
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
         if tokenizer.settings:
@@ -101,7 +98,7 @@ def save_shard(directory, facts, parts, next, tokenizer):
             os.fsync(file.fileno())
     if tokenizer.special:  # in bytes, a document may have line breaks inside
         facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
-    facts.update(shards=facts["shards"] + 1, tokens=facts["tokens"] + n_tokens, next=next)
+    facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=next)
     cli.write_json(directory / "progress.json", facts)
 
 
