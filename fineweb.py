@@ -18,7 +18,6 @@ import itertools
 import os
 import signal
 import sys
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,12 +130,12 @@ def encode_batch(batch, tokenizer):
 
 def encode_all(documents, tokenizer, n_threads):
     """Yields (batch, tokens) in order. The threads work a few batches ahead."""
-    running = deque()
+    running = []
     with ThreadPoolExecutor(n_threads) as pool:
         for batch in make_batches(documents):
             running.append(pool.submit(encode_batch, batch, tokenizer))
             if len(running) > 2 * n_threads:
-                yield running.popleft().result()
+                yield running.pop(0).result()
         for future in running:
             yield future.result()
 
