@@ -153,9 +153,8 @@ def report_damaged(batch, n_before, strict):
     return len(damaged)
 
 
-def write_shards(facts, config, paths, tokenizer):
+def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
-    directory = Path(config.output_dir)
     if facts["shards"]:
         print(f"{directory} has {facts['shards']} whole shards: continuing after them")
     n_done, n_used = facts["next"]
@@ -212,7 +211,7 @@ def main(argv=None):
         stack.callback(os.close, cli.lock(directory, "--output_dir"))
         facts = read_progress(directory, name, settings)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
-            write_shards(facts, config, paths, tokenizer)
+            write_shards(directory, facts, config, paths, tokenizer)
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
