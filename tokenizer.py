@@ -85,7 +85,7 @@ class Tokenizer:
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
         try:
             found = self.library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the package has no class for its errors, such as a bad file
+        except Exception as error:  # a bad file, or no unknown token: the errors share no class
             raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 

@@ -117,7 +117,7 @@ def tiny(tmp_path_factory):
     encode = get_tokenizer("gpt2").encode
     ids = [encode(r["text"])[-T - 1:] for r in lambada_records()[:8]]
     overfit(model, ids, last=1)  # so that more last tokens than whole words are right
-    save_gpt2(model, directory / "model")
+    save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", write_data(directory)
 
 
