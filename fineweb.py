@@ -18,7 +18,6 @@ import itertools
 import os
 import signal
 import sys
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,17 +76,14 @@ def read_progress(directory, name, settings):
     return facts
 
 
-def shard_path(directory, facts, index):
-    split = "val" if index < facts["val_shards"] else "train"
-    return directory / f"{facts['name']}_{split}_{index:06d}.npy"
-
-
 def save_shard(directory, facts, parts, next, tokenizer):
     """Writes the next shard, and progress.json before it and after it.
 
     parts: arrays of tokens. next: the value of facts["next"] after this shard.
     """
-    path, n_tokens = shard_path(directory, facts, facts["shards"]), sum(map(len, parts))
+    index, n_tokens = facts["shards"], sum(map(len, parts))
+    split = "val" if index < facts["val_shards"] else "train"
+    path = directory / f"{facts['name']}_{split}_{index:06d}.npy"
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
         if tokenizer.settings:
@@ -101,7 +97,7 @@ def save_shard(directory, facts, parts, next, tokenizer):
             os.fsync(file.fileno())
     if tokenizer.special:  # in bytes, a document may have line breaks inside
         facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
-    facts.update(shards=facts["shards"] + 1, tokens=facts["tokens"] + n_tokens, next=next)
+    facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=next)
     cli.write_json(directory / "progress.json", facts)
 
 
@@ -134,12 +130,12 @@ def encode_batch(batch, tokenizer):
 
 def encode_all(documents, tokenizer, n_threads):
     """Yields (batch, tokens) in order. The threads work a few batches ahead."""
-    running = deque()
+    running = []
     with ThreadPoolExecutor(n_threads) as pool:
         for batch in make_batches(documents):
             running.append(pool.submit(encode_batch, batch, tokenizer))
             if len(running) > 2 * n_threads:
-                yield running.popleft().result()
+                yield running.pop(0).result()
         for future in running:
             yield future.result()
 
@@ -157,9 +153,8 @@ def report_damaged(batch, n_before, strict):
     return len(damaged)
 
 
-def write_shards(facts, config, paths, tokenizer):
+def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
-    directory = Path(config.output_dir)
     if facts["shards"]:
         print(f"{directory} has {facts['shards']} whole shards: continuing after them")
     n_done, n_used = facts["next"]
@@ -216,7 +211,7 @@ def main(argv=None):
         stack.callback(os.close, cli.lock(directory, "--output_dir"))
         facts = read_progress(directory, name, settings)
         if facts["next"] is not None and facts["shards"] < config.max_shards:
-            write_shards(facts, config, paths, tokenizer)
+            write_shards(directory, facts, config, paths, tokenizer)
         cli.write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"

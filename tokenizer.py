@@ -27,7 +27,7 @@ import numpy as np
 
 from plaingpt import cli
 from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run_program
-from plaingpt.text import check_spaces, find_files, read_documents
+from plaingpt.text import clean_text, find_files, read_documents
 from plaingpt.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_settings
 
 END_OF_TEXT = "<|endoftext|>"
@@ -66,10 +66,7 @@ class Tokenizer:
     def library(self):
         """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
         settings = self.settings or build(self.token_bytes, self.special)
-        try:
-            library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
-        except Exception as error:  # the package has no class for its errors
-            raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
+        library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
         library.encode_special_tokens = True
         return library
 
@@ -78,20 +75,17 @@ class Tokenizer:
 
         Raises UserError for so many spaces in a row that tiktoken would end the program.
         """
-        check_spaces(text)
-        # Half a surrogate pair, as in a prompt that is not UTF-8, becomes U+FFFD.
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self.encode_documents([text])[1:].tolist()
+        # A prompt that is not UTF-8 has halves of surrogate pairs.
+        return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
         """Texts -> their ids, (n,), with end_of_text before each text. Releases the GIL."""
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-        library = self.library
         try:
-            found = library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # as above; for example, the unknown token is missing
+            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # a bad file, or no unknown token: the errors share no class
             raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 

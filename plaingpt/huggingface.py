@@ -42,30 +42,26 @@ def load_gpt2(name):
     return model
 
 
-def save_gpt2(model, directory, tokenizer=None, dtype=None):
-    """Writes a GPT as a Hugging Face GPT-2 into a directory. Raises OSError, UserError.
+def save_gpt2(model, directory, tokenizer, dtype=None):
+    """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
 
     First compares logits, because a model.py that was changed may no longer compute GPT-2.
-    tokenizer: its files are written, too, and the model gets its end-of-text token.
     dtype: torch.dtype of the weights. The default is the model's.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
-    c, tokens = model.config, dict(bos_token_id=None, eos_token_id=None)
-    if tokenizer:
-        end = tokenizer.end_of_text
-        # Pipelines put the prefix before a prompt, as generate.py does. For bytes, no token means
-        # the end of a text.
-        tokens = dict(bos_token_id=end, eos_token_id=end if tokenizer.special else None,
-                      prefix=tokenizer.decode([end]))
+    c, end = model.config, tokenizer.end_of_text
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
         n_positions=c.block_size, n_ctx=c.block_size,  # llama.cpp reads n_ctx, the old name
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **tokens))
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        # Pipelines put the prefix before a prompt, as generate.py does. For bytes, no token means
+        # the end of a text.
+        bos_token_id=end, eos_token_id=end if tokenizer.special else None,
+        prefix=tokenizer.decode([end])))
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
-    if tokenizer:
-        save_tokenizer(tokenizer, directory, c.block_size)
+    save_tokenizer(tokenizer, directory, c.block_size)
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
     hf.to(dtype).save_pretrained(directory)
     for path in Path(directory).glob("*.safetensors"):  # so far, only the owner can read it

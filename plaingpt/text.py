@@ -202,8 +202,7 @@ def split_text(file, cut):
     while data:
         *documents, rest = (rest + data).split(SEPARATOR)
         yield from ((document, True) for document in documents)
-        piece = CUT.match(rest) if cut and len(rest) > 4 * BLOCK else None
-        if piece:
+        if cut and len(rest) > 4 * BLOCK and (piece := CUT.match(rest)):
             yield piece[0], False
             rest = rest[piece.end() :]
         # The longer a document that cannot be cut, the larger the next block: after each block,
@@ -215,15 +214,13 @@ def split_text(file, cut):
 def make_document(where, item, text_key):
     """An item of read_items -> Document, with its text or the problem of a damaged record."""
     try:
-        text = find_text(parse_record(item), text_key)
-        check_spaces(text)
-        return Document(where, text)
+        return Document(where, find_text(parse_record(item), text_key))
     except (ValueError, UserError) as error:
         return Document(where, problem=first_line(error))
 
 
 def find_text(record, text_key):
-    """Returns the text of a record, a dict. Raises ValueError with the reason if it has none."""
+    """Returns the text of a record, a dict. Raises ValueError if it has none, or UserError."""
     if text_key not in record:
         raise ValueError(f"no key {text_key!r}, but {', '.join(record) or 'none at all'}")
     text = record[text_key]
@@ -231,14 +228,18 @@ def find_text(record, text_key):
         text = text.decode()
     if not isinstance(text, str):
         raise ValueError(f"{text_key!r} is not a string, but a {type(text).__name__}")
-    if not text.isascii():  # half a surrogate pair becomes U+FFFD, as in tiktoken
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return clean_text(text)
 
 
-def check_spaces(text):
-    """Raises UserError if a row of spaces would overflow the stack of tiktoken's regex."""
+def clean_text(text):
+    """Replaces each half of a surrogate pair with U+FFFD, as tiktoken does -> text.
+
+    Raises UserError if a row of spaces would overflow the stack of tiktoken's regex.
+    """
     # With (?<!\s), a match begins only at the first space of a row. Otherwise, the search would
     # take quadratic time.
     if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
         raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -30,11 +30,10 @@ def parse(source):
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
     special = {t["content"]: t["id"] for t in settings["added_tokens"] if t["special"]}
     ids, byte_level = {**vocab, **added}, is_byte_level(settings)
-    n_vocab = max(ids.values()) + 1
     name = next((name for name in ([end] if end else END_NAMES) if name in ids), None)
     if not name:
         raise ValueError(f"no end-of-text token {end or ' or '.join(END_NAMES)}")
-    token_bytes = [b""] * n_vocab
+    token_bytes = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         token_bytes[i] = bytes_of(token, byte_level and token not in added)
     return settings, token_bytes, {**special, name: ids[name]}, ids[name]

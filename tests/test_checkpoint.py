@@ -28,6 +28,7 @@ from plaingpt.checkpoint import (
 )
 from plaingpt.cli import UserError
 from plaingpt.huggingface import save_gpt2
+from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig
 
 # Saving
@@ -223,7 +224,8 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32))
-    save_gpt2(model, tmp_path / "hf")
+    save_gpt2(model, tmp_path / "hf", get_tokenizer("gpt2"))
+    (tmp_path / "hf" / "tokenizer.json").unlink()  # OpenAI's vocabulary is the default
     (tmp_path / "my.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
     flags = [*TINY, "--n_layer", 1, "--n_embd", 16, "--val_tokens", 512, "--init_from", "hf",
              "--max_lr", "1e-9", "--max_steps", 2]

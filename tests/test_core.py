@@ -97,7 +97,7 @@ def tiny(tmp_path_factory):
     ids = [row for row in ids if len(row) <= 24]
     assert 3 <= len(ids) <= 10
     overfit(model, ids, last=3)
-    save_gpt2(model, directory / "model")
+    save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", bundle
 
 

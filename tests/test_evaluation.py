@@ -29,7 +29,7 @@ from plaingpt.cli import UserError
 from plaingpt.device import Process
 from plaingpt.evaluation import Example, make_rows, perplexity, score
 from plaingpt.huggingface import save_gpt2
-from plaingpt.text import check_spaces
+from plaingpt.text import clean_text
 from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig
 
@@ -117,7 +117,7 @@ def tiny(tmp_path_factory):
     encode = get_tokenizer("gpt2").encode
     ids = [encode(r["text"])[-T - 1:] for r in lambada_records()[:8]]
     overfit(model, ids, last=1)  # so that more last tokens than whole words are right
-    save_gpt2(model, directory / "model")
+    save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", write_data(directory)
 
 
@@ -282,7 +282,7 @@ def test_windows_line_ends_do_not_change_wikitext(whole, tmp_path):
                                   "[" * 100_000])
 def test_unclosed_brackets_take_linear_time(text):
     """A quadratic rule would need hours."""
-    check_spaces(text + "\n" * 400_000 + text)
+    clean_text(text + "\n" * 400_000 + text)
     assert "foo" in wikitext.detokenize("foo" + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
 

@@ -153,7 +153,7 @@ def test_generation_equals_transformers(tmp_path, dtype, n):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=300))
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)
-    save_gpt2(model, tmp_path)
+    save_gpt2(model, tmp_path, get_tokenizer("bytes"))
     peer = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=dtype).eval()
     model.to(dtype).eval()
     for T in (3, 11, 7):

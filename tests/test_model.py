@@ -68,7 +68,7 @@ def test_equals_transformers(tmp_path, shape):
         shifted = F.cross_entropy(theirs.logits.flatten(0, 1), idx.flatten())
     assert loss.item() == pytest.approx(shifted.item(), rel=1e-5)
 
-    save_gpt2(model, tmp_path / "back")
+    save_gpt2(model, tmp_path / "back", get_tokenizer("bytes"))
     back = load_gpt2(tmp_path / "back")
     for (name, a), (_, b) in zip(model.state_dict().items(), back.state_dict().items()):
         assert torch.equal(a, b), name
@@ -84,7 +84,7 @@ def test_equals_transformers(tmp_path, shape):
     (dict(n_layer=3), "no weights for .*h.2.attn"),
 ], ids=str)
 def test_other_architectures_and_missing_weights_are_refused(tmp_path, change, message):
-    save_gpt2(GPT(SMALL), tmp_path)
+    save_gpt2(GPT(SMALL), tmp_path, get_tokenizer("bytes"))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UserError, match=message):
