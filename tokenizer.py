@@ -66,7 +66,10 @@ class Tokenizer:
     def library(self):
         """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
         settings = self.settings or build(self.token_bytes, self.special)
-        library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+        try:
+            library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+        except Exception as error:  # the package has no class for its errors
+            raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         library.encode_special_tokens = True
         return library
 
@@ -83,9 +86,10 @@ class Tokenizer:
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
+        library = self.library
         try:
-            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # a bad file, or no unknown token: the errors share no class
+            found = library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # as above; for example, the unknown token is missing
             raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 

@@ -407,12 +407,12 @@ def accumulate(model, scaler, micro_batches, process):
     return mean_loss
 
 
-def train_step(training, micro_batches, grad_clip, signals, process):
-    """Makes one optimizer step -> (mean loss, gradient norm, whether any process has signals).
+def train_step(training, micro_batches, grad_clip, stop, process):
+    """Makes one optimizer step -> (mean loss, gradient norm, whether any process has to stop).
 
-    micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal handler may
-    append at any time. A step with a non-finite gradient leaves parameters and optimizers as they
-    are, but `step` and `position` go on.
+    micro_batches: list of (x, y), (B, T) each. stop: true if this process was told to stop. A step
+    with a non-finite gradient leaves parameters and optimizers as they are, but `step` and
+    `position` go on.
     """
     _, model, optimizers, scaler = training
     if isinstance(model, parallel.Pipeline):
@@ -426,7 +426,7 @@ def train_step(training, micro_batches, grad_clip, signals, process):
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf only measures it
     # These are means over all processes, as Python floats. (The norm was equal on all of them.) In
     # a step, the CPU waits for the device only here (and once more in the first step with TP).
-    loss, norm, stopping = process.mean(mean_loss, norm, torch.full_like(norm, len(signals) > 0))
+    loss, norm, stopping = process.mean(mean_loss, norm, torch.full_like(norm, bool(stop)))
     for optimizer in optimizers:
         if math.isfinite(norm):
             optimizer.step()  # not scaler.step(): it would wait for the device again
@@ -520,11 +520,9 @@ def main(argv=None):
             # The processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
             n, micro_batches = next(batches)  # all processes together have n sequences
-            if time.monotonic() > deadline:
-                signals.append(0)  # as if a signal had come
-            # A signal to one process makes `stopping` true on all.
-            loss, norm, stopping = train_step(
-                training, micro_batches, config.grad_clip, signals, process)
+            # A signal to one process, or max_minutes, makes `stopping` true on all.
+            loss, norm, stopping = train_step(training, micro_batches, config.grad_clip,
+                                              signals or time.monotonic() > deadline, process)
             position += n
             log.write_step(step, n * T, time.perf_counter() - began, train=loss, lr=lr, norm=norm,
                            tokens=position * T)
