@@ -1,9 +1,9 @@
-"""Does a change help? Trains pairs of runs, without and with it, and gives a verdict.
+"""Does a change help? Trains pairs of runs, without and with it, for a verdict.
 
-  python experiment.py                            what you changed since the last
-                                                  commit
-  python experiment.py experiments/rotary.patch   a patch of the last commit
-  python experiment.py -- --optimizer adamw       other flags: all that follows --
+  python experiment.py                            what you changed since the
+                                                  last commit
+  python experiment.py experiments/rotary.patch   a patch
+  python experiment.py -- --optimizer adamw       flags: all that follows --
   python experiment.py --base HEAD~3              all changes since that commit
   python experiment.py --list                     what was tried so far
 

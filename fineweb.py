@@ -67,12 +67,12 @@ def read_progress(directory, name, settings):
     if not find_shards(directory, "(train|val)"):
         return facts
     old = read_meta(directory)
-    differ = [key for key in settings if old.get(key) != settings[key]]
+    differ = ", ".join(key for key in settings if old.get(key) != settings[key])
     if differ:
-        raise UserError(f"{directory}: has shards of another {', '.join(differ)}; use a new one")
+        raise UserError(f"{directory}: has shards of another {differ}; use a new directory")
     facts.update(old)  # also takes the old name: the directory may have been renamed
     if len(find_shards(directory, "(train|val)")) < facts["shards"]:
-        raise UserError(f"{directory}: a shard is missing; restore it, or choose a new directory")
+        raise UserError(f"{directory}: a shard is missing; restore it, or use a new directory")
     return facts
 
 

@@ -118,7 +118,8 @@ def test_help(capsys, monkeypatch):
     for line in ("--n INT a number [1]", "--p FLOAT a share of 100% kinds:",
                  "--other NAME a choice or none; one of a, b",
                  "kinds: --kind NAME a choice [adamw]; one of adamw, muon",
-                 "--files STR [STR ...] files --shuffle a switch [True] --compile a switch or none",
+                 "--files STR [STR ...] files --shuffle, --no-shuffle a switch [True] --compile, "
+                 "--no-compile a switch or none",
                  "x: --name STR a text [auto]"):
         assert line in " ".join(out.split()), out
 
