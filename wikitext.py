@@ -43,11 +43,9 @@ def examples(records, stride=Options.stride):
 
 def pages(records):
     """Yields articles. Records of lines are joined, then split before each title."""
-    lines = []
-    for record in records:
-        line = get_fields(record, text=str)[0] or " \n"  # the hub's empty lines are ""
-        lines.append(line if line.endswith("\n") else line + "\n")
-    yield from filter(str.strip, re.split(rf"(?m)\n(?={TITLE})", "".join(lines)))
+    # The hub's empty lines are "", without their space.
+    lines = [(get_fields(record, text=str)[0] or " ").removesuffix("\n") for record in records]
+    yield from filter(str.strip, re.split(rf"(?m)\n(?={TITLE})", "\n".join([*lines, ""])))
 
 
 def detokenize(text):
