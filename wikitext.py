@@ -65,11 +65,10 @@ def detokenize(text):
 
 def strip_inside(text, left, right):
     """Removes the spaces after each left mark and before the next right mark, in linear time."""
-    parts, end = [], 0
-    while (start := text.find(left, end)) >= 0 and (stop := text.find(right, start + 1)) >= 0:
-        parts += text[end:start], left, text[start + 1 : stop].strip(), right
-        end = stop + 1
-    return "".join(parts) + text[end:]
+    # Each left mark before the last right mark has an end. So no search reads the rest of the text.
+    text, last, rest = text.rpartition(right)
+    inside = rf"\{left}([^\{right}]*)\{right}"
+    return re.sub(inside, lambda m: f"{left}{m[1].strip()}{right}", text + last) + rest
 
 
 def report(examples, scores):
