@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import itertools
 import json
 import math
 import operator
@@ -51,7 +50,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
         usage="%(prog)s [flags]", description=doc, formatter_class=layout, allow_abbrev=False,
         argument_default=argparse.SUPPRESS, exit_on_error=False)
     group = parser
-    for field in itertools.chain(*map(dataclasses.fields, configs)):
+    for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
             group = parser.add_argument_group(groups[field.name])
         options = read_annotation(field.name, field.type, field.default)
