@@ -150,13 +150,12 @@ def catch_stop_signals(message):
                 os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
     numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
-    before = {number: signal.signal(number, handle) for number in numbers
-              if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
-    try:
+    with contextlib.ExitStack() as restore:
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                before = signal.signal(number, handle)
+                restore.callback(signal.signal, number, before)
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def visible(text):
