@@ -65,7 +65,7 @@ def detokenize(text):
 
 def strip_inside(text, left, right):
     """Removes the spaces after each left mark and before the next right mark, in linear time."""
-    # Each left mark before the last right mark has an end. So no search reads the rest of the text.
+    # Every left mark in `text + last` has a right mark after it, so no search is in vain.
     text, last, rest = text.rpartition(right)
     inside = rf"\{left}([^\{right}]*)\{right}"
     return re.sub(inside, lambda m: f"{left}{m[1].strip()}{right}", text + last) + rest
