@@ -43,11 +43,9 @@ def examples(records, stride=Options.stride):
 
 def pages(records):
     """Yields articles. Records of lines are joined, then split before each title."""
-    lines = []
-    for record in records:
-        line = get_fields(record, text=str)[0] or " \n"  # the hub's empty lines are ""
-        lines.append(line if line.endswith("\n") else line + "\n")
-    yield from filter(str.strip, re.split(rf"(?m)\n(?={TITLE})", "".join(lines)))
+    # The hub's empty lines are "", without their space.
+    lines = [(get_fields(record, text=str)[0] or " ").removesuffix("\n") for record in records]
+    yield from filter(str.strip, re.split(rf"(?m)\n(?={TITLE})", "\n".join([*lines, ""])))
 
 
 def detokenize(text):
@@ -67,11 +65,10 @@ def detokenize(text):
 
 def strip_inside(text, left, right):
     """Removes the spaces after each left mark and before the next right mark, in linear time."""
-    parts, end = [], 0
-    while (start := text.find(left, end)) >= 0 and (stop := text.find(right, start + 1)) >= 0:
-        parts += text[end:start], left, text[start + 1 : stop].strip(), right
-        end = stop + 1
-    return "".join(parts) + text[end:]
+    # Every left mark in `text + last` has a right mark after it, so no search is in vain.
+    text, last, rest = text.rpartition(right)
+    inside = rf"\{left}([^\{right}]*)\{right}"
+    return re.sub(inside, lambda m: f"{left}{m[1].strip()}{right}", text + last) + rest
 
 
 def report(examples, scores):

@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import itertools
 import json
 import math
 import operator
@@ -51,7 +50,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
         usage="%(prog)s [flags]", description=doc, formatter_class=layout, allow_abbrev=False,
         argument_default=argparse.SUPPRESS, exit_on_error=False)
     group = parser
-    for field in itertools.chain(*map(dataclasses.fields, configs)):
+    for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
             group = parser.add_argument_group(groups[field.name])
         options = read_annotation(field.name, field.type, field.default)
@@ -151,13 +150,12 @@ def catch_stop_signals(message):
                 os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
 
     numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, n)]
-    before = {number: signal.signal(number, handle) for number in numbers
-              if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
-    try:
+    with contextlib.ExitStack() as restore:
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                before = signal.signal(number, handle)
+                restore.callback(signal.signal, number, before)
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def visible(text):
