@@ -34,13 +34,13 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from plaingpt import cli
 from plaingpt.cli import UserError
@@ -110,7 +110,7 @@ def train(runs, slots):
 
     runs: [(side, name of the run, flags)]. A run that was stopped earlier continues.
     """
-    processes, start = [], time.time()
+    processes = []
 
     def train_one(i):
         side, name, flags = runs[i]
@@ -127,9 +127,8 @@ def train(runs, slots):
 
     try:
         with ThreadPool(slots) as pool:
-            for done, _ in enumerate(pool.imap(train_one, range(len(runs))), start=1):
-                to_go = (time.time() - start) / done * (len(runs) - done)
-                cli.print0(f"{done} of {len(runs)} runs; {timedelta(seconds=round(to_go))} to go")
+            for _ in tqdm(pool.imap(train_one, range(len(runs))), total=len(runs), unit="run"):
+                pass  # the bar shows how many runs are done
     finally:
         for process in processes:
             process.terminate()  # a run saves a checkpoint then

@@ -76,8 +76,11 @@ def group_runs(runs):
 
 
 def compare(groups):
-    """Returns the table's rows: final validation losses, and differences to the first group."""
-    rows, first = [], None
+    """Returns the rows of a table: final validation losses, and differences to the first group.
+
+    There are none if no run has a validation loss.
+    """
+    rows, first = [("group", "runs", "step", "val loss", "difference", "95 % interval")], None
     for name, runs in groups.items():
         ends = [[*run["val"].items()][-1] for run in runs if "val" in run]  # (step, loss)
         if not ends:
@@ -93,7 +96,7 @@ def compare(groups):
         steps = ", ".join(map(str, sorted({step for step, _ in ends})))
         rows.append((name, str(len(losses)), steps, f"{np.mean(losses):.4f}{spread}", difference,
                      interval))
-    return rows
+    return rows if first else []
 
 
 def running_mean(values):
@@ -195,9 +198,7 @@ def main(argv=None):
     with cli.writing(config.output):
         figure.savefig(config.output)
     rows = compare(group_runs(runs))
-    if rows:
-        rows = [("group", "runs", "step", "val loss", "difference", "95 % interval"), *rows]
-        widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
     print(f"{config.output}: {', '.join(directories)}")

@@ -2,8 +2,6 @@
 
 import ast
 import hashlib
-import inspect
-import itertools
 import math
 import os
 import zipfile
@@ -18,7 +16,7 @@ from plaingpt.cli import FREE, UserError, first_line, marked, print0, replacing,
 from plaingpt.device import check_equal, memory_advice, on_rank0
 from tokenizer import get_tokenizer, load_tokenizer
 
-MODEL = Path(inspect.getfile(GPT))  # model.py
+MODEL = Path(__file__).parents[1] / "model.py"
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
 
@@ -101,10 +99,8 @@ class Saver:
             set_moments(optimizer, moments_by_name(saved[kind], of_whole))
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
-        self.best_val = float(checkpoint.get("best_val", math.inf))
         if config.keep_best:  # model_best.pt may be newer than the checkpoint
-            best = on_rank0(read_best_val, Path(place, "model_best.pt"))
-            self.best_val = min(self.best_val, best)
+            self.best_val = on_rank0(read_best_val, Path(place, "model_best.pt"))
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in {**asdict(config), **shape}.items():
@@ -210,12 +206,12 @@ def read_best_val(path):
 
 def hash_of_code(paths):
     """Returns a hash of the code in Python files. Comments, docstrings and blanks do not count."""
-    trees = [ast.parse(path.read_bytes()) for path in paths]
-    for node in itertools.chain(*map(ast.walk, trees)):
+    tree = ast.parse(b"\n".join(path.read_bytes() for path in paths))
+    for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):  # leaves out texts that do nothing
             node.body = [each for each in node.body if not (
                 isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
-    return hashlib.sha256("\n".join(map(ast.unparse, trees)).encode()).hexdigest()
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
 def checkpoints(directory):
@@ -338,8 +334,7 @@ def load_weights(model, weights=None, seed=0, device="cpu"):
             else:  # also for parameters of other stages: all processes draw the same numbers
                 whole_model.init_weight(name, whole)
                 if whole.isnan().any():
-                    raise UserError(f"{name} has no first value; add a line for it to "
-                                    "GPT.init_weight in model.py, such as nn.init.zeros_(p)")
+                    raise UserError(f"{name} has no first value; add it to GPT.init_weight")
             if name in own:
                 part = torch.nn.Parameter(parallel.scatter(name, whole, own[name], device))
                 torch.utils.swap_tensors(own[name], part)  # keeps tied weights tied

@@ -24,11 +24,10 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
+from model import GPT
 from plaingpt.cli import UserError, print0
 from plaingpt.loss import stream_dtype
-from plaingpt.sampling import generate_tokens
 
 
 def split(model, config, process):
@@ -39,13 +38,12 @@ def split(model, config, process):
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    n_head, n_layer = model.config.n_head, model.config.n_layer
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
         raise UserError(f"{scalars[0]} is a scalar, which cannot be split; use torch.zeros(1)")
-    if n_head % config.tp:
-        raise UserError(f"--tp {config.tp} does not divide the model's {n_head} heads")
-    if config.pp > n_layer:
-        raise UserError(f"--pp {config.pp} is more than the model's {n_layer} blocks")
+    if model.config.n_head % config.tp:
+        raise UserError(f"--tp {config.tp} does not divide the model's {model.config.n_head} heads")
+    if config.pp > model.config.n_layer:
+        raise UserError(f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks")
     # PyTorch would warn of three things that are right here. FSDP and TP gather a tensor in two
     # steps. lm_head is not called in training, because loss_fn reads its weight. A module returns a
     # view, which would be wrong only if GPT changed it.
@@ -114,9 +112,8 @@ def split_layers(model, mesh):
         wte=tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         c_attn=tp.ColwiseParallel(), c_fc=tp.ColwiseParallel(), c_proj=tp.RowwiseParallel(),
         lm_head=tp.ColwiseParallel(output_layouts=Replicate()))
-    for name, module in list(model.named_modules()):
-        if not hasattr(module, "weight"):
-            continue
+    layers = [pair for pair in model.named_modules() if hasattr(pair[1], "weight")]
+    for name, module in layers:
         if style := styles.get(name.rpartition(".")[2]):
             # All processes have the same weights, so none are sent.
             tp.parallelize_module(module, mesh, style, src_data_rank=None)
@@ -220,9 +217,7 @@ class Pipeline(nn.Module):
         shape = () if reduction == "mean" else targets.shape
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
-    def generate(self, idx, max_new_tokens, **options):
-        """As GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
-        return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
+    generate = GPT.generate  # it calls only hidden and logits
 
     def on_stage(self, index, shape, method, *args, **kwargs):
         """Calls a method on one stage. Returns its result, of this shape, on all stages."""
@@ -299,7 +294,7 @@ def grad_scaler(process):
 
 def set_gradient_sync(model, is_on):
     """Sets whether the next backward pass averages the gradients over the processes."""
-    if isinstance(model, DDP):
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = is_on
     elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
         model.set_requires_gradient_sync(is_on)
@@ -362,7 +357,6 @@ def scatter(name, whole, p, device):
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
 
 
-@torch.no_grad()
 def gather(model, parts, process):
     """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
 
@@ -374,8 +368,7 @@ def gather(model, parts, process):
     for stage in range(model.n_stages if is_pipeline else 1):
         shapes = [{name: (part.shape, part.dtype) for name, part in parts.items()}]
         if is_pipeline:
-            source = dist.get_global_rank(model.group, stage)
-            dist.broadcast_object_list(shapes, source, group=model.group)
+            dist.broadcast_object_list(shapes, group=model.group, group_src=stage)
         for name, (shape, dtype) in shapes[0].items():
             if not is_pipeline or stage == model.index:
                 whole = parts[name].detach()
@@ -385,7 +378,7 @@ def gather(model, parts, process):
                 whole = torch.empty(shape, dtype=dtype)
             if is_pipeline:
                 whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
-                dist.broadcast(whole, source, group=model.group)
+                dist.broadcast(whole, group=model.group, group_src=stage)
             if process.rank == 0:
                 found[name] = whole.cpu() if is_split else whole
     return found

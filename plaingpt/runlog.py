@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections import deque
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +54,7 @@ class RunLog:
     def __init__(self, gpt_config, config, data, step, process):
         self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
-        self.pace = deque(maxlen=10)  # seconds per token of the last steps
+        self.pace = []  # seconds per token of each step
         # `skipped` counts steps with a non-finite gradient. `rises` counts how many times in a row
         # the validation loss has risen.
         self.skipped = self.rises = 0
@@ -199,9 +198,8 @@ class RunLog:
         is_bad = not math.isfinite(norm)
         self.skipped += is_bad
         self.pace.append(seconds / n_tokens)
-        seconds_to_go = statistics.median(self.pace) * n_tokens * (c.max_steps - step - 1)
-        to_go = timedelta(seconds=round(seconds_to_go))
-        progress = f"loss {streams['train']:.4f} | {to_go} to go"
+        to_go = statistics.median(self.pace[-10:]) * n_tokens * (c.max_steps - step - 1)  # seconds
+        progress = f"loss {streams['train']:.4f} | {timedelta(seconds=round(to_go))} to go"
         if step % c.log_every == 0 or step == c.max_steps - 1 or is_bad:
             flops = tok_s * self.flops_per_token
             mfu = f" | mfu {flops / self.peak_flops:.1%}" if self.peak_flops else ""
