@@ -49,9 +49,9 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import PRESETS, GPTConfig
+from model import GPT, PRESETS, GPTConfig
 from plaingpt import cli, parallel
-from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights, whole_gpt
+from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights
 from plaingpt.cli import FREE, REPEAT, UserError, print0
 from plaingpt.data import Data, Sources, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
@@ -362,7 +362,8 @@ def make_training(gpt_config, config, process, weights=None):
       of DDP's gradients is full, and DDP sends the bucket while the backward pass still computes.
     - DDP is last, because it registers hooks on the final parameters.
     """
-    raw_model = whole_gpt(gpt_config)
+    with torch.device("meta"):
+        raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing
     is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
     if is_split:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt2  # noqa: E402
-from model import GPT  # noqa: E402
 from plaingpt.cli import run_program  # noqa: E402
 
 MOMENTS = {  # the function during whose n-th call the signal arrives
-    "step": (GPT, "forward", 10),  # a step of TINY has four micro-batches
+    "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     "save": (os, "fsync", 2),
 }
