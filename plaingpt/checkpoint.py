@@ -334,7 +334,8 @@ def load_weights(model, weights=None, seed=0, device="cpu"):
             else:  # also for parameters of other stages: all processes draw the same numbers
                 whole_model.init_weight(name, whole)
                 if whole.isnan().any():
-                    raise UserError(f"{name} has no first value; add it to GPT.init_weight")
+                    raise UserError(f"{name} has no first value; add a line for it to "
+                                    "GPT.init_weight in model.py, such as nn.init.zeros_(p)")
             if name in own:
                 part = torch.nn.Parameter(parallel.scatter(name, whole, own[name], device))
                 torch.utils.swap_tensors(own[name], part)  # keeps tied weights tied

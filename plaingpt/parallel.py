@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from model import GPT
 from plaingpt.cli import UserError, print0
 from plaingpt.loss import stream_dtype
+from plaingpt.sampling import generate_tokens
 
 
 def split(model, config, process):
@@ -217,7 +217,9 @@ class Pipeline(nn.Module):
         shape = () if reduction == "mean" else targets.shape
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
-    generate = GPT.generate  # it calls only hidden and logits
+    def generate(self, idx, max_new_tokens, **options):
+        """As GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
+        return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
     def on_stage(self, index, shape, method, *args, **kwargs):
         """Calls a method on one stage. Returns its result, of this shape, on all stages."""
