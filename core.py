@@ -74,14 +74,15 @@ def read_bundle(path, names):
     """Reads a directory with core.yaml -> Tasks. names: as in --tasks. Raises UserError."""
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
-    baselines = load_records([path / "eval_meta_data.csv"])
-    chance = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in baselines}
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
-        label, uri, shots, delimiter = get_fields(
+        label, uri, num_fewshot, delimiter = get_fields(
             record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str)
-        tasks[label] = Task(label, path / "eval_data" / uri, shots[0], delimiter, chance.get(label))
+        tasks[label] = Task(label, path / "eval_data" / uri, num_fewshot[0], delimiter)
+    for row in load_records([path / "eval_meta_data.csv"]):
+        if row["Eval Task"] in tasks:
+            tasks[row["Eval Task"]].chance = 0.01 * float(row["Random baseline"])
     chosen = [name.strip() for name in names.split(",")] if names else tasks
     for name in chosen:
         if name not in tasks:

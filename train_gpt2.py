@@ -196,7 +196,8 @@ def make_configs(given, sources):
         if name not in given:
             values[name] = min(values[name], most)
     if values["n_embd"] % values["n_head"]:
-        raise UserError(f"--n_head {values['n_head']} is no divisor of --n_embd {values['n_embd']}")
+        raise UserError(f"--n_head {values['n_head']} does not divide --n_embd {values['n_embd']}; "
+                        "give a divisor")
     if values["muon_lr"] and values["optimizer"] != "muon":
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "

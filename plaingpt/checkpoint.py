@@ -80,7 +80,8 @@ class Saver:
         another optimizer, or is beyond the last step.
         """
         shape = asdict(self.model.config)
-        check_equal([asdict(self.config), shape], "the processes have different flags")
+        flags = [asdict(self.config), shape]
+        check_equal(flags, "the processes have different flags; give all the same")
         if checkpoint is None:
             return 0, 0
         config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]

@@ -38,8 +38,6 @@ def split(model, config, process):
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
-        raise UserError(f"{scalars[0]} is a scalar, which cannot be split; use torch.zeros(1)")
     if model.config.n_head % config.tp:
         raise UserError(f"--tp {config.tp} does not divide the model's {model.config.n_head} heads")
     if config.pp > model.config.n_layer:
@@ -79,6 +77,8 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
     """Applies FSDP. DDP is implemented as FSDP with one shard and several copies of it."""
     import torch.distributed.fsdp as fsdp
 
+    if scalars := [name for name, p in root.named_parameters() if p.dim() == 0]:
+        raise UserError(f"{scalars[0]} is a scalar, which FSDP cannot split; use torch.zeros(1)")
     mesh = mesh["shards"] if is_fsdp else mesh["copies", "shards"]
     # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The CPU's
     # layer_norm rejects bfloat16 weights with the float32 residual stream.

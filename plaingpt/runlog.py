@@ -227,11 +227,12 @@ def hash_of_program():
     return hash_of_code(sorted(f for f in files if f.parent in (root, root / "plaingpt")))
 
 
-def run_git(*command, place=Path(__file__).parent, data=None):
+def run_git(*command, place=None, data=None):
     """Runs a command of git in a directory -> its output, as bytes. Raises UserError.
 
-    data: the input of the command.
+    place: the directory; by default this clone. data: the input of the command.
     """
+    place = place or Path(__file__).parent
     try:
         return subprocess.run(["git", "-C", place, *command], input=data, capture_output=True,
                               check=True).stdout

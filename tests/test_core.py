@@ -82,7 +82,6 @@ def write_yaml(directory, settings, before=""):
     directory.mkdir()
     (directory / "core.yaml").write_text(
         f"{before}icl_tasks:\n- label: a\n  num_fewshot: [0]\n  {settings}\n")
-    (directory / "eval_meta_data.csv").write_text("Eval Task,Random baseline\na,50\n")
 
 
 @pytest.fixture(scope="module")

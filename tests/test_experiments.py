@@ -167,7 +167,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path, sh
 @pytest.mark.parametrize("edits, message", [
     (dict(heads="nn.Parameter(torch.ones(()))", q="self.scale * q"),
      "transformer.h.0.attn.scale is in no layer; make it the weight of an nn.Module"),
-    (dict(mlp=", Scale()"), "each process has its own gradient of transformer.h.0.mlp.gelu.1.weight"
+    (dict(mlp=", Scale()"), "the processes have different gradients of transformer.h.0.mlp.gelu.1.weight"
      ", which must be the same on all; leave out --tp")], ids=["direct", "MLP"])
 def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
     copy_with_scale(tmp_path, **edits)
@@ -191,7 +191,7 @@ def test_gradients_are_compared_in_the_first_step_that_has_finite_ones(tmp_path)
                        program=tmp_path / "train_gpt2.py")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and " skipped | " in out
-    assert "each process has its own gradient of transformer.h.0.mlp.gelu.1.weight" in err
+    assert "the processes have different gradients of transformer.h.0.mlp.gelu.1.weight" in err
 
 
 @pytest.mark.parametrize("first", ["torch.zeros(())", "torch.zeros(16)", "torch.eye(16)"])
@@ -223,6 +223,10 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
     found = weights(tmp_path / "run", 1)["transformer.h.0.attn.mix"]
     assert (found - eval(first)).abs().max() < 0.01  # one step away from it
     if found.dim() == 0:
-        for flags in (["--tp", 2], ["--pp", 2], ["--parallel", "fsdp"]):
-            _, err = run(tmp_path, "split", 1, *flags, processes=2, status=2)
-            assert "attn.mix is a scalar, which cannot be split; use torch.zeros(1)" in err
+        for flags, n, sentence in (
+                (["--tp", 2], 2, "--tp: transformer.h.0.attn.mix is in no layer; make it"),
+                (["--parallel", "fsdp"], 2, "attn.mix is a scalar, which FSDP cannot split; use"),
+                (["--pp", 2], 4, "attn.mix is a scalar, which FSDP cannot split; use")):
+            _, err = run(tmp_path, "split", 1, *flags, processes=n, status=2)
+            assert sentence in err
+        run(tmp_path, "pp", 1, "--pp", 2, processes=2)

@@ -374,7 +374,7 @@ CASES = {
         ("--init_from cut.pt", "cut.pt: not a readable checkpoint ... give another"),
         ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3"),
         ("TINY --resume --data text.txt", "the run in log/baby had other --data: ... --init_from"),
-        ("TINY --resume --optimizer muon", "has --optimizer adamw; give all its flags again"),
+        ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),
     ],
     "generate.py": [

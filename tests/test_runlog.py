@@ -160,6 +160,8 @@ def test_run_json_lists_the_files_that_changes_patch_lacks(tmp_path, monkeypatch
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     (tmp_path / "plaingpt").mkdir()
     (tmp_path / "idea.py").write_text("")
+    (tmp_path / "plaingpt" / "runlog.py").write_text("")
+    subprocess.run(["git", "add", "plaingpt"], cwd=tmp_path, check=True)
     monkeypatch.setattr(runlog, "__file__", str(tmp_path / "plaingpt" / "runlog.py"))
     monkeypatch.chdir(tmp_path)
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path.parent / "run")])
