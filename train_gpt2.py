@@ -408,12 +408,12 @@ def accumulate(model, scaler, micro_batches, process):
     return mean_loss
 
 
-def train_step(training, micro_batches, grad_clip, stop, process):
-    """Makes one optimizer step -> (mean loss, gradient norm, whether any process has to stop).
+def train_step(training, micro_batches, grad_clip, signals, process):
+    """Makes one optimizer step -> (mean loss, gradient norm, whether any process has signals).
 
-    micro_batches: list of (x, y), (B, T) each. stop: true if this process was told to stop. A step
-    with a non-finite gradient leaves parameters and optimizers as they are, but `step` and
-    `position` go on.
+    micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal handler may
+    append at any time. A step with a non-finite gradient leaves parameters and optimizers as they
+    are, but `step` and `position` go on.
     """
     _, model, optimizers, scaler = training
     if isinstance(model, parallel.Pipeline):
@@ -427,7 +427,7 @@ def train_step(training, micro_batches, grad_clip, stop, process):
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf only measures it
     # These are means over all processes, as Python floats. (The norm was equal on all of them.) In
     # a step, the CPU waits for the device only here (and once more in the first step with TP).
-    loss, norm, stopping = process.mean(mean_loss, norm, torch.full_like(norm, bool(stop)))
+    loss, norm, stopping = process.mean(mean_loss, norm, torch.full_like(norm, len(signals) > 0))
     for optimizer in optimizers:
         if math.isfinite(norm):
             optimizer.step()  # not scaler.step(): it would wait for the device again
@@ -476,8 +476,7 @@ def main(argv=None):
     # [(n, B)]: a step has n sequences, and a micro-batch of one process has B. B is batch_size, or
     # less if a process has fewer sequences in a step, or a pipeline stage would get none. Each step
     # of the ramp has a pair; its n grows in multiples of rampup_batch_size / T. The last pair is
-    # for all later steps; its n is total_batch_size / T. Raises UserError if a process would not
-    # get whole micro-batches, or if a step is larger than all training data.
+    # for all later steps; its n is total_batch_size / T. Every micro-batch is whole.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
@@ -485,9 +484,8 @@ def main(argv=None):
 
     training = make_training(gpt_config, config, process, weights)
     saver = Saver(training, data, config, process)
-    # Loads the state of optimizers and scaler; the weights are loaded above. Learning rates are
-    # those of this command. Returns (0, 0) in a new run. Raises UserError if the step is above
-    # max_steps.
+    # Loads the state of optimizers and scaler; the weights are loaded above. Returns (0, 0) in a
+    # new run. Learning rates are those of this command.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
@@ -521,9 +519,11 @@ def main(argv=None):
             # The processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
             n, micro_batches = next(batches)  # all processes together have n sequences
-            # A signal to one process, or max_minutes, makes `stopping` true on all.
-            loss, norm, stopping = train_step(training, micro_batches, config.grad_clip,
-                                              signals or time.monotonic() > deadline, process)
+            if time.monotonic() > deadline:
+                signals.append(0)  # as if a signal had come
+            # A signal to one process makes `stopping` true on all.
+            loss, norm, stopping = train_step(
+                training, micro_batches, config.grad_clip, signals, process)
             position += n
             log.write_step(step, n * T, time.perf_counter() - began, train=loss, lr=lr, norm=norm,
                            tokens=position * T)

@@ -188,6 +188,6 @@ def test_run_the_code_of_all_pages(tmp_path):
             printed[name] = run("python page.py\n")
     assert "step     1/2" in out and out.count("done: python generate.py") == runs, out
     assert (tmp_path / "baby.png").is_file()
-    assert printed.pop("docs/experiments.md").endswith("True\n1 10 128\n1 2 10 10\n")
+    assert printed.pop("docs/experiments.md").endswith("True 1 10 128\n")
     assert printed == {"docs/lesson.md": "10.82\n"}
     assert (tmp_path / "my-gpt2" / "config.json").is_file()

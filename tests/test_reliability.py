@@ -393,7 +393,7 @@ CASES = {
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
-        ("--input text.txt --output_dir good", "good: has shards of another ... another --"),
+        ("--input text.txt --output_dir good", "good: has shards of another ... a new directory"),
         ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],
     "hellaswag.py": [

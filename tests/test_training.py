@@ -88,7 +88,7 @@ def test_processes_with_different_data_flags_or_checkpoints(tmp_path):
     for flag, message in (
             (["--data", "my.txt"], "--data: the processes have different data; copy"),
             (["--max_lr", 1.0], "the processes have different flags; give all the same"),
-            (["--log_dir", "other"], "the processes have different checkpoints; give all")):
+            (["--log_dir", "other"], "the processes have different checkpoints; give one")):
         _, err = program("--log_dir", "run", *flag, *TINY, "--resume", "--log_dir", "run",
                          cwd=tmp_path, processes=2, status=2, program=tmp_path / "train.py")
         assert message in err
