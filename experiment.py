@@ -110,13 +110,13 @@ def train(runs, slots):
 
     runs: [(side, name of the run, flags)]. A run that was stopped earlier continues.
     """
-    processes = []
+    processes, n_gpus = [], torch.cuda.device_count()
 
     def train_one(i):
         side, name, flags = runs[i]
         place = side.directory(name)
         place.mkdir(parents=True, exist_ok=True)
-        gpu = ["--device", f"cuda:{i % slots}"] if torch.cuda.is_available() else []
+        gpu = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
         command = [sys.executable, LAB / side.name / "train_gpt2.py", *side.flags, *gpu, *QUIET]
         with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
             processes.append(subprocess.Popen([*command, *flags, "--log_dir", place], stdout=output,
@@ -270,7 +270,8 @@ def main(argv=None):
     ledger = [json.loads(line) for path in LEDGERS if path.exists() for line in open(path)]
     if config.list:
         return print("\n".join(map(describe, ledger)))
-    cli.check_output("--json", config.json, patches)
+    if missing := [path for path in patches if not Path(path).is_file()]:
+        raise UserError(f"{missing[0]}: no such patch; give a file")
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
     if not patches:

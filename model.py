@@ -65,8 +65,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None, mask=None):
         B, T, C = x.size()
-        # For DDP, torch.compile may split its graph here. Without .to, the part before the split
-        # would keep x in float32, and the part after it would keep x in the dtype of autocast, too.
+        # With DDP, torch.compile may cut its graph just before c_attn. Without .to, x would then be
+        # stored twice for the backward pass: in float32, and in the dtype of autocast.
         qkv = self.c_attn(x.to(matmul_dtype(x))).chunk(3, dim=2)  # 3 x (B, T, C)
         # (B, nh, T, hs) each. -1 stands for nh: with tensor parallelism, a process has fewer heads.
         q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)

@@ -234,7 +234,7 @@ class DataLoaderLite:
         """Returns the T+1 tokens at a position: (T+1,)."""
         periods, i = divmod(position, len(self.turns))
         k, earlier = self.turns[i]  # k is the index of the data set
-        # So many sequences of this data set came before this position.
+        # `taken` is the number of sequences of this data set that came before this position.
         taken = periods * self.turns_per_period[k] + earlier
         epoch, j = divmod(taken, self.lengths[k])
         if self.shuffle:
@@ -371,9 +371,10 @@ def make_training(gpt_config, config, process, weights=None):
         # With FSDP, the GPT is the same, but each process has a shard of each tensor. With TP, each
         # process of a group has a part of each matrix; LayerNorms and positions stay whole. With
         # PP, raw_model is a Pipeline, which has the methods of a GPT. Its first stage has the
-        # embeddings, its last stage has the head, and each stage has some of the blocks. FSDP, and
-        # not DDP, averages the gradients of the groups. Without --parallel fsdp, FSDP shards
-        # nothing. Muon works on split matrices, too, but it communicates for each of them.
+        # embeddings, its last stage has the head, and each stage has some of the blocks. A split
+        # model is never put into DDP. PyTorch's FSDP averages its gradients over the dp_size
+        # groups, also with --parallel ddp, where it shards nothing. Muon works on split matrices,
+        # too, but it communicates for each of them.
         raw_model = parallel.split(raw_model, config, process)
     # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
     # which depend on the seed only: they are the same for any number of processes.
@@ -448,9 +449,10 @@ def due(step, every):
 #   later        save, validation, benchmarks, samples, each if it is due
 #   max_steps    save, validation, benchmarks, samples; then the run is done
 #   a signal     (or max_minutes) save; then the run ends. A resume does the rest that is due.
-#   a resume     begins at the step of the checkpoint, and does not save it again. What is due at
-#                this step is computed again. log.txt keeps its validation and its benchmarks, and
-#                gets no second line of them. All other lines from this step on are removed first.
+#   a resume     begins at the step of the checkpoint, and does not save it again. First, log.txt
+#                loses the lines of this step and of all later ones, except this step's validation
+#                and benchmarks. Then all that is due at this step is computed, even if the old run
+#                has done it. A validation or benchmark that log.txt has gets no second line.
 #   ten steps in a row with a non-finite gradient: the run ends with an error, without a save
 #
 # All processes call save, estimate_loss, run_evals, draw_samples and the methods of log. Rank 0
@@ -474,9 +476,9 @@ def main(argv=None):
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
     # [(n, B)]: a step has n sequences, and a micro-batch of one process has B. B is batch_size, or
-    # less if a process has fewer sequences in a step, or a pipeline stage would get none. Each step
-    # of the ramp has a pair; its n grows in multiples of rampup_batch_size / T. The last pair is
-    # for all later steps; its n is total_batch_size / T. Every micro-batch is whole.
+    # less if a process has too few sequences for that, or for pp micro-batches. Each step of the
+    # ramp has a pair; its n grows in multiples of rampup_batch_size / T. The last pair is for all
+    # later steps; its n is total_batch_size / T. Every micro-batch is whole.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)

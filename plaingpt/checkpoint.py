@@ -283,10 +283,11 @@ def newest_model(place=None):
 def choose_start(checkpoint, gpt_config, config, given, sources):
     """Decides what a run starts from -> (GPTConfig, weights, Tokenizer, kept). Changes nothing.
 
-    With --resume the checkpoint decides, with --init_from the weights that it names. Otherwise, the
-    flags and the vocabulary of the data decide. given: {name: value} of the flags on the command
-    line. weights: a state dict, or None for random weights. kept: {name of a flag: value}, settings
-    that a resumed run keeps. Raises UserError if weights, flags and data do not fit together.
+    With --resume, the checkpoint decides. With --init_from, the weights that this flag names
+    decide. Otherwise, the flags and the vocabulary of the data decide. given: {name: value} of the
+    flags on the command line. weights: a state dict, or None for random weights. kept: {name of a
+    flag: value}, settings that a resumed run keeps. Raises UserError if weights, flags and data do
+    not fit together.
     """
     g, source = gpt_config, config.log_dir if checkpoint else config.init_from
     if not source:

@@ -42,9 +42,9 @@ def split(model, config, process):
         raise UserError(f"--tp {config.tp} does not divide the model's {model.config.n_head} heads")
     if config.pp > model.config.n_layer:
         raise UserError(f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks")
-    # PyTorch would warn of three things that are right here. FSDP and TP gather a tensor in two
-    # steps. lm_head is not called in training, because loss_fn reads its weight. A module returns a
-    # view, which would be wrong only if GPT changed it.
+    # PyTorch would warn of three things that do no harm here: FSDP and TP gather a tensor in two
+    # steps; training does not call lm_head, because loss_fn reads its weight; and a module returns
+    # a view, which would be wrong only if GPT changed the view in place.
     for name in ("tensor._redistribute", "fsdp.fully_shard"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -74,7 +74,7 @@ def split(model, config, process):
 
 
 def apply_fsdp(root, blocks, mesh, is_fsdp, process):
-    """Applies FSDP. DDP is implemented as FSDP with one shard and several copies of it."""
+    """Applies FSDP. Without --parallel fsdp, it does what DDP does: one shard, several copies."""
     import torch.distributed.fsdp as fsdp
 
     if scalars := [name for name, p in root.named_parameters() if p.dim() == 0]:
@@ -115,11 +115,12 @@ def split_layers(model, mesh):
     layers = [pair for pair in model.named_modules() if hasattr(pair[1], "weight")]
     for name, module in layers:
         if style := styles.get(name.rpartition(".")[2]):
-            # All processes have the same weights, so none are sent.
+            # The weights are on the meta device and have no values yet, so none are sent.
             tp.parallelize_module(module, mesh, style, src_data_rank=None)
         else:  # norms and positions stay whole on every process
-            # Their input is whole, too, except inside attention: (B, nh, T, hs) has only the heads
-            # of this process. The gradient of the weight is then the sum over the processes.
+            # Their input is whole, too, in model.py as it is. If you add norms of q and k, their
+            # input (B, nh, T, hs) has only the heads of this process. The gradient of such a norm
+            # is then the sum of the gradients of all processes.
             distribute_module(
                 module, mesh, output_fn=lambda _, output, mesh: output.to_local(),
                 input_fn=lambda _, inputs, mesh: DTensor.from_local(
@@ -324,7 +325,8 @@ def norm_of(parameters):
 def place_gradient(p):
     """Gives the gradient the placement of its parameter, and completes pending sums.
 
-    RowwiseParallel gives the gradient of all rows. torch 2.11 leaves sums over the TP group to do.
+    RowwiseParallel gives a gradient with all rows, but the parameter has only some of them. With
+    torch 2.11, a gradient may also be a part of a sum over the processes of the TP group.
     """
     if is_dtensor(p.grad) and p.grad.placements != p.placements:
         p.grad = p.grad.redistribute(placements=p.placements)
