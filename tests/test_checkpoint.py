@@ -321,7 +321,7 @@ def test_moments_of_a_wrong_shape_are_refused(tmp_path, key):
 
 
 def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch):
-    """Foreign files, and files that cannot be read now, are somebody's work."""
+    """Foreign files, and files that cannot be read now, may be the work of a user."""
     torch.save(dict(model={}, model_args={}), tmp_path / "ckpt.pt")  # as nanoGPT
     torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # as build-nanogpt
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
