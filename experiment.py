@@ -60,7 +60,7 @@ TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
 
 @dataclass
 class ExperimentConfig:
-    flags: Annotated[str, "of both programs"] = "--preset baby --max_steps 1000"
+    flags: Annotated[str, "of both programs"] = "--preset baby --max_steps 1000 --val_every 0"
     seeds: Annotated[int, "number of pairs; choose it before", "at least 2 and at most 1000"] = 4
     rates: Annotated[list[float] | None, "values of --max_lr to choose from", "above 0"] = None
     delta: Annotated[float, "a smaller difference does not matter", "above 0"] = 0.01
