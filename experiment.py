@@ -3,7 +3,8 @@
   python experiment.py                            what you changed since the
                                                   last commit
   python experiment.py experiments/rotary.patch   a patch
-  python experiment.py -- --optimizer adamw       flags: all that follows --
+  python experiment.py -- --optimizer adamw       what you changed, and the flags
+                                                  that follow --
   python experiment.py --base HEAD~3              all changes since that commit
   python experiment.py --list                     what was tried so far
 
@@ -65,6 +66,7 @@ class ExperimentConfig:
     rates: Annotated[list[float] | None, "values of --max_lr to choose from", "above 0"] = None
     delta: Annotated[float, "a smaller difference does not matter", "above 0"] = 0.01
     base: Annotated[str, "commit to compare with"] = "HEAD"
+    name: Annotated[str | None, "what --list calls the change [patch and flags]"] = None
     json: Annotated[str | None, "also write the verdict to this file"] = None
     list: Annotated[bool, "print the experiments so far"] = False
 
@@ -105,10 +107,11 @@ def make_copy(name, commit, changes=b"", files=()):
         run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
-def train(runs, slots):
+def train(runs, slots, title="training"):
     """Trains runs, `slots` at a time. Raises UserError if one fails.
 
-    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues.
+    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. title: what
+    the progress bar says.
     """
     processes, n_gpus = [], torch.cuda.device_count()
 
@@ -127,7 +130,8 @@ def train(runs, slots):
 
     try:
         with ThreadPool(slots) as pool:
-            for _ in tqdm(pool.imap(train_one, range(len(runs))), total=len(runs), unit="run"):
+            done = pool.imap(train_one, range(len(runs)))
+            for _ in tqdm(done, title, total=len(runs), unit="run"):
                 pass  # the bar shows how many runs are done
     finally:
         for process in processes:
@@ -137,7 +141,7 @@ def train(runs, slots):
 
 def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
-    train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], len(sides))
+    train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], len(sides), "one step")
     for side in sides:
         facts = cli.read_json(side.directory("asked") / "run.json")
         side.facts = {**facts.pop("train_config"), **facts}
@@ -247,6 +251,7 @@ def compare(sides, config):
             ratios.append(paces[0] / paces[1])
     facts.update(compare_pairs(*losses.T, config.delta), losses=losses.tolist(),
                  time_ratio=float(np.median(ratios)) if ratios else None)
+    cli.print0("computing the losses again")
     for side in sides:
         if reason := check(side, base, seeds):
             facts.update(verdict="invalid", reason=reason)
@@ -274,13 +279,15 @@ def main(argv=None):
         raise UserError(f"{missing[0]}: no such patch; give a file")
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
+    names = [Path(path).stem for path in patches]
     if not patches:
         changes = run_git("diff", "--binary", commit)
         files = run_git("ls-files", "--others", "--exclude-standard", "*.py").decode().split()
+        names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
     entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config),
-                 change=" ".join([*(Path(path).stem for path in patches), *more]) or "this clone",
+                 change=config.name or " ".join([*names, *more]),
                  patch=hashlib.sha256(changes).hexdigest()[:12])
     LAB.mkdir(parents=True, exist_ok=True)
     lock = cli.lock(LAB, "experiments in")
@@ -293,6 +300,9 @@ def main(argv=None):
         entry.update(compare(sides, config))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
+    except KeyboardInterrupt:
+        cli.print0("stopped; the same command continues")
+        raise
     finally:
         for side in sides:
             shutil.rmtree(LAB / side.name, ignore_errors=True)

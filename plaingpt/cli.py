@@ -224,7 +224,7 @@ def lock(directory, flag):
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"{flag} {directory}: another process writes there; stop it") from error
+        raise UserError(f"{flag} {directory}: another process uses it; wait for it") from error
     except (ImportError, OSError) as error:  # Windows and some network disks have no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
     for temporary in Path(directory).glob("*.tmp"):

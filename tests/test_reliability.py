@@ -279,7 +279,7 @@ def test_two_runs_in_one_directory(tmp_path):
     wait_for(first, "step     4/")
     for more in ([], ["--resume"]):
         _, err = program(*flags, *more, cwd=tmp_path, status=2)
-        assert err == "error: --log_dir run: another process writes there; stop it\n"
+        assert err == "error: --log_dir run: another process uses it; wait for it\n"
     first.send_signal(signal.SIGHUP)  # as when the terminal is closed
     out, _ = first.communicate(timeout=60)
     step = stopped_at(out)
@@ -296,7 +296,7 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
         (tmp_path / "out" / name).write_bytes(b"")
     flags = ["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out")]
     descriptor = cli.lock(tmp_path / "out", "--output_dir")
-    with pytest.raises(UserError, match="--output_dir .*out: another process writes there"):
+    with pytest.raises(UserError, match="--output_dir .*out: another process uses it"):
         fineweb.main(flags)
     os.close(descriptor)
     fineweb.main(flags)
