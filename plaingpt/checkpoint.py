@@ -95,9 +95,8 @@ class Saver:
                             f"run: --init_from {place}, not --resume")
         if saved.keys() != self.optimizers.keys():
             raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
-        whole = whole_gpt(self.model.config).configure_optimizers(0.0, 0.0, config.optimizer)
-        for (kind, optimizer), of_whole in zip(self.optimizers.items(), whole):
-            set_moments(optimizer, moments_by_name(saved[kind], of_whole))
+        for kind, optimizer in self.optimizers.items():
+            set_moments(optimizer, moments_by_name(saved[kind]))
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:  # model_best.pt may be newer than the checkpoint
@@ -144,17 +143,15 @@ def named_params(optimizer):
     return [pair for g in optimizer.param_groups for pair in zip(g["param_names"], g["params"])]
 
 
-def moments_by_name(saved, whole):
+def moments_by_name(saved):
     """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
 
-    Older versions stored the state dict of the optimizer. In it, the parameters have numbers. Most
-    of these state dicts also list the names. whole: the same optimizer of the whole model, which
-    has the names, too.
+    Older versions stored the state dict of the optimizer. In it, the parameters have numbers, and
+    each group lists their names.
     """
     if "param_groups" not in saved:
         return saved
-    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
-    names = names or [name for name, _ in named_params(whole)]
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
     return {f"{names[i]}.{moment}": tensor for i, moments in saved["state"].items()
             for moment, tensor in moments.items()}
 
