@@ -90,11 +90,9 @@ def save_shard(directory, facts, parts, next, tokenizer):
             (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
         cli.write_json(directory / "progress.json", facts)
         (directory / "meta.json").unlink(missing_ok=True)
-        with cli.replacing(path) as temporary, open(temporary, "wb") as file:
+        with cli.replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
     if tokenizer.special:  # in bytes, a document may have line breaks inside
         facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=next)

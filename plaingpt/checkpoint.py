@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import math
-import os
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,13 +56,11 @@ class Saver:
             train_config={k: v for k, v in settings.items() if k not in self.free})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         remedy = "the older checkpoints are complete: free some space, then continue with --resume"
-        with writing(path, remedy), replacing(path) as temporary, open(temporary, "wb") as file:
+        with writing(path, remedy), replacing(path) as file:
             try:
                 torch.save(state, file)
             except RuntimeError as error:  # PyTorch raises it while it handles an OSError
                 raise (error.__context__ or error) from None
-            file.flush()
-            os.fsync(file.fileno())
         for old in checkpoints(path.parent)[: -self.config.keep] if self.config.keep else ():
             old.unlink()
 

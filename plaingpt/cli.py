@@ -203,10 +203,13 @@ def writing(path, remedy="choose another place, or free some space"):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yields a temporary path; renames it to `path` after the block, or deletes it on failure."""
+    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        yield temporary
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -249,8 +252,8 @@ def check_output(flag, path, inputs=()):
 def write_json(path, value):
     """Writes a value as JSON. The file is replaced atomically; a symbolic link stays one."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    with writing(path), replacing(Path(path).resolve()) as temporary:
-        temporary.write_text(text, "utf-8", "backslashreplace")  # paths may be invalid UTF-8
+    with writing(path), replacing(Path(path).resolve()) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))  # paths may be invalid UTF-8
 
 
 def read_json(path):

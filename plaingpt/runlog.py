@@ -77,8 +77,8 @@ class RunLog:
             kept = [line for line in old
                     if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
             self.known = {line[:2]: float(line[2]) for line in kept if line[0] == step}
-            with cli.replacing(self.path) as temporary:
-                temporary.write_text("".join(f"{s} {stream} {v}\n" for s, stream, v in kept))
+            with cli.replacing(self.path) as file:
+                file.writelines(f"{s} {stream} {v}\n".encode() for s, stream, v in kept)
                 # This comes after the first write, which fails in a read-only directory.
                 if step == 0:
                     move_aside(directory)

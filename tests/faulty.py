@@ -12,7 +12,7 @@ from plaingpt.cli import run_program  # noqa: E402
 MOMENTS = {  # the function during whose n-th call the signal arrives
     "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
-    "save": (os, "fsync", 2),
+    "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
 }
 owner, name, n = MOMENTS[sys.argv.pop(1)]
 function, calls = getattr(owner, name), 0
