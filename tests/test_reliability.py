@@ -351,7 +351,7 @@ CASES = {
         ("--epochs 5", "unknown flag --epochs; did you mean --max_steps?"),
         ("--preset gpt5", "--preset: invalid choice: 'gpt5' ... gpt2-medium"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: [Errno 2] No such ... or leave it"),
-        ("--device cuda:99", "--device cuda:99: ... (torch 2 ... or try --device cpu"),
+        ("--device cuda:99", "--device cuda:99: ... (torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head 3 does not divide --n_embd 128 ... give a divisor"),
         ("--vocab_size 100", "token id 1 ... leave out --vocab_size"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
