@@ -77,8 +77,6 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
     """Applies FSDP. Without --parallel fsdp, it does what DDP does: one shard, several copies."""
     import torch.distributed.fsdp as fsdp
 
-    if scalars := [name for name, p in root.named_parameters() if p.dim() == 0]:
-        raise UserError(f"{scalars[0]} is a scalar, which FSDP cannot split; use torch.zeros(1)")
     mesh = mesh["shards"] if is_fsdp else mesh["copies", "shards"]
     # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The CPU's
     # layer_norm rejects bfloat16 weights with the float32 residual stream.

@@ -225,8 +225,8 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
     if found.dim() == 0:
         for flags, n, sentence in (
                 (["--tp", 2], 2, "--tp: transformer.h.0.attn.mix is in no layer; make it"),
-                (["--parallel", "fsdp"], 2, "attn.mix is a scalar, which FSDP cannot split; use"),
-                (["--pp", 2], 4, "attn.mix is a scalar, which FSDP cannot split; use")):
+                (["--parallel", "fsdp"], 2, "Change mix to a 1D tensor"),
+                (["--pp", 2], 4, "Change mix to a 1D tensor")):
             process, *_ = spawn(*TINY, *flags, processes=n, cwd=tmp_path,
                                 program=tmp_path / "train_gpt2.py")
             assert sentence in process.communicate(timeout=60)[1]  # others may lose the connection
