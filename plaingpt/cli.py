@@ -107,8 +107,7 @@ def read_annotation(name, hint, default):
 def run_program(main):
     """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # escapes what the terminal's encoding cannot print
-            stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:
         main()
     except UserError as error:
