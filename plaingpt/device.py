@@ -83,8 +83,6 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     # torchrun sets these variables.
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if rank >= world_size:
-        raise UserError(f"RANK is {rank}, but WORLD_SIZE {world_size}; use torchrun, or unset RANK")
     n_parts = pp * tp  # processes that share one model
     if world_size % n_parts:
         raise UserError(f"--tp {tp} --pp {pp}: use torchrun with a multiple of {n_parts} processes")

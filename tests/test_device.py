@@ -11,7 +11,7 @@ import torch
 from conftest import CPU, ROOT
 
 from plaingpt.cli import UserError
-from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch, start
+from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
@@ -107,10 +107,3 @@ def test_every_program_sets_how_threads_wait_before_it_imports_torch(name):
                               capture_output=True, text=True, timeout=60)
         assert done.stdout == given, done.stderr
         env["GOMP_SPINCOUNT"] = "7"
-
-
-def test_a_rank_without_a_world_is_refused(monkeypatch):
-    """Such a process would train and save nothing."""
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UserError, match="RANK is 1, but WORLD_SIZE 1; use torchrun, or unset RANK"):
-        start("cpu", "float32")
