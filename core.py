@@ -98,8 +98,7 @@ def load_task(task, options):
     n = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n:
-        raise UserError(f"{task.file}: has {len(items)} items, but a prompt with {n} solved "
-                        f"examples needs {n + 1}; lower --num_fewshot or raise --max_per_task")
+        raise UserError(f"{task.file}: has too few items for --num_fewshot {n}; give fewer")
     examples = [make_example(item, delimiter) for item in items]
     solved = [solution(example) for example in examples]
     if task.chance is None:

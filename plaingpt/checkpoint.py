@@ -26,8 +26,8 @@ class Saver:
         self.model, self.scaler = training.raw_model, training.scaler
         self.data, self.config, self.process = data, config, process
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
-        self.optimizers = {type(optimizer).__name__.lower(): optimizer  # adamw, muon
-                           for optimizer in training.optimizers}
+        # The keys are "adamw" and "muon".
+        self.optimizers = {type(each).__name__.lower(): each for each in training.optimizers}
         self.free = marked(type(config), FREE)  # a resume may change these flags without a note
         self.model_code = hash_of_code([MODEL])  # model.py may be edited later, so hash it now
         self.best_val = math.inf  # the lowest validation loss of the run
@@ -129,8 +129,7 @@ def set_moments(optimizer, moments):
         name, _, moment = key.rpartition(".")
         if name in own:  # otherwise it belongs to another stage of the pipeline
             if whole.shape not in ((), own[name].shape):
-                raise UserError(f"{key} in the checkpoint has shape {tuple(whole.shape)}, not "
-                                f"{tuple(own[name].shape)}; resume from another checkpoint")
+                raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
             part = parallel.scatter(name, whole, own[name], own[name].device)
             optimizer.state[own[name]][moment] = part
 

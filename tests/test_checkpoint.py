@@ -313,8 +313,7 @@ def test_moments_of_a_wrong_shape_are_refused(tmp_path, key):
     saved["optimizer"]["adamw"][key] = torch.ones(3)
     torch.save(saved, tmp_path / "run" / "model_000001.pt")
     _, err = train("--log_dir", "run", "--resume", cwd=tmp_path, status=2)
-    assert err.startswith(f"error: {key} in the checkpoint has shape (3,), not (")
-    assert err.endswith("; resume from another checkpoint\n") and err.count("\n") == 1
+    assert err == f"error: {key} has a wrong shape in the checkpoint; resume from another\n"
 
 
 def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch):

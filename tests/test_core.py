@@ -229,7 +229,7 @@ def test_training_logs_core(tmp_path):
     ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
     ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
     ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
-    ("--bundle BUNDLE --max_per_task 5", "has 5 items, but a prompt with 10 solved examples needs"),
+    ("--bundle BUNDLE --max_per_task 5", "has too few items for --num_fewshot 10; give fewer"),
 ])
 def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, capsys):
     write_items(tmp_path / "other.jsonl", [dict(text="a")])
