@@ -26,7 +26,7 @@ from typing import Annotated
 import numpy as np
 
 from plaingpt import cli
-from plaingpt.cli import UserError, check_output, first_line, parse_flags, require, run_program
+from plaingpt.cli import UserError, check_output, explaining, parse_flags, require, run_program
 from plaingpt.text import clean_text, find_files, read_documents
 from plaingpt.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_settings
 
@@ -66,10 +66,8 @@ class Tokenizer:
     def library(self):
         """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
         settings = self.settings or build(self.token_bytes, self.special)
-        try:
+        with explaining("tokenizer.json: not usable", "give another one"):
             library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
-        except Exception as error:  # the package has no class for its errors
-            raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         library.encode_special_tokens = True
         return library
 
@@ -87,10 +85,9 @@ class Tokenizer:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
         library = self.library
-        try:
+        with explaining("tokenizer.json: not usable", "give another one"):
+            # This fails, for example, if the unknown token is missing.
             found = library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # as above; for example, the unknown token is missing
-            raise UserError(f"tokenizer.json: {first_line(error)}; give another one") from error
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 
     def decode(self, ids):
@@ -136,12 +133,11 @@ def load_tokenizer(place, end_of_text=None):
     """
     if place in ("gpt2", "bytes"):
         return get_tokenizer(place)
-    try:
+    # Errors of the network and of `tokenizers` share no class.
+    what = f"--tokenizer {place}: no usable tokenizer.json"
+    with explaining(what, "give another, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
-    except Exception as error:  # errors of the network and of `tokenizers` share no class
-        reason = f"no usable tokenizer.json ({first_line(error)})"
-        raise UserError(f"--tokenizer {place}: {reason}; give another, or --end_of_text") from error
 
 
 PIECE = 10_000  # characters; large documents are sampled in pieces

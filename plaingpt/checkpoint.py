@@ -11,7 +11,7 @@ import torch
 
 from model import GPT, GPTConfig
 from plaingpt import parallel
-from plaingpt.cli import FREE, UserError, first_line, marked, print0, replacing, writing
+from plaingpt.cli import FREE, UserError, explaining, marked, print0, replacing, writing
 from plaingpt.device import check_equal, memory_advice, on_rank0
 from tokenizer import get_tokenizer, load_tokenizer
 
@@ -159,43 +159,39 @@ def load_checkpoint(path, remedy="give another one"):
     remedy: what the user should do if the file is damaged, or is no checkpoint of this program.
     """
     on_rank0(check_file, path, remedy)
-    return read_file(path, remedy)
+    return read_file(path)
+
+
+def read_file(path):
+    """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def check_file(path, remedy):
     """Raises UserError unless a file is a complete checkpoint with finite weights."""
-    read_file(path, remedy, check=True)
-
-
-def read_file(path, remedy, check=False):
-    """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
-    try:
-        if check:
-            with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
-                if damaged := archive.testzip():
-                    raise ValueError(f"the checksum of {damaged} is wrong")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    what = f"{path}: not a readable checkpoint"
+    # zipfile, pickle and torch raise exceptions of many kinds.
+    with explaining(what, remedy), explaining(f"{path}: cannot be read", "try again", OSError):
+        with zipfile.ZipFile(path) as archive:  # torch.save writes a zip file, with checksums
+            if damaged := archive.testzip():
+                raise ValueError(f"the checksum of {damaged} is wrong")
+        checkpoint = read_file(path)
         if "model_config" not in checkpoint:
             raise ValueError("another program wrote it")
-        if checkpoint.get("model_code", code := hash_of_code([MODEL])) != code:
-            if check:
-                print0(f"note: {path} was written by another model.py")
-            remedy = "restore that model.py; its run may have a changes.patch"
+    if checkpoint.get("model_code", code := hash_of_code([MODEL])) != code:
+        print0(f"note: {path} was written by another model.py")
+        remedy = "restore that model.py; its run may have a changes.patch"
+    with explaining(what, remedy):
         model = whole_gpt(GPTConfig(**checkpoint["model_config"]))
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
-        if check and not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+        if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
-    except Exception as error:  # zipfile, pickle and torch raise exceptions of many kinds
-        reason = first_line(error)
-        raise UserError(f"{path}: not a readable checkpoint ({reason}); {remedy}") from error
-    return checkpoint
 
 
 def read_best_val(path):
     """Returns the validation loss of a checkpoint, or infinity if there is no such file."""
-    return float(read_file(path, "delete it")["best_val"]) if path.exists() else math.inf
+    with explaining(f"{path}: cannot be read", "delete it"):
+        return float(read_file(path)["best_val"]) if path.exists() else math.inf
 
 
 def hash_of_code(paths):

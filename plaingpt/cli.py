@@ -192,12 +192,19 @@ def show_progress(done, total, text):
 
 
 @contextlib.contextmanager
-def writing(path, remedy="choose another place, or free some space"):
-    """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
+def explaining(what, remedy, kinds=Exception):
+    """Turns an error of these kinds in the block into the UserError "what (reason); remedy"."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot write ({error.strerror or error}); {remedy}") from error
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{what} ({first_line(error)}); {remedy}") from error
+
+
+def writing(path, remedy="choose another place, or free some space"):
+    """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
+    return explaining(f"{path}: cannot write", remedy, OSError)
 
 
 @contextlib.contextmanager
@@ -257,16 +264,15 @@ def write_json(path, value):
 
 def read_json(path):
     """Reads the object in a JSON file -> dict, or {} without the file. Raises UserError."""
-    try:
+    with explaining(f"{path}: is damaged", "restore it", (OSError, ValueError, RecursionError)):
         value = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if not isinstance(value, dict):
             raise ValueError("not an object")
         return value
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is damaged ({first_line(error)}); restore it") from error
 
 
 def first_line(error):
     """The first line of an exception's text, without escape codes, or its type if it is empty."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip()
+    text = getattr(error, "strerror", None) or str(error)  # that of an OSError without its number
+    text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()
     return (text or type(error).__name__).splitlines()[0]

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from plaingpt.cli import UserError, first_line, print0
+from plaingpt.cli import UserError, explaining, print0
 from plaingpt.muon import has_bfloat16
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
@@ -117,12 +117,10 @@ def find_device(name, local_rank=0, world_size=1):
     if name.startswith("cuda") and world_size > 1 and (":" in name or local_rank >= n_gpus > 0):
         raise UserError(f"--device {name}: each process needs its own GPU, and there are {n_gpus}; "
                         f"use --device cuda and at most --nproc_per_node={n_gpus}")
-    try:
+    what = f"--device {name}: torch {torch.__version__} cannot use it"
+    with explaining(what, "try --device cpu", (RuntimeError, AssertionError)):
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
         torch.ones(1, device=device)  # starts a kernel, and fails if the GPU is too old for torch
-    except (RuntimeError, AssertionError) as error:
-        reason = f"{first_line(error)} (torch {torch.__version__})"
-        raise UserError(f"--device {name}: {reason}; try --device cpu") from error
     return device
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.cli import UserError, first_line, require, write_json
+from plaingpt.cli import UserError, explaining, require, write_json
 
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -24,7 +24,9 @@ def load_gpt2(name):
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
     transformers.utils.logging.set_verbosity_error()
-    try:
+    what = f"{name}: transformers cannot load a GPT-2 from it"
+    # Transformers and its file formats raise exceptions of many kinds.
+    with explaining(what, "give a name such as gpt2, a directory, or a checkpoint"):
         c = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         for key, value in GPT2.items():
             if getattr(c, key, None) != value:
@@ -34,9 +36,6 @@ def load_gpt2(name):
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         if info["missing_keys"]:  # transformers would leave them random
             raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys'])[:3])}")
-    except Exception as error:  # transformers and its file formats raise exceptions of many kinds
-        raise UserError(f"{name}: transformers cannot load a GPT-2 from it ({first_line(error)}); "
-                        "give a name such as gpt2, a directory, or a checkpoint") from error
     model = GPT(GPTConfig(c.n_layer, c.n_head, c.n_embd, c.n_positions, c.vocab_size))
     model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
     return model

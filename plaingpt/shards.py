@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.cli import UserError, first_line, read_json
+from plaingpt.cli import UserError, explaining, read_json
 
 # The fingerprint covers so many tokens at the start of each shard, and so many at its end.
 ENDS = 2**16
@@ -102,7 +102,8 @@ def open_ids(file):
 @functools.lru_cache(48)  # a process may open only 256 files on macOS
 def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
-    try:
+    # A damaged header makes np.load raise any kind of error.
+    with explaining(f"{path}: not a readable shard", "make it again"):
         if path.suffix == ".idx":
             dtype, n = read_index(path)
             return np.memmap(path.with_suffix(".bin"), dtype, "r", shape=n)
@@ -115,9 +116,6 @@ def open_shard(path):
         if (magic, version) not in BIN_TYPES:
             raise ValueError("its header does not begin with llm.c's magic number and version")
         return np.memmap(path, BIN_TYPES[magic, version], "r", offset=4 * 256, shape=n)
-    except Exception as error:  # a damaged header makes np.load raise any kind of error
-        reason = first_line(error)
-        raise UserError(f"{path}: not a readable shard ({reason}); make it again") from error
 
 
 def find_index(path):
