@@ -191,11 +191,9 @@ def main(argv=None):
     given = cli.parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
     directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a last /
     config = PlotConfig(**given)
-    if Path(config.output).suffix not in (".png", ".svg", ".pdf"):
-        raise cli.UserError(f"--output {config.output}: must be a .png, .svg or .pdf")
     runs = {directory: read_run(directory) for directory in directories}
     figure = draw(runs, config.x)
-    with cli.writing(config.output):
+    with cli.explaining(f"--output {config.output}: cannot write", "give another file"):
         figure.savefig(config.output)
     rows = compare(group_runs(runs))
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -27,7 +27,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(Path, "exists", lambda path: path.name == "nvidia0" or exists(path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match=r"torch 2.* cannot use it .*is too old\); try --device cpu$"):
+    with pytest.raises(UserError, match=r"cannot use it .*is too old\); try --device cpu$"):
         find_device("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert find_device("auto", world_size=2).type == "cpu"  # hidden

@@ -95,8 +95,8 @@ def test_writes_every_format(tmp_path, kind):
     ([], ".: no log.txt with numbers; give a run, such as log/baby"),
     (["nowhere"], "nowhere: no log.txt with numbers"),
     (["plain", "--x", "tokens"], "plain: log.txt has no stream tokens; use --x steps"),
-    ([BABY, "--output", "a.gif"], "--output a.gif: must be a .png"),
-    ([BABY, "--output", "no/where.png"], "no/where.png: cannot write")])
+    ([BABY, "--output", "a.xyz"], "--output a.xyz: cannot write (Format 'xyz' is not supported"),
+    ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write (No such file")])
 def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
     (tmp_path / "log.txt").write_text("hello\n")
     (tmp_path / "plain").mkdir()
