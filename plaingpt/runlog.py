@@ -25,8 +25,6 @@ from plaingpt.device import hardware_name, on_rank0, peak_flops
 # Training steps write these streams. Evaluations write all others.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
-MANY_EPOCHS = 30  # more are worth a note
-FEW_TOKENS = 4096  # fewer validation tokens are worth a note
 
 
 def read_log(path):
@@ -128,10 +126,10 @@ class RunLog:
                 patch.unlink(missing_ok=True)
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
                f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
-        if (epochs := c.max_steps * c.total_batch_size // n_train) > MANY_EPOCHS:
+        if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
             print0(f"note: the run reads the training data {epochs} times, so the model may "
                    "memorize them; more data, or a smaller --max_steps, would be better")
-        if n_val < FEW_TOKENS:
+        if n_val < 4096:
             print0(f"note: the validation data have only {n_val:,} tokens, so their loss is "
                    "inexact; for more: --val_fraction, or for shards fineweb.py --val_shards")
 
