@@ -128,14 +128,12 @@ def encode_batch(batch, tokenizer):
 
 def encode_all(documents, tokenizer, n_threads):
     """Yields (batch, tokens) in order. The threads work a few batches ahead."""
-    running = []
     with ThreadPoolExecutor(n_threads) as pool:
-        for batch in make_batches(documents):
-            running.append(pool.submit(encode_batch, batch, tokenizer))
-            if len(running) > 2 * n_threads:
-                yield running.pop(0).result()
-        for future in running:
-            yield future.result()
+        futures = (pool.submit(encode_batch, batch, tokenizer) for batch in make_batches(documents))
+        running = [*itertools.islice(futures, 2 * n_threads)]
+        while running:
+            running += itertools.islice(futures, 1)
+            yield running.pop(0).result()
 
 
 def report_damaged(batch, n_before, strict):
