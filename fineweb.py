@@ -136,19 +136,6 @@ def encode_all(documents, tokenizer, n_threads):
             yield running.pop(0).result()
 
 
-def report_damaged(batch, n_before, strict):
-    """Shows the damaged records of a batch, but not more than SHOWN in all -> their number.
-
-    n_before: how many there were before this batch.
-    """
-    damaged = [f"{document.where}: {document.problem}" for document in batch if document.problem]
-    if damaged and strict:
-        raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
-    for text in damaged[: max(0, SHOWN - n_before)]:
-        tqdm.write(f"skipped {text}", file=sys.stderr)
-    return len(damaged)
-
-
 def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
     if facts["shards"]:
@@ -160,7 +147,11 @@ def write_shards(directory, facts, config, paths, tokenizer):
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
-            n_damaged = report_damaged(batch, facts["skipped"], config.strict)
+            damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
+            if damaged and config.strict:
+                raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
+            for text in damaged[: max(0, SHOWN - facts["skipped"])]:
+                tqdm.write(f"skipped {text}", file=sys.stderr)
             used, n_used = n_used, 0
             while used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -171,7 +162,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
                     parts = []
             if facts["shards"] == config.max_shards:
                 return
-            facts["skipped"] += n_damaged
+            facts["skipped"] += len(damaged)
             n_done += len(batch)
             bar.update(batch[-1].done - bar.n)
     if parts:
