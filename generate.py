@@ -44,14 +44,6 @@ class GenerateConfig:
     dtype: Annotated[devices.Dtype, "number format of weights; float32 is the most exact"] = "auto"
 
 
-def read_prompts(config):
-    """Returns the prompts of --prompt or --prompts: a list of texts. Raises UserError."""
-    if config.prompts is None:
-        return [config.prompt or ""]
-    records = load_records([config.prompts])
-    return [get_fields(record, text=str)[0].rstrip("\n") for record in records]
-
-
 def tokenize_prompt(prompt, tokenizer, T):
     """Turns a prompt into a list of at most T ids, with end_of_text first. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
@@ -135,7 +127,11 @@ def write_texts(model, tokenizer, ids, config):
 def main(argv=None):
     config = GenerateConfig(**cli.parse_flags(__doc__, GenerateConfig, argv=argv))
     cli.check_output("--json", config.json, [config.prompts])
-    prompts, name = read_prompts(config), config.model or newest_model(config.checkpoint)
+    prompts = [config.prompt or ""]
+    if config.prompts:
+        records = load_records([config.prompts])
+        prompts = [get_fields(record, text=str)[0].rstrip("\n") for record in records]
+    name = config.model or newest_model(config.checkpoint)
     process = devices.start(config.device, config.dtype)
     model, tokenizer = load_model(name)
     model.to(process.device, process.dtype).eval()
