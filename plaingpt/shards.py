@@ -103,7 +103,7 @@ def open_ids(file):
 def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
     # A damaged header makes np.load raise any kind of error.
-    with explaining(f"{path}: not a readable shard", "make it again"):
+    with explaining(f"{path}: not a shard", "make it again"):
         if path.suffix == ".idx":
             dtype, n = read_index(path)
             return np.memmap(path.with_suffix(".bin"), dtype, "r", shape=n)

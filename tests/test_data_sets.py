@@ -77,7 +77,7 @@ def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix,
     write_megatron(tmp_path / "x", documents, "<u2", 8)
     path = tmp_path / f"x{suffix}"
     path.write_bytes(change(path.read_bytes()))
-    sentence = f"^.*x.idx: not a readable shard \\(.*{message}.*\\); make it again$"
+    sentence = f"^.*x.idx: not a shard \\(.*{message}.*\\); make it again$"
     with pytest.raises(UserError, match=sentence):
         splits(tmp_path / "x")
 

@@ -105,10 +105,10 @@ GOOD = np.arange(200, dtype=np.uint16)
 REFUSED = {  # other damage is in test_reliability.py and test_fuzz.py
     "int32": (lambda p: np.save(p, GOOD.astype(np.int32)), "int32 .*, not uint16 or uint32"),
     "two dimensions": (lambda p: np.save(p, GOOD.reshape(2, 100)), r"\(2, 100\), not uint16 or u"),
-    "empty file": (lambda p: p.write_bytes(b""), "not a readable shard"),
+    "empty file": (lambda p: p.write_bytes(b""), "not a shard"),
     "no shards": (lambda p: None, "no train shards in it; make them with fineweb.py"),
     "too few tokens": (lambda p: np.save(p, GOOD[:T]), "has 16 tokens, fewer than"),
-    "no tokens": (lambda p: np.save(p, GOOD[:0]), "has 0 tokens, fewer than|not a readable shard"),
+    "no tokens": (lambda p: np.save(p, GOOD[:0]), "has 0 tokens, fewer than|not a shard"),
 }
 
 
