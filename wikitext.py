@@ -56,19 +56,11 @@ def detokenize(text):
     for mark in ":;.!?,":
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in ("()", "[]", "{}", '""', "''"):
-        text = strip_inside(text, left, right)
+        text = re.sub(rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}", text)
     for old, new in (("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"),
                      (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(old, new)
     return text
-
-
-def strip_inside(text, left, right):
-    """Removes the spaces after each left mark and before the next right mark, in linear time."""
-    # Every left mark in `text + last` has a right mark after it, so no search is in vain.
-    text, last, rest = text.rpartition(right)
-    inside = rf"\{left}([^\{right}]*)\{right}"
-    return re.sub(inside, lambda m: f"{left}{m[1].strip()}{right}", text + last) + rest
 
 
 def report(examples, scores):

@@ -283,16 +283,12 @@ def test_windows_line_ends_do_not_change_wikitext(whole, tmp_path):
 def test_unclosed_brackets_take_linear_time(text):
     """A quadratic rule would need hours."""
     clean_text(text + "\n" * 400_000 + text)
-    assert "foo" in wikitext.detokenize("foo" + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
 
 
 @settings(max_examples=300)
 @given(st.text("()[]\"' \n\u3000ab"))
-def test_inside_of_brackets_as_in_the_harness(text):
-    for left, right in ("()", "[]", '""'):
-        expected = re.sub(rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}", text)
-        assert wikitext.strip_inside(text, left, right) == expected
+def test_marks_in_brackets_as_in_the_harness(text):
     assert hellaswag.clean(text) == re.sub(r"\[.*?\]", "", text.strip()).replace("  ", " ")
 
 
