@@ -8,7 +8,6 @@ import codecs
 import csv
 import io
 import json
-import os
 import re
 from dataclasses import dataclass
 from glob import glob
@@ -43,8 +42,8 @@ def find_files(patterns):
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
     paths = [*{path.resolve(): path for path in paths}.values()]  # lists each file once
     for path in paths:
-        if not (path.is_file() and os.access(path, os.R_OK)):
-            raise UserError(f"{path}: no such file, or not readable; give files or a quoted glob")
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; give files or a quoted glob")
         if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES):
             raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths

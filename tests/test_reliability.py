@@ -384,7 +384,7 @@ CASES = {
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); give a name such as"),
     ],
     "fineweb.py": [
-        ("--input missing.txt", "missing.txt: no such file, or not readable; give files or"),
+        ("--input missing.txt", "missing.txt: no such file; give files or a quoted glob"),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
