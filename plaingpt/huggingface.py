@@ -31,8 +31,6 @@ def load_gpt2(name):
         for key, value in GPT2.items():
             if getattr(c, key, None) != value:
                 raise ValueError(f"{key} is {getattr(c, key, None)!r}, not {value!r}")
-        if c.n_inner not in (None, 4 * c.n_embd):  # None means 4 n_embd
-            raise ValueError(f"n_inner is {c.n_inner}, not 4 n_embd")
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         if info["missing_keys"]:  # transformers would leave them random
             raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys'])[:3])}")
