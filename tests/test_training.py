@@ -20,7 +20,6 @@ from conftest import (
     program,
     read_log,
     spawn,
-    stopped_at,
     text_batch,
     train,
 )
@@ -164,13 +163,6 @@ def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys, max_steps, end
     assert names(tmp_path / "run", "*.pt") == ["model_000002.pt"]
     assert end in capsys.readouterr().out
     assert ((2, "val") in read_log(tmp_path / "run")) == (max_steps == 2)
-
-
-def test_max_minutes_saves_and_ends(tmp_path):
-    out, _ = train("--log_dir", "run", "--max_steps", 10**6, "--max_minutes", 0.01,
-                   "--val_every", 0, cwd=tmp_path)
-    step = stopped_at(out)
-    assert (tmp_path / f"run/model_{step:06d}.pt").is_file()
 
 
 # main() from Python
