@@ -1,11 +1,10 @@
 """plaingpt/parallel.py: every way to split a model gives the same training run. Uses gloo."""
 
 import re
-import signal
 
 import pytest
 import torch
-from conftest import assert_close_logs, checkpoint, program, read_log, spawn
+from conftest import assert_close_logs, checkpoint, program, read_log
 
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
@@ -116,22 +115,6 @@ def test_parallel_muon_with_bfloat16(tmp_path, processes, flags):
     one, two = ({name: saved.keys() for name, saved in
                  checkpoint(tmp_path / run, 8)["optimizer"].items()} for run in ("one", "two"))
     assert one == two and one.keys() == {"muon", "adamw"}
-
-
-def test_a_signal_to_one_process_stops_all_and_the_run_resumes(tmp_path):
-    flags = [*SMALL, *PP, "--log_dir", "run", "--evals="]
-    running = spawn(*flags, "--max_steps", 10**6, cwd=tmp_path, processes=2)
-    for line in running[0].stdout:
-        if line.startswith("step     3/"):
-            running[1].send_signal(signal.SIGTERM)
-            break
-    outputs = [p.communicate(timeout=300) for p in running]
-    assert [p.returncode for p in running] == [0, 0], outputs
-    assert "stopped by a signal" in outputs[0][0] and not outputs[1][0].startswith("step")
-    (saved,) = (tmp_path / "run").glob("model_*.pt")
-    step = int(saved.stem[6:])
-    out, _ = program(*flags, "--resume", "--max_steps", step + 2, cwd=tmp_path, processes=2)
-    assert f"resumed from step {step} " in out
 
 
 @pytest.mark.slow

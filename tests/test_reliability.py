@@ -95,21 +95,20 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
     assert read_log(tmp_path / "run") == read_log(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number):
-    flags = ["--max_steps", 2000, "--val_every", 0, "--save_every", 0, "--log_dir", "run"]
-    a, b = spawn(*TINY, *flags, cwd=tmp_path, processes=2)
-    for line in a.stdout:
-        if "step    20/" in line:
-            break
+@pytest.mark.parametrize("number, layout", [(signal.SIGTERM, []), (signal.SIGINT, ["--pp", 2])])
+def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number, layout):
+    flags = ["--save_every", 0, "--log_dir", "run"]
+    a, b = spawn(*TINY, *flags, *LONG, *layout, cwd=tmp_path, processes=2)
+    wait_for(a, "step    10/")
     b.send_signal(number)  # only to one process: the other must stop after the same step
-    out, err = a.communicate(timeout=60)
-    b.communicate(timeout=60)
+    (out, err), (silence, _) = (process.communicate(timeout=60) for process in (a, b))
     assert a.returncode == b.returncode == 0, err
+    assert "step " not in silence
     step = stopped_at(out)
     assert checkpoint(tmp_path / "run", step)["position"] == step * 16
     assert max(s for s, _ in read_log(tmp_path / "run")) == step - 1
-    out, _ = train("--resume", *flags, "--max_steps", step + 2, cwd=tmp_path)
+    out, _ = train("--resume", *flags, *layout, "--max_steps", step + 2, cwd=tmp_path,
+                   processes=2)
     assert f"resumed from step {step}" in out
 
 
