@@ -147,15 +147,16 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
 
 def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
     """A changed file that is not UTF-8, and a new file that git does not know yet."""
-    path = tmp_path / "clone/plaingpt/runlog.py"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"caf\xe9 1\n")
-    for command in (["init"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b",
-                                              "commit", "-m", "first"]):
-        subprocess.run(["git", *command], cwd=path.parent, check=True, capture_output=True)
-    path.write_bytes(b"caf\xe9 2\n")
+    package = tmp_path / "clone/plaingpt"
+    package.mkdir(parents=True)
+    (package / "runlog.py").write_text("")
+    (package / "a.txt").write_bytes(b"caf\xe9 1\n")
+    for command in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b",
+                                             "commit", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=package.parent, check=True, capture_output=True)
+    (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")
-    monkeypatch.setattr(runlog, "__file__", str(path))
+    monkeypatch.setattr(runlog, "__file__", str(package / "runlog.py"))
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == ["idea.py"]
     assert b"+caf\xe9 2\n" in (tmp_path / "run/changes.patch").read_bytes()
