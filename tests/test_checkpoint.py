@@ -83,8 +83,9 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
     shutil.copytree(whole, tmp_path / "log" / "run")
     os.utime(tmp_path / "log" / "run" / "model_000005.pt", (2e9, 2e9))
     (tmp_path / "log" / "run" / "model_².pt").write_text("")
-    out, _ = program("--max_new_tokens", 3, cwd=tmp_path, program="generate.py")
-    assert out.startswith("log/run/model_000010.pt, ")
+    out, _ = program("--max_new_tokens", 3, "--num_samples", 3, cwd=tmp_path, program="generate.py")
+    assert out.startswith("log/run/model_000010.pt, 34,688 parameters, ")
+    assert out.count("--- sample ") == 3
 
 
 def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):

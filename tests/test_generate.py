@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -32,14 +31,6 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("generate")
     train("--max_steps", 2, "--save_every", 1, cwd=directory)
     return directory
-
-
-def test_generates_from_the_newest_checkpoint(trained):
-    os.utime(trained / "log" / "baby" / "model_000001.pt", (1, 1))
-    out, _ = run_generate("--max_new_tokens", 20, "--num_samples", 3, "--dtype", "float32",
-                      cwd=trained)
-    assert "log/baby/model_000002.pt, 34,688 parameters, float32 on cpu\n" in out
-    assert out.count("--- sample ") == 3
 
 
 def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):

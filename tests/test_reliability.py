@@ -33,6 +33,7 @@ from conftest import (
     spawn,
     stopped_at,
     train,
+    wait_for,
 )
 
 import fineweb
@@ -43,11 +44,6 @@ from plaingpt.tokenizer_json import byte_level_bpe
 from train_gpt2 import TrainConfig, make_training, train_step
 
 LONG = ["--max_steps", 100_000, "--val_every", 0]  # runs until the test stops it
-
-
-def wait_for(process, words):
-    """Reads the program's output up to a line that starts with `words`."""
-    assert any(line.startswith(words) for line in process.stdout), process.stderr.read()
 
 
 def newest_step(run):

@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-import signal
 import struct
 import subprocess
 
 import pytest
-from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train
+from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -88,9 +87,8 @@ def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
     """Kills a run between checkpoints and resumes it. Checks numbers, samples, configuration."""
     flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
     (process,) = spawn(*flags, "--max_steps", 12, cwd=tmp_path)
-    for line in process.stdout:
-        if line.startswith("step     7/"):
-            process.send_signal(signal.SIGKILL)
+    wait_for(process, "step     7/")
+    process.kill()
     process.communicate()
     for steps in (12, 14):
         out, _ = program(*flags, "--resume", "--max_steps", steps, cwd=tmp_path)
