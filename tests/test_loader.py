@@ -47,17 +47,6 @@ def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
             assert u.equal(v)
 
 
-def test_order_is_a_function_of_seed_and_position(shards):
-    def first(loader):
-        return loader.batch(0, 20, CPU)[0].tolist()
-
-    loader = open_loader(shards, seed=1)
-    expected = first(loader)
-    loader.batch(900, 3, CPU)
-    assert first(loader) == first(open_loader(shards, seed=1)) == expected  # it has no state
-    assert first(open_loader(shards, seed=2)) != expected
-
-
 def test_the_order_of_the_data_never_changes(tmp_path):
     """Seed 1337, 8 sequences, epochs 0 and 1. Another order would change all published curves."""
     np.save(tmp_path / "x_train_000000.npy", np.arange(8 * T + 1, dtype=np.uint16))

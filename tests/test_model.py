@@ -156,17 +156,6 @@ def test_a_temperature_near_zero_is_greedy():
     assert torch.equal(ids, logits.argmax(-1, keepdim=True))
 
 
-def test_optimizer_decays_matrices_only():
-    model = GPT(SMALL)
-    (optimizer,) = model.configure_optimizers(0.1, 1e-3)
-    decayed, free = optimizer.param_groups
-    assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0.0
-    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in free["params"]} == {1}
-    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
-    assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-8
-    assert "transformer.h.1.mlp.c_proj.bias" in free["param_names"]
-
-
 @pytest.mark.parametrize("has_bfloat16, tolerance", [(True, 0), (False, 5e-5)])
 def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bfloat16, tolerance):
     """In bfloat16 as torch.optim.Muon, bit for bit; in float32 up to rounding of the update."""

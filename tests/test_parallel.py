@@ -125,8 +125,9 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
     half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes.
     """
-    flags = ("--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --batch_size 1 --evals= "
-             "--total_batch_size 64 --max_steps 2 --val_tokens 32 --sample_tokens 1").split()
+    flags = ("--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --block_size 8 --evals= "
+             "--batch_size 1 --total_batch_size 16 --max_steps 2 --val_tokens 8 "
+             "--sample_tokens 1").split()
     start, whole = {}, {}
     for way in ("ddp", "fsdp"):
         out, _ = program(*SMALL, *WAYS[way][1], *flags, "--log_dir", way, cwd=tmp_path,

@@ -26,6 +26,7 @@ from conftest import (
 )
 
 import train_gpt2
+from plaingpt.cli import UserError
 from plaingpt.shards import open_splits
 from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig, get_lr
@@ -176,28 +177,16 @@ def test_main_returns_the_last_figures(tmp_path):
         name: log[step, name] for name, step in [("val", 10), ("train", 9), ("lr", 9), ("norm", 9)]}
 
 
-TWICE = f"""
-import signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt2
-from plaingpt.cli import UserError
-flags = {TINY + ["--log_dir", "run", "--max_steps", "2"]!r}
-before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-train_gpt2.main(flags)
-try:
-    train_gpt2.main(flags + ["--resume", "--data", "nowhere"])
-except UserError:
-    pass
-train_gpt2.main(flags + ["--resume", "--max_steps", "4"])
-assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-"""
-
-
-def test_main_twice_in_one_process(tmp_path):
+def test_main_twice_in_one_process(tmp_path, capsys):
     """As in a notebook: the lock is free again, and the signal handlers are the old ones."""
-    (tmp_path / "twice.py").write_text(TWICE)
-    out, _ = program(cwd=tmp_path, program=tmp_path / "twice.py")
-    assert "resumed from step 2" in out
+    flags = [*TINY, "--log_dir", str(tmp_path / "run"), "--max_steps"]
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train_gpt2.main([*flags, "2"])
+    with pytest.raises(UserError):
+        train_gpt2.main([*flags, "2", "--resume", "--data", "nowhere"])
+    train_gpt2.main([*flags, "4", "--resume"])
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    assert "resumed from step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["model.py", "tokenizer.py"])
