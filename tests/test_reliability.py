@@ -56,7 +56,7 @@ def newest_step(run):
 @pytest.mark.slow
 def test_resume_after_kills_at_random_times(tmp_path):
     """The run spends much of its time on saving, so that some kills interrupt a save."""
-    flags = ["--max_steps", 150, "--save_every", 1, "--total_batch_size", 128,
+    flags = ["--max_steps", 100, "--save_every", 1, "--total_batch_size", 128,
              "--val_every", 100, "--val_tokens", 256]
     train(*flags, "--log_dir", "whole", cwd=tmp_path)
     rng, n_torn = random.Random(0), 0
