@@ -71,6 +71,11 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
     return STARTED[-processes:]
 
 
+def wait_for(process, words):
+    """Reads the program's output up to a line that starts with `words`."""
+    assert any(line.startswith(words) for line in process.stdout), process.stderr.read()
+
+
 def program(*flags, cwd, status=0, **options):
     """Runs a program to its end -> (stdout, stderr) of rank 0.
 

@@ -63,9 +63,3 @@ def test_peers_print_a_row(tmp_path, with_peers, step):
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):
     _, err = program(*SMALL, "--batch_size", 10**12, cwd=tmp_path, program="bench.py", status=2)
     assert re.fullmatch("error: --batch_size 10{12} does not fit into memory; try .*\n", err)
-
-
-def test_a_batch_with_fewer_sequences_than_stages(tmp_path):
-    _, err = program(*SMALL, "--batch_size", 1, "--pp", 2, cwd=tmp_path, processes=2,
-                     program="bench.py", status=2)
-    assert err.splitlines()[-1].startswith("error: --pp 2: needs a sequence for each stage, but ")

@@ -22,6 +22,7 @@ from model import GPT, GPTConfig
 from plaingpt.checkpoint import (
     get_moments,
     load_checkpoint,
+    load_model,
     load_newest,
     moments_by_name,
     set_moments,
@@ -82,23 +83,22 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
     shutil.copytree(whole, tmp_path / "log" / "run")
     os.utime(tmp_path / "log" / "run" / "model_000005.pt", (2e9, 2e9))
     (tmp_path / "log" / "run" / "model_².pt").write_text("")
-    out, _ = program("--max_new_tokens", 3, cwd=tmp_path, program="generate.py")
-    assert out.startswith("log/run/model_000010.pt, ")
+    out, _ = program("--max_new_tokens", 3, "--num_samples", 3, cwd=tmp_path, program="generate.py")
+    assert out.startswith("log/run/model_000010.pt, 34,688 parameters, ")
+    assert out.count("--- sample ") == 3
 
 
-def test_a_checkpoint_knows_the_code_of_its_model(tmp_path):
+def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
     """Another model.py gives one note, also before an error of its own."""
-    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
-    path, note = tmp_path / "run" / "model_000001.pt", "was written by another model.py\n"
-    again, _ = train("--log_dir", "run", "--max_steps", 2, "--resume", cwd=tmp_path)
-    assert note not in again
-    torch.save(checkpoint(path.parent, 1) | {"model_code": "0"}, path)
-    out, _ = program("--checkpoint", path, "--max_new_tokens", 1, program="generate.py",
-                     cwd=tmp_path)
-    assert out.count(note) == 1
-    torch.save(checkpoint(path.parent, 1) | {"model": {}}, path)
-    _, err = program("--checkpoint", path, program="generate.py", cwd=tmp_path, status=2)
-    assert "restore that model.py; its run may have a changes.patch" in err
+    path, note = copy / "model_000010.pt", "was written by another model.py\n"
+    load_model(path)
+    assert note not in capsys.readouterr().out
+    torch.save(checkpoint(copy, 10) | {"model_code": "0"}, path)
+    load_model(path)
+    assert capsys.readouterr().out.count(note) == 1
+    torch.save(checkpoint(copy, 10) | {"model": {}}, path)
+    with pytest.raises(UserError, match="restore that model.py; its run may have a changes.patch"):
+        load_model(path)
 
 
 # Resuming
@@ -125,24 +125,14 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
         assert all(torch.equal(moment, again[key]) for key, moment in saved.items())
 
 
-def test_a_run_resumes_with_another_layout_device_and_dtype(tmp_path, whole):
-    """Stops after 3, 5 and 7 of ten steps, and resumes with other settings.
-
-    The micro-batch, the number of processes, the device and the dtype change.
-    """
-    for stop, processes, flags in ((3, 1, []), (5, 2, ["--batch_size", 2]),
-                                   (7, 1, ["--batch_size", 16, "--device", "auto"])):
-        train("--log_dir", "run", "--resume", "--save_every", stop, "--keep", 0, *flags,
-              cwd=tmp_path, processes=processes)
-        for path in (tmp_path / "run").glob("model_*.pt"):
-            if int(path.stem[6:]) > stop:  # as if killed after the save of step `stop`
-                path.unlink()
-    out, _ = train("--log_dir", "run", "--resume", cwd=tmp_path)
-    assert "resumed from step 7 " in out
-    assert_close_logs(tmp_path / "run", whole, rel=1e-5)
+def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
+    """test_parallel.py tests other layouts."""
+    (copy / "model_000010.pt").unlink()
+    flags = ["--log_dir", "run", "--resume"]
+    train(*flags, "--batch_size", 16, "--device", "auto", cwd=copy.parent)
+    assert_close_logs(copy, whole, rel=1e-5)
     for dtype, step in (("float16", 12), ("bfloat16", 14)):
-        out, _ = train("--log_dir", "run", "--resume", "--max_steps", step, "--dtype", dtype,
-                       cwd=tmp_path)
+        out, _ = train(*flags, "--max_steps", step, "--dtype", dtype, cwd=copy.parent)
         assert f"resumed from step {step - 2} " in out and "note: dtype changes from " in out
 
 
@@ -172,17 +162,15 @@ def test_the_best_model_survives_a_resume(tmp_path):
     assert torch.load(best, weights_only=True)["step"] == 20
 
 
-def test_resume_reports_what_differs(tmp_path):
-    def resume(*flags, **options):
-        return train("--log_dir", "run", "--resume", *flags, cwd=tmp_path, **options)
-
-    train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
-    _, err = resume("--n_layer", 3, "--n_embd", 64, status=2)
+def test_resume_reports_what_differs(copy):
+    _, err = train("--log_dir", "run", "--resume", "--n_layer", 3, "--n_embd", 64, status=2,
+                   cwd=copy.parent)
     assert "n_layer is 2, not 3" in err and "n_embd is 32, not 64" in err
-    out, _ = resume("--max_steps", 4, "--dropout", 0.1)
-    assert "note: max_steps changes from 2 to 4" in out
+    out, _ = train("--log_dir", "run", "--resume", "--max_steps", 12, "--dropout", 0.1,
+                   cwd=copy.parent)
+    assert "note: max_steps changes from 10 to 12" in out
     assert "note: dropout changes from 0.0 to 0.1" in out
-    assert max(step for step, _ in read_log(tmp_path / "run")) == 4
+    assert max(step for step, _ in read_log(copy)) == 12
 
 
 def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
@@ -207,11 +195,10 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 # Starting from other weights
 
 
-def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path):
-    train("--log_dir", "base", cwd=tmp_path)
-    train("--log_dir", "tuned", "--init_from", "base", "--max_steps", 1, "--max_lr", "1e-9",
+def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path, whole):
+    train("--log_dir", "tuned", "--init_from", whole, "--max_steps", 1, "--max_lr", "1e-9",
           "--block_size", 16, "--val_tokens", 512, cwd=tmp_path)
-    base, tuned = checkpoint(tmp_path / "base", 10), checkpoint(tmp_path / "tuned", 1)
+    base, tuned = checkpoint(whole, 10), checkpoint(tmp_path / "tuned", 1)
     assert tuned["step"] == 1 and tuned["position"] == 32
     assert tuned["model_config"]["block_size"] == 16
     assert tuned["optimizer"]["adamw"]["transformer.wpe.weight.step"] == 1
@@ -307,12 +294,11 @@ def test_a_run_of_e2d0309_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["transformer.wte.weight.exp_avg", "transformer.ln_f.bias.exp_avg"])
-def test_moments_of_a_wrong_shape_are_refused(tmp_path, key):
-    train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
-    saved = checkpoint(tmp_path / "run", 1)
+def test_moments_of_a_wrong_shape_are_refused(copy, key):
+    saved = checkpoint(copy, 10)
     saved["optimizer"]["adamw"][key] = torch.ones(3)
-    torch.save(saved, tmp_path / "run" / "model_000001.pt")
-    _, err = train("--log_dir", "run", "--resume", cwd=tmp_path, status=2)
+    torch.save(saved, copy / "model_000010.pt")
+    _, err = train("--log_dir", "run", "--resume", "--max_steps", 12, cwd=copy.parent, status=2)
     assert err == f"error: {key} has a wrong shape in the checkpoint; resume from another\n"
 
 

@@ -24,15 +24,12 @@ class Config:
     name: Annotated[str, "a text"] = "auto"
 
 
-def run_source(source, cwd):
-    """Runs `source` as the body of a program's main() -> (exit status, stdout, stderr)."""
+def run_source(source, cwd, status):
+    """Runs `source` as the body of a program's main() -> stderr."""
     lines = "\n    ".join(source.splitlines())
     (cwd / "prog.py").write_text(
-        f"import sys\nfrom plaingpt import cli\n\ndef main():\n    {lines}\n\n"
-        "cli.run_program(main)\n")
-    done = subprocess.run([sys.executable, "prog.py"], cwd=cwd, text=True, capture_output=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
-    return done.returncode, done.stdout, done.stderr
+        f"from plaingpt import cli\n\ndef main():\n    {lines}\n\ncli.run_program(main)\n")
+    return program(cwd=cwd, program=cwd / "prog.py", status=status)[1]
 
 
 @pytest.mark.parametrize("source, last_line", [
@@ -46,8 +43,8 @@ def run_source(source, cwd):
     ('with cli.writing("x"):\n    raise RuntimeError("a bug")', "RuntimeError: a bug"),
 ], ids=["nccl", "gloo", "module", "name", "file", "writing"])
 def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
-    status, _, err = run_source(source, tmp_path)
-    assert status == 1 and err.startswith("Traceback") and "prog.py" in err
+    err = run_source(source, tmp_path, status=1)
+    assert "\nTraceback (most" in f"\n{err}" and "prog.py" in err
     assert err.splitlines()[-1].startswith(last_line), err
     assert "pip install" not in err and "another process" not in err
 
@@ -63,8 +60,7 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
     ("pass", 0, ""),
 ], ids=["user", "package", "writing", "ctrl-c", "pipe", "none"])
 def test_other_exits(source, status, line, tmp_path):
-    result = run_source(source, tmp_path)
-    assert (result[0], result[2]) == (status, line)
+    assert run_source(source, tmp_path, status) == line
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -77,13 +77,6 @@ def write_bundle(root, n=12):
     return root
 
 
-def write_yaml(directory, settings, before=""):
-    """A bundle with one task."""
-    directory.mkdir()
-    (directory / "core.yaml").write_text(
-        f"{before}icl_tasks:\n- label: a\n  num_fewshot: [0]\n  {settings}\n")
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A tiny GPT-2 in Hugging Face format, overfitted to some items, and a bundle."""
@@ -225,7 +218,7 @@ def test_training_logs_core(tmp_path):
     ("", "error: no data; give --bundle, as core.py --help explains"),
     ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
     ("--bundle missing", "missing: has no core.yaml; give the eval_bundle"),
-    ("--bundle alias", "core.yaml: field 'continuation_delimiter' is missing or has a wrong type"),
+    ("--bundle typed", "core.yaml: field 'continuation_delimiter' is missing or has a wrong type"),
     ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
     ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
     ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
@@ -234,9 +227,9 @@ def test_training_logs_core(tmp_path):
 def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, capsys):
     write_items(tmp_path / "other.jsonl", [dict(text="a")])
     write_items(tmp_path / "gold.jsonl", [dict(query="a", choices=["b", "c"], gold=2)])
-    lists = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 11)]  # 9^10 items
-    write_yaml(tmp_path / "alias", "dataset_uri: a.jsonl\n  continuation_delimiter: *x10",
-               "\n".join(["x0: &x0 [a]", *lists, ""]))
+    (tmp_path / "typed").mkdir()
+    (tmp_path / "typed/core.yaml").write_text(
+        "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a, continuation_delimiter: 7}]")
     monkeypatch.chdir(tmp_path)
     flags = flags.replace("BUNDLE", str(tiny[1])).split()
     with pytest.raises(SystemExit):

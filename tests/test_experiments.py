@@ -7,7 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, names, program, read_log, spawn
+from conftest import ROOT, program, read_log, spawn
 
 from plaingpt.evaluation import Row, forward
 
@@ -73,7 +73,7 @@ def plain(tmp_path_factory):
     """The log of the unchanged program."""
     directory = tmp_path_factory.mktemp("plain")
     copy_program(directory)
-    run(directory, "run", 20)
+    run(directory, "run", 10)
     return read_log(directory / "run")
 
 
@@ -93,15 +93,14 @@ def test_experiment(tmp_path, plain, name):
     copy_program(tmp_path)
     subprocess.run(["git", "apply", ROOT / f"experiments/{name}.patch"], cwd=tmp_path, check=True)
     flags = ["--schedule", "inverse-sqrt"] if name == "inverse-sqrt" else []
-    out, _ = run(tmp_path, "run", 20, *flags)
+    out, _ = run(tmp_path, "run", 10, *flags)
     log = read_log(tmp_path / "run")
-    assert log.keys() == plain.keys() and log[20, "val"] != plain[20, "val"]
-    assert float(log[20, "val"]) < float(log[0, "val"]) - 0.1
+    assert log.keys() == plain.keys() and log[10, "val"] != plain[10, "val"]
+    assert float(log[10, "val"]) < float(log[0, "val"]) - 0.1
     shutil.copytree(tmp_path / "run", tmp_path / "again")
-    for path in names(tmp_path / "again", "model_00001[5-9].pt") + ["model_000020.pt"]:
-        (tmp_path / "again" / path).unlink()
-    again, _ = run(tmp_path, "again", 20, *flags, "--resume")
-    assert "resumed from step 10" in again and read_log(tmp_path / "again") == log
+    (tmp_path / "again/model_000010.pt").unlink()
+    again, _ = run(tmp_path, "again", 10, *flags, "--resume")
+    assert "resumed from step 5" in again and read_log(tmp_path / "again") == log
     for way in WAYS.keys() - ({"pp"} if name == "value-residual" else {}):
         assert_split_run_matches(tmp_path, way, (log, out), *flags)
     if name == "value-residual":
@@ -142,19 +141,24 @@ def check_positions(module):
     np.testing.assert_allclose(together, np.concatenate(alone, axis=1), rtol=1e-4)
 
 
-def copy_with_scale(directory, heads="1", q="q", mlp=""):
-    """Copies the program. In its model, the parts of attention and MLP may have a Scale."""
-    copy_program(directory)
+def edit_model(directory, *changes):
+    """Replaces texts of the copied model.py. changes: (old, new); each old one occurs once."""
     path = directory / "model.py"
     text = path.read_text()
-    for old, new in (
-            ("class CausalSelfAttention(", SCALE),
-            ("self.n_head = config.n_head", f"self.n_head, self.scale = config.n_head, {heads}"),
-            ("        if cache is not None:", f"        q = {q}\n        if cache is not None:"),
-            ('nn.GELU(approximate="tanh")', f'nn.Sequential(nn.GELU("tanh"){mlp})')):
+    for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path.write_text(text)
+
+
+def copy_with_scale(directory, heads="1", q="q", mlp=""):
+    """Copies the program. In its model, the parts of attention and MLP may have a Scale."""
+    copy_program(directory)
+    edit_model(
+        directory, ("class CausalSelfAttention(", SCALE),
+        ("self.n_head = config.n_head", f"self.n_head, self.scale = config.n_head, {heads}"),
+        ("        if cache is not None:", f"        q = {q}\n        if cache is not None:"),
+        ('nn.GELU(approximate="tanh")', f'nn.Sequential(nn.GELU("tanh"){mlp})'))
 
 
 @pytest.mark.parametrize("shape", ["()", "(config.n_head, 1, 1)"])
@@ -198,27 +202,17 @@ def test_gradients_are_compared_in_the_first_step_that_has_finite_ones(tmp_path)
 def test_a_parameter_needs_its_own_first_value(tmp_path, first):
     """Its constructor's value would be lost, because a model is made without memory."""
     copy_program(tmp_path)
-    path = tmp_path / "model.py"
-    text = path.read_text()
-    for old, new in (
-            ("        self.dropout = config.dropout\n",
-             f"        self.dropout = config.dropout\n        self.mix = nn.Parameter({first})\n"),
-            ("        B, T, C = x.size()\n", "        B, T, C = x.size()\n"
-             "        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n")):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    path.write_text(text)
+    before, size = "        self.dropout = config.dropout\n", "        B, T, C = x.size()\n"
+    edit_model(
+        tmp_path, (before, f"{before}        self.mix = nn.Parameter({first})\n"),
+        (size, f"{size}        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n"))
     _, err = run(tmp_path, "run", 1, status=2)
     assert err == ("error: transformer.h.0.attn.mix has no first value; add a line for it to "
                    "GPT.init_weight in model.py, such as nn.init.zeros_(p)\n")
-    for old, new in (
-            ('        if name.endswith("c_proj.weight"):\n', '        if name.endswith("mix"):\n'
-             f"            p.copy_({first})\n"
-             '        elif name.endswith("c_proj.weight"):\n'),
-            ("    def init_weight", "    @torch.no_grad()\n    def init_weight")):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    path.write_text(text)
+    edit_model(
+        tmp_path, ("    def init_weight", "    @torch.no_grad()\n    def init_weight"),
+        ('        if name.endswith("c_proj.weight"):\n', '        if name.endswith("mix"):\n'
+         f'            p.copy_({first})\n        elif name.endswith("c_proj.weight"):\n'))
     run(tmp_path, "run", 1)
     found = weights(tmp_path / "run", 1)["transformer.h.0.attn.mix"]
     assert (found - eval(first)).abs().max() < 0.01  # one step away from it

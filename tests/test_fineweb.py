@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, program, spawn
 from stand_in_hub import COMMIT, stand_in_hub
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 import fineweb
 from plaingpt import text
@@ -43,32 +42,15 @@ def documents():
     return documents + HARD + [english]
 
 
-@pytest.fixture(scope="session")
-def vocabulary(documents, tmp_path_factory):
-    """A vocabulary of 2,000 ids: (its file, its tokenizers.Tokenizer)."""
-    path, library = tmp_path_factory.mktemp("vocabulary") / "v.json", ByteLevelBPETokenizer()
-    short = [text for text in documents if len(text) < 700]  # it is slow on long words
-    library.train_from_iterator(short, vocab_size=2000, special_tokens=["<|endoftext|>"])
-    library.save(str(path))
-    library = Tokenizer.from_file(str(path))
-    library.encode_special_tokens = True
-    return path, library
-
-
 @functools.cache  # many tests have the same documents
-def encoded(documents, library):
-    tokens, gpt2 = [], get_tokenizer("gpt2")
-    for document in documents:
-        if library:
-            tokens += [library.token_to_id("<|endoftext|>"), *library.encode(document).ids]
-        else:
-            tokens += [50256, *gpt2.encode(document)]
-    return tokens
+def encoded(documents):
+    gpt2 = get_tokenizer("gpt2")
+    return [i for document in documents for i in [50256, *gpt2.encode(document)]]
 
 
-def reference(documents, shard_size=SHARD, val_shards=1, library=None):
-    """The shards of build-nanogpt: {end of the file name: content}. library: not GPT-2's."""
-    tokens, files = encoded(tuple(documents), library), {}
+def reference(documents, shard_size=SHARD, val_shards=1):
+    """The shards of build-nanogpt: {end of the file name: content}."""
+    tokens, files = encoded(tuple(documents)), {}
     for i in range(0, len(tokens), shard_size):
         file, index = io.BytesIO(), i // shard_size
         np.save(file, np.array(tokens[i : i + shard_size], np.uint16))
@@ -155,22 +137,18 @@ def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("num_proc", [1, 3])
-def test_several_files_and_threads(documents, vocabulary, tmp_path, num_proc):
-    """The order of the flags is the order of the documents, also with a vocabulary of one's own."""
+def test_several_files_and_threads(documents, tmp_path, num_proc):
+    """The order of the flags is the order of the documents."""
     a, b = len(documents) // 3, 2 * len(documents) // 3
     write(tmp_path / "table.parquet", documents[:a])
     write(tmp_path / "jsonl.jsonl", documents[a:b])
     write(tmp_path / "jsonl.jsonl.gz", documents[b:])
-    flags = ["--input", "table.parquet", "jsonl*", "--num_proc", num_proc]
-    out, _ = fineweb_py(*flags, cwd=tmp_path)
+    out, _ = fineweb_py("--input", "table.parquet", "jsonl*", "--num_proc", num_proc, cwd=tmp_path)
     assert shards_in(tmp_path / "out") == reference(documents)
     assert "python train_gpt2.py --data out" in out
-    fineweb_py(*flags, "--tokenizer", vocabulary[0], directory="own", cwd=tmp_path)
-    assert shards_in(tmp_path / "own") == reference(documents, library=vocabulary[1])
-    assert (tmp_path / "own/tokenizer.json").is_file()
 
 
-def test_a_document_of_more_than_four_megabytes(documents, vocabulary, tmp_path, monkeypatch):
+def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch):
     """It is cut for GPT-2, where a cut cannot change its tokens, and for no other tokenizer."""
     monkeypatch.setattr(text, "BLOCK", 2000)
     rng, path = random.Random(1), tmp_path / "text.txt"

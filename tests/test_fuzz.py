@@ -20,7 +20,6 @@ from plaingpt import text as texts
 from plaingpt.cli import UserError
 from plaingpt.data import plan_steps
 from plaingpt.device import Process
-from plaingpt.order import permute
 from plaingpt.shards import open_shard, open_splits
 from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig
@@ -134,11 +133,6 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
             # The last steps continue into the third epoch.
             assert not Counter(order[position:end]) - seen
             position = end
-
-
-@fuzz(100, st.integers(1, 500), SEEDS, st.integers(0, 100))
-def test_an_epoch_is_a_permutation(n, seed, epoch):
-    assert sorted(permute(i, n, seed, epoch) for i in range(n)) == list(range(n))
 
 
 # Texts

@@ -33,6 +33,7 @@ from conftest import (
     spawn,
     stopped_at,
     train,
+    wait_for,
 )
 
 import fineweb
@@ -45,11 +46,6 @@ from train_gpt2 import TrainConfig, make_training, train_step
 LONG = ["--max_steps", 100_000, "--val_every", 0]  # runs until the test stops it
 
 
-def wait_for(process, words):
-    """Reads the program's output up to a line that starts with `words`."""
-    assert any(line.startswith(words) for line in process.stdout), process.stderr.read()
-
-
 def newest_step(run):
     return max(int(path.stem[6:]) for path in run.glob("model_*.pt"))
 
@@ -60,7 +56,7 @@ def newest_step(run):
 @pytest.mark.slow
 def test_resume_after_kills_at_random_times(tmp_path):
     """The run spends much of its time on saving, so that some kills interrupt a save."""
-    flags = ["--max_steps", 150, "--save_every", 1, "--total_batch_size", 128,
+    flags = ["--max_steps", 100, "--save_every", 1, "--total_batch_size", 128,
              "--val_every", 100, "--val_tokens", 256]
     train(*flags, "--log_dir", "whole", cwd=tmp_path)
     rng, n_torn = random.Random(0), 0
@@ -68,7 +64,8 @@ def test_resume_after_kills_at_random_times(tmp_path):
         (process,) = spawn(*TINY, *flags, "--log_dir", "run", "--resume", cwd=tmp_path)
         for _ in range(rng.randrange(1, 6)):
             wait_for(process, "step ")
-        time.sleep(rng.random() * 0.03)
+        while rng.random() < 0.9 and not list((tmp_path / "run").glob("model_*.tmp")):
+            time.sleep(0.001)  # mostly waits for the next save
         process.send_signal(signal.SIGKILL)
         process.communicate()
         n_torn += any((tmp_path / "run").glob("model_*.tmp"))
@@ -95,21 +92,20 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
     assert read_log(tmp_path / "run") == read_log(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number):
-    flags = ["--max_steps", 2000, "--val_every", 0, "--save_every", 0, "--log_dir", "run"]
-    a, b = spawn(*TINY, *flags, cwd=tmp_path, processes=2)
-    for line in a.stdout:
-        if "step    20/" in line:
-            break
+@pytest.mark.parametrize("number, layout", [(signal.SIGTERM, []), (signal.SIGINT, ["--pp", 2])])
+def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number, layout):
+    flags = ["--save_every", 0, "--log_dir", "run"]
+    a, b = spawn(*TINY, *flags, *LONG, *layout, cwd=tmp_path, processes=2)
+    wait_for(a, "step    10/")
     b.send_signal(number)  # only to one process: the other must stop after the same step
-    out, err = a.communicate(timeout=60)
-    b.communicate(timeout=60)
+    (out, err), (silence, _) = (process.communicate(timeout=60) for process in (a, b))
     assert a.returncode == b.returncode == 0, err
+    assert "step " not in silence
     step = stopped_at(out)
     assert checkpoint(tmp_path / "run", step)["position"] == step * 16
     assert max(s for s, _ in read_log(tmp_path / "run")) == step - 1
-    out, _ = train("--resume", *flags, "--max_steps", step + 2, cwd=tmp_path)
+    out, _ = train("--resume", *flags, *layout, "--max_steps", step + 2, cwd=tmp_path,
+                   processes=2)
     assert f"resumed from step {step}" in out
 
 
@@ -315,12 +311,10 @@ def world(tmp_path_factory):
     torch.save({**good, "model": Mark(d)}, d / "evil.pt")
     (d / "cut.pt").write_bytes((d / "log/baby/model_000002.pt").read_bytes()[:9000])
 
-    for name, text in (("empty", ""), ("text", "A boat came. " * 999), ("body", '{"body": "a"}')):
-        (d / f"{name}.txt").write_text(text)
-        (d / f"{name}.jsonl").write_text(text)
+    (d / "empty.txt").write_text("")
+    (d / "text.txt").write_text("A boat came. " * 999)
     (d / "binary.txt").write_bytes(bytes(range(256)) * 9)
-    for name in ("latin.jsonl", "latin.jsonl.txt"):
-        (d / name).write_bytes(b'{"text": "caf\xe9"}\n')
+    (d / "latin.txt").write_bytes(b"caf\xe9\n")
     (d / "utf16.txt").write_text("A boat came. " * 999, "utf-16")
     (d / "no.parquet").write_text("no parquet")
     (d / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a boat"}\n' * 9)[:-9])
@@ -330,9 +324,7 @@ def world(tmp_path_factory):
 
     tokens = np.arange(9999, dtype=np.uint16) % 256
     evil = np.array([Mark(d)] * 999, object)
-    arrays = dict(good=tokens, large=tokens + np.uint16(1), evil=evil, cut=tokens, meta=tokens,
-                  own=tokens)
-    for name, array in arrays.items():
+    for name, array in dict(good=tokens, evil=evil, cut=tokens, meta=tokens, own=tokens).items():
         (d / name).mkdir()
         (d / name / "meta.json").write_text('{"tokenizer": "bytes"}')
         np.save(d / name / "x_val_000000.npy", tokens[:999])
@@ -347,33 +339,25 @@ def world(tmp_path_factory):
 CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
-        ("--max_step 5", "unknown flag --max_step; did you mean --max_steps?"),
         ("--epochs 5", "unknown flag --epochs; did you mean --max_steps?"),
-        ("--preset gpt5", "--preset: invalid choice: 'gpt5' ... gpt2-medium"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: No such ... or leave it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head 3 does not divide --n_embd 128 ... give a divisor"),
         ("--vocab_size 100", "token id 1 ... leave out --vocab_size"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
-        ("--total_batch_size 1000", "--total_batch_size: must be a multiple of 64 (block_size"),
-        ("--batch_size 3", "--batch_size: each process has 16 sequences ... a divisor of 16"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
         ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
-        ("--data latin.jsonl.txt --tokenizer gpt2", "latin.jsonl.txt: is not UTF-8 (invalid"),
+        ("--data latin.txt --tokenizer gpt2", "latin.txt: is not UTF-8 (invalid"),
         ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a shard ... make it again"),
         ("--data own", "own: tokenizer.json is not that of the shards, bytes; move it away"),
-        ("--rampup_steps 2000000000", "--rampup_steps 2000000000: must be at least 0 and at most"),
-        ("--val_fraction 5", "--val_fraction 5.0: must be above 0 and below 1"),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
-        ("--data large", "token id 256 is outside the vocabulary of 256"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
         ("--init_from evil.pt", "evil.pt: not a readable checkpoint ... give another"),
         ("--init_from cut.pt", "cut.pt: not a readable checkpoint ... give another"),
         ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3"),
-        ("TINY --resume --data text.txt", "the run in log/baby had other --data: ... --init_from"),
         ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),
     ],
@@ -388,23 +372,14 @@ CASES = {
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
-        ("--input latin.jsonl --strict", "latin.jsonl, line 1: 'utf-8' ... leave out --strict"),
         ("--input no.parquet", "no.parquet: ... repair it, or leave it out"),
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
         ("--input text.txt --output_dir good", "good: has shards of another ... a new directory"),
-        ("--input text.txt --tokenizer text.txt", "--tokenizer text.txt: no usable tokenizer.json"),
     ],
-    "hellaswag.py": [
-        ("", "Rowan/hellaswag: Couldn't reach 'Rowan/hellaswag' on the Hub"),
-        ("--data body.jsonl", "body.jsonl, line 1: field 'endings' is missing"),
-        ("--json no/where.json", "--json no/where.json: cannot write there"),
-        ("--checkpoint no.pt", "no checkpoint in no.pt"),
-    ],
-    "lambada.py": [("--style harness", "unknown flag --style")],
+    "hellaswag.py": [("--checkpoint no.pt", "no checkpoint in no.pt")],
     "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
-    "bench.py": [("--dtype fp8", "--dtype: invalid choice: 'fp8' ... float32")],
 }
 SHAPE = ("--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "
          "--optimizer adamw --max_lr 4e-3")

@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-import signal
 import struct
 import subprocess
 
 import pytest
-from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train
+from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -57,14 +56,6 @@ def test_a_read_only_directory(tmp_path, whole):
     assert names(tmp_path) == ["run"]
 
 
-def test_a_changed_file_that_is_not_utf8(tmp_path, monkeypatch):
-    for command in (["init"], ["add", "-A"]):
-        (tmp_path / "a.txt").write_bytes(b"caf\xe9 1\n" if command == ["init"] else b"caf\xe9 2\n")
-        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
-    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
-    assert b"+caf\xe9 2\n" in runlog.run_git("diff", "--cached")
-
-
 # Steps and notes
 
 
@@ -96,9 +87,8 @@ def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
     """Kills a run between checkpoints and resumes it. Checks numbers, samples, configuration."""
     flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
     (process,) = spawn(*flags, "--max_steps", 12, cwd=tmp_path)
-    for line in process.stdout:
-        if line.startswith("step     7/"):
-            process.send_signal(signal.SIGKILL)
+    wait_for(process, "step     7/")
+    process.kill()
     process.communicate()
     for steps in (12, 14):
         out, _ = program(*flags, "--resume", "--max_steps", steps, cwd=tmp_path)
@@ -153,17 +143,18 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
     assert found == pytest.approx(log, rel=1e-6)
 
 
-def test_run_json_lists_the_files_that_changes_patch_lacks(tmp_path, monkeypatch):
-    """A clone with a new file that git does not know yet."""
-    for command in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q",
-                                     "--allow-empty", "-m", "empty"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    (tmp_path / "plaingpt").mkdir()
-    (tmp_path / "idea.py").write_text("")
-    (tmp_path / "plaingpt" / "runlog.py").write_text("")
-    subprocess.run(["git", "add", "plaingpt"], cwd=tmp_path, check=True)
-    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "plaingpt" / "runlog.py"))
-    monkeypatch.chdir(tmp_path)
-    train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path.parent / "run")])
-    assert json.loads((tmp_path.parent / "run/run.json").read_text())["untracked_files"] == \
-        ["idea.py"]
+def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
+    """A changed file that is not UTF-8, and a new file that git does not know yet."""
+    package = tmp_path / "clone/plaingpt"
+    package.mkdir(parents=True)
+    (package / "runlog.py").write_text("")
+    (package / "a.txt").write_bytes(b"caf\xe9 1\n")
+    for command in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b",
+                                             "commit", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=package.parent, check=True, capture_output=True)
+    (package / "a.txt").write_bytes(b"caf\xe9 2\n")
+    (tmp_path / "clone/idea.py").write_text("")
+    monkeypatch.setattr(runlog, "__file__", str(package / "runlog.py"))
+    train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
+    assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == ["idea.py"]
+    assert b"+caf\xe9 2\n" in (tmp_path / "run/changes.patch").read_bytes()

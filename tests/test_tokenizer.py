@@ -6,9 +6,6 @@ from plaingpt.cli import UserError
 from plaingpt.text import make_document
 from tokenizer import get_tokenizer
 
-HARD = ("It's  2 o'clock,\n\n\tMr. O'Neill'll say: naïve café — 日本語 🙂 don't   <|endoftext|> "
-        "x\u0000y\r\n " + "a" * 300)
-
 
 def merge(word, ranks):
     """Byte-pair encoding (Sennrich et al. 2016): merges the lowest-ranked pairs first."""
@@ -46,12 +43,6 @@ def test_a_million_spaces():
     assert make_document("a.txt, line 1", {"text": text}, "text").problem == str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_round_trip(name):
-    ids = get_tokenizer(name).encode(HARD)
-    assert get_tokenizer(name).decode(ids) == HARD == get_tokenizer(name).encoding.decode(ids)
-
-
 def test_bytes_tokenizer():
     tokenizer = get_tokenizer("bytes")
     assert tokenizer.n_vocab == 256 and tokenizer.end_of_text == ord("\n")
@@ -65,8 +56,3 @@ def test_every_id_decodes():
     assert gpt2.decode([15496, 50257, 60000]) == "Hello\ufffd\ufffd"  # padding has no bytes
     for i in (0, 255, 256, 50255):
         assert gpt2.token_bytes[i] == gpt2.encoding.decode_single_token_bytes(i)
-
-
-def test_unknown_name():
-    with pytest.raises(UserError, match="add its tokenizer.json to the shards"):
-        get_tokenizer("gpt4")

@@ -20,12 +20,13 @@ from conftest import (
     program,
     read_log,
     spawn,
-    stopped_at,
     text_batch,
     train,
+    wait_for,
 )
 
 import train_gpt2
+from plaingpt.cli import UserError
 from plaingpt.shards import open_splits
 from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig, get_lr
@@ -76,9 +77,8 @@ def test_the_batch_grows_also_if_a_run_resumes_with_fewer_processes(tmp_path):
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=1e-5)
 
 
-def test_processes_with_different_data_flags_or_checkpoints(tmp_path):
+def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
     """The second process has another text, rate, or log_dir, without the checkpoint."""
-    train("--max_steps", 2, "--log_dir", "run", cwd=tmp_path)
     (tmp_path / "my.txt").write_text(TEXT * 9)
     (tmp_path / "train.py").write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -141,10 +141,11 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
 def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
     (process,) = spawn(*TINY, "--log_dir", "run", "--max_steps", 100_000,
                        "--total_batch_size", 16384, cwd=tmp_path)
-    for words in ("step     1/", "finishing this step; Ctrl-C again to quit now"):
-        assert any(line.startswith(words) for line in process.stdout)  # reads up to this line
-        if again or words.startswith("step"):
-            process.send_signal(signal.SIGINT)
+    wait_for(process, "step     1/")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "finishing this step; Ctrl-C again to quit now")
+    if again:
+        process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == (130 if again else 0)
     assert bool(list((tmp_path / "run").glob("model_*.pt"))) != again
@@ -166,13 +167,6 @@ def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys, max_steps, end
     assert ((2, "val") in read_log(tmp_path / "run")) == (max_steps == 2)
 
 
-def test_max_minutes_saves_and_ends(tmp_path):
-    out, _ = train("--log_dir", "run", "--max_steps", 10**6, "--max_minutes", 0.01,
-                   "--val_every", 0, cwd=tmp_path)
-    step = stopped_at(out)
-    assert (tmp_path / f"run/model_{step:06d}.pt").is_file()
-
-
 # main() from Python
 
 
@@ -183,28 +177,16 @@ def test_main_returns_the_last_figures(tmp_path):
         name: log[step, name] for name, step in [("val", 10), ("train", 9), ("lr", 9), ("norm", 9)]}
 
 
-TWICE = f"""
-import signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt2
-from plaingpt.cli import UserError
-flags = {TINY + ["--log_dir", "run", "--max_steps", "2"]!r}
-before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-train_gpt2.main(flags)
-try:
-    train_gpt2.main(flags + ["--resume", "--data", "nowhere"])
-except UserError:
-    pass
-train_gpt2.main(flags + ["--resume", "--max_steps", "4"])
-assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-"""
-
-
-def test_main_twice_in_one_process(tmp_path):
+def test_main_twice_in_one_process(tmp_path, capsys):
     """As in a notebook: the lock is free again, and the signal handlers are the old ones."""
-    (tmp_path / "twice.py").write_text(TWICE)
-    out, _ = program(cwd=tmp_path, program=tmp_path / "twice.py")
-    assert "resumed from step 2" in out
+    flags = [*TINY, "--log_dir", str(tmp_path / "run"), "--max_steps"]
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train_gpt2.main([*flags, "2"])
+    with pytest.raises(UserError):
+        train_gpt2.main([*flags, "2", "--resume", "--data", "nowhere"])
+    train_gpt2.main([*flags, "4", "--resume"])
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    assert "resumed from step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["model.py", "tokenizer.py"])
