@@ -256,7 +256,7 @@ NO_FILE = "no usable tokenizer.json ("
 
 
 @pytest.mark.parametrize("content, message", [
-    ("{", NO_FILE), ("[1]", NO_FILE), (None, NO_FILE + "No such file"),
+    ("{", NO_FILE), (None, NO_FILE + "No such file"),
     ("{}", NO_FILE + "'model'); give another"),
     ('{"model": {"vocab": {"a": 0}}', NO_FILE + "no end-of-text token <|endoftext|> or ")])
 def test_a_bad_tokenizer_is_one_sentence(content, message, tmp_path):
