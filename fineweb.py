@@ -4,10 +4,11 @@
   python fineweb.py --input a.jsonl --output_dir mine  reads your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
 
---input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files. In
-a .txt file, <|endoftext|> separates documents. --tokenizer takes a vocabulary
-of your own, see tokenizer.py. After an interruption, the same command
-continues. Damaged records are counted and skipped; the first 5 are shown.
+--input takes .jsonl, .json, .txt (also with .gz or .zst) and .parquet files, and
+directories of save_to_disk. In a .txt file, <|endoftext|> separates documents.
+--tokenizer takes a vocabulary of your own, see tokenizer.py. After an
+interruption, the same command continues. Damaged records are counted and
+skipped; the first 5 are shown.
 """
 
 # plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
@@ -47,7 +48,7 @@ class ShardConfig:
     tokenizer: Annotated[str, "tokenizer.json, its directory, or a name of the hub"] = "gpt2"
     end_of_text: Annotated[str | None, "name of the token between documents"] = None
     output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
-    shard_size: Annotated[int | None, "tokens [10^8; --input: by size]", "at least 1"] = None
+    shard_size: Annotated[int | None, "tokens [10^8; small data: fewer]", "at least 1"] = None
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int, "stop after so many shards", "at least 1"] = 10**6
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
@@ -181,15 +182,14 @@ def main(argv=None):
     if config.input:
         paths = find_files(config.input)
         source = dict(input=[[path.name, path.stat().st_size] for path in paths])
-        # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text
-        # also has shards for validation and for training.
-        usual_size = min(SHARD_SIZE, max(1000, sum(path.stat().st_size for path in paths) // 80))
     else:
         if config.dataset == FINEWEB:
             name, config.name = "edufineweb", config.name or "sample-10BT"
         paths, rows, revision = load_hub(config.dataset, config.name)
         source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
-        usual_size = SHARD_SIZE
+    # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text also
+    # has shards for validation and for training.
+    usual_size = min(SHARD_SIZE, max(1000, sum(path.stat().st_size for path in paths) // 80))
     settings = dict(source=source, text_key=config.text_key, tokenizer=tokenizer.name,
                     shard_size=config.shard_size or usual_size, val_shards=config.val_shards)
     with cli.writing(f"--output_dir {directory}"):

@@ -164,7 +164,10 @@ def load_checkpoint(path, remedy="give another one"):
 
 def read_file(path):
     """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # Runs no code of the file. build-nanogpt's has a GPTConfig of its own, which ours replaces.
+    with torch.serialization.safe_globals([(GPTConfig, "__main__.GPTConfig")]):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return checkpoint if "model_config" in checkpoint else convert_nanogpt(checkpoint)
 
 
 def check_file(path, remedy):
@@ -176,8 +179,6 @@ def check_file(path, remedy):
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
         checkpoint = read_file(path)
-        if "model_config" not in checkpoint:
-            raise ValueError("another program wrote it")
     if checkpoint.get("model_code", code := hash_of_code([MODEL])) != code:
         print0(f"note: {path} was written by another model.py")
         remedy = "restore that model.py; its run may have a changes.patch"
@@ -186,6 +187,24 @@ def check_file(path, remedy):
         model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
         if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
             raise ValueError("its weights are not finite")
+
+
+def convert_nanogpt(found):
+    """Dict of a checkpoint of nanoGPT or build-nanogpt -> one like ours, but without optimizers.
+
+    Raises ValueError unless its ids are GPT-2's. Their vocabulary of 50,304 has unused ids.
+    """
+    shape = found.get("model_args") or getattr(found.get("config"), "__dict__", {})
+    if shape.get("vocab_size") not in (50257, 50304):
+        raise ValueError("another program wrote it, or its ids are not GPT-2's")
+    config = GPTConfig(vocab_size=50257, **{name: shape[name] for name in (
+        "block_size", "n_layer", "n_head", "n_embd")})
+    given = {name.removeprefix("_orig_mod."): w for name, w in found["model"].items()}
+    weights = {name: given[name].float() if name in given else torch.zeros(p.shape)  # a bias
+               for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)}
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weights[name] = weights[name][:50257]  # (vocab_size, C)
+    return dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
 def read_best_val(path):
@@ -215,7 +234,10 @@ def load_newest(directory):
     paths = checkpoints(directory)
     check_equal(paths, "the processes have different checkpoints; give one --log_dir to all")
     if paths:
-        return load_checkpoint(paths[-1], "delete it to resume from the one before")
+        checkpoint = load_checkpoint(paths[-1], "delete it to resume from the one before")
+        if "train_config" not in checkpoint:
+            raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
+        return checkpoint
     print0(f"nothing to resume in {directory}: starting a new run")
     return None
 
@@ -235,7 +257,12 @@ def read_weights(name):
     """
     path = Path([name, *checkpoints(name)][-1])  # the newest checkpoint, if name is a run
     if path.is_file():
-        return unpack(load_checkpoint(path))
+        checkpoint = load_checkpoint(path)
+        if "train_config" not in checkpoint:
+            print0("note: nanoGPT's GELU is exact, ours uses tanh: a logit may differ by 0.01")
+        return unpack(checkpoint)
+    if name in ("scratch", "resume"):  # nanoGPT's words
+        raise UserError(f"--init_from {name}: leave it out for a new run; --resume continues one")
     if path.suffix == ".pt" or not path.exists() and path.parent.is_dir() and path.parent.name:
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     from plaingpt.huggingface import load_gpt2  # imports transformers

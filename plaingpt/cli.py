@@ -24,9 +24,30 @@ import sys
 import typing
 from pathlib import Path
 
-# The keys are flags of other trainers, and the values are ours.
-OTHER_NAMES = {"--lr": "--max_lr", "--learning_rate": "--max_lr", "--epochs": "--max_steps",
-               "--gradient_accumulation_steps": "--total_batch_size", "--config": "--preset"}
+# The values are flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer. The keys say
+# what to use here.
+OTHER_NAMES = {
+    "--max_steps": "max_iters lr_decay_iters num_iterations num_train_epochs epochs",
+    "--max_lr": "learning_rate lr",
+    "--warmup_steps": "warmup_iters",
+    "--schedule": "decay_lr lr_scheduler_type",
+    "--grad_clip": "max_grad_norm",
+    "--total_batch_size, in tokens: batch_size x gradient_accumulation_steps x block_size x GPUs":
+        "gradient_accumulation_steps",
+    "--batch_size": "per_device_train_batch_size",
+    "--block_size": "sequence_length",
+    "--val_every": "eval_interval eval_steps val_loss_every",
+    "--val_tokens, which counts tokens, not batches": "eval_iters",
+    "--log_every": "log_interval logging_steps",
+    "--save_every": "save_steps",
+    "--data": "dataset input_bin",
+    "--preset": "config model_type",
+    "--log_dir": "out_dir output_dir",
+    "--wandb PROJECT": "wandb_log wandb_project report_to",
+    "--checkpoint": "out_dir",
+    "--prompt": "start",
+    "--num_samples": "num_return_sequences",
+    "model.py, because there is no such flag": "beta1 beta2 adam_beta1 adam_beta2 bias"}
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -60,14 +81,24 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     try:
         given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UserError(f"{str(error).removeprefix('argument ')}; see --help") from error
+        text = str(error).removeprefix("argument ").replace("ignored explicit", "takes no")
+        raise UserError(f"{text}; see --help") from error
     if unknown:
-        flag = unknown[0].split("=")[0]
-        ours = OTHER_NAMES.get(flag, flag)
-        close = difflib.get_close_matches(ours, parser._option_string_actions, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else "see --help; quote a value with spaces"
-        raise UserError(f"unknown flag {flag}; {hint}")
+        unknown = [text for text in unknown if text.startswith("-")] or unknown  # not their values
+        hints = [advise(text, parser._option_string_actions) for text in unknown]
+        raise UserError(f"unknown flags: {', '.join(hints)}; see --help")
     return vars(given)
+
+
+def advise(text, flags):
+    """An unknown argument -> the same with what to use instead. flags: those of this program."""
+    flag = text.split("=")[0]
+    ours = [f"use {ours}" for ours, names in OTHER_NAMES.items() if flag[2:] in names.split()
+            and (not ours.startswith("--") or re.match(r"--\w+", ours)[0] in flags)]
+    close = [f"did you mean {name}?" for name in difflib.get_close_matches(flag, flags, 1, 0.8)]
+    if not text.startswith("-"):
+        close = ["settings are flags; quote a value with spaces"]
+    return f"{flag} ({[*ours, *close, 'not here'][0]})"
 
 
 def marked(config, *marks):

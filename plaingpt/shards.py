@@ -3,7 +3,7 @@
 A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. Its ids are
 uint16, as build-nanogpt writes them, or uint32 for vocabularies above 65,536 ids. Each document
 begins with the end-of-text id. llm.c's .bin files are read, too: they have a header of 256 int32,
-then ids that are uint16 or uint32.
+then ids that are uint16 or uint32. nanoGPT's train.bin and val.bin are uint16 without a header.
 meta.json says how the shards were made. It is called progress.json until they are complete.
 
 Megatron's data are pairs of files: X.idx describes the tokens in X.bin. X.idx begins with 9 bytes
@@ -113,6 +113,10 @@ def open_shard(path):
                 raise ValueError(f"{tokens.dtype} {tokens.shape}, not uint16 or uint32 (n,)")
             return tokens
         magic, version, n = np.fromfile(path, "<i4", 3).tolist()
+        if path.name in ("train.bin", "val.bin") and (magic, version) not in BIN_TYPES:
+            if path.with_name("meta.pkl").exists():
+                raise ValueError("nanoGPT's ids of characters, so give its input.txt as --data")
+            return np.memmap(path, "<u2", "r")
         if (magic, version) not in BIN_TYPES:
             raise ValueError("its header does not begin with llm.c's magic number and version")
         return np.memmap(path, BIN_TYPES[magic, version], "r", offset=4 * 256, shape=n)
@@ -151,6 +155,8 @@ def read_text(path, tokenizer):
     Raises UserError.
     """
     data = path.read_bytes()
+    if path.suffix in (".bin", ".npy"):
+        raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
     if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
@@ -168,7 +174,7 @@ def find_shards(path, split):
     """
     if index := find_index(path):
         return [index] if split == "train" else []
-    name = re.compile(rf"_{split}_\d+\.(npy|bin)$")
+    name = re.compile(rf"_{split}_\d+\.(npy|bin)$|(^|_){split}\.bin$")
     return [file for file in sorted(Path(path).glob("*"))
             if name.search(file.name) and not find_index(file)
             or file.suffix == ".idx" and bool(VAL_NAME.search(file.stem)) == (split == "val")]

@@ -36,9 +36,11 @@ class Document:
 
 
 def find_files(patterns):
-    """Files and globs -> list of paths. Raises UserError for what cannot be read."""
+    """Files, globs, and directories of .arrow files -> list of paths. Raises UserError."""
     paths = []
     for pattern in patterns:
+        if Path(pattern).is_dir():
+            pattern = f"{pattern}/*.arrow"
         paths += map(Path, sorted(glob(pattern, recursive=True)) or [pattern])
     paths = [*{path.resolve(): path for path in paths}.values()]  # lists each file once
     for path in paths:

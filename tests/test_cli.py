@@ -92,10 +92,13 @@ def test_arguments_without_a_flag():
     ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
     ("--n many", "--n: invalid int value: 'many'; see --help"),
     ("--n", "--n: expected one argument; see --help"),
-    ("--shuffel", "unknown flag --shuffel; did you mean --shuffle?"),
-    ("--zzzzzzzzzzzz=1", "unknown flag --zzzzzzzzzzzz; see --help; quote a value with spaces"),
-    ("extra", "unknown flag extra; see --help; quote a value with spaces"),
-    ("--shuf", "unknown flag --shuf; did you mean --shuffle?"),
+    ("--shuffel", "unknown flags: --shuffel (did you mean --shuffle?); see --help"),
+    ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
+    ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "
+     "see --help"),
+    ("--config=x --compile no.py", "unknown flags: --config (not here); see --help"),
+    ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
+    ("--shuf", "unknown flags: --shuf (did you mean --shuffle?); see --help"),
 ])
 def test_wrong_flags(flags, message):
     with pytest.raises(UserError) as error:

@@ -339,7 +339,7 @@ def world(tmp_path_factory):
 CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
-        ("--epochs 5", "unknown flag --epochs; did you mean --max_steps?"),
+        ("--epochs 5", "unknown flags: --epochs (use --max_steps)"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: No such ... or leave it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head 3 does not divide --n_embd 128 ... give a divisor"),

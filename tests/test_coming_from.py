@@ -1,0 +1,119 @@
+"""What users of nanoGPT, build-nanogpt, llm.c and `datasets` bring: flags, tokens, checkpoints."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import program, randomise, write_bin
+
+import train_gpt2
+from generate import GenerateConfig
+from model import GPT, GPTConfig
+from plaingpt.checkpoint import load_model, load_newest
+from plaingpt.cli import OTHER_NAMES, UserError, parse_flags
+from plaingpt.shards import open_splits
+from tokenizer import get_tokenizer
+
+SHAPE = dict(block_size=8, n_layer=2, n_head=2, n_embd=4)
+
+
+def test_flags_of_other_trainers():
+    """The README of nanoGPT: its flags in one command, each with its name here."""
+    flags = ("--max_iters=2000 --lr_decay_iters=2000 --eval_interval=250 --eval_iters=20 "
+             "--beta2=0.9 --log_interval=1 --learning_rate=1e-3 --out_dir=out "
+             "--gradient_accumulation_steps=4")
+    with pytest.raises(UserError) as error:
+        parse_flags("", GPTConfig, train_gpt2.TrainConfig, argv=[*flags.split(), "--seed", "1"])
+    for pair in ("--max_iters (use --max_steps)", "--lr_decay_iters (use --max_steps)",
+                 "--eval_interval (use --val_every)", "--log_interval (use --log_every)",
+                 "--eval_iters (use --val_tokens, which counts tokens, not batches)",
+                 "--learning_rate (use --max_lr)", "--out_dir (use --log_dir)",
+                 "accumulation_steps (use --total_batch_size, in tokens: ",
+                 "--beta2 (use model.py, because"):
+        assert pair in str(error.value)
+    with pytest.raises(UserError, match=r"--start \(use --prompt\), --out_dir \(use --check"):
+        parse_flags("", GenerateConfig, argv=["--start=hi", "--out_dir", "x", "--top_k", "1"])
+
+
+def test_the_table_of_flags_names_flags_that_exist():
+    configs = (GPTConfig, train_gpt2.TrainConfig, GenerateConfig)
+    ours = {field.name for config in configs for field in dataclasses.fields(config)}
+    assert {key[2:].split()[0].strip(",") for key in OTHER_NAMES if key[0] == "-"} <= ours
+    theirs = " ".join(OTHER_NAMES.values()).split()
+    assert not ours & {*theirs} and len(theirs) == len({*theirs}) + 1  # out_dir has two meanings
+
+
+def test_tokens_of_nanogpt_and_llm_c(tmp_path):
+    ids = np.arange(40, dtype="<u2")
+    for name in ("train.bin", "val.bin"):
+        ids.tofile(tmp_path / name)
+    for name in ("my_train.bin", "my_val.bin"):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        write_bin(tmp_path / "c" / name, ids)
+    for place in (tmp_path, tmp_path / "c"):
+        for tokens in open_splits(place, get_tokenizer("gpt2")):
+            assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
+    with pytest.raises(UserError, match="train.bin: is a shard; give its directory"):
+        open_splits(tmp_path / "train.bin", get_tokenizer("gpt2"))
+    (tmp_path / "c" / "meta.pkl").write_bytes(b"never read")
+    ids.tofile(tmp_path / "c" / "train.bin")
+    with pytest.raises(UserError, match="ids of characters, so give its input.txt as --data"):
+        open_splits(tmp_path / "c", get_tokenizer("gpt2"))
+
+
+@pytest.fixture
+def theirs():
+    """A GPT without biases, and its weights as nanoGPT and build-nanogpt name them."""
+    model = randomise(GPT(GPTConfig(vocab_size=50257, **SHAPE)))
+    weights = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name.endswith(".bias"):
+            p.data.zero_()
+        elif p.shape[0] == 50257:
+            weights[f"_orig_mod.{name}"] = torch.cat([p, torch.ones(47, p.shape[1])]).detach()
+        else:
+            weights[f"_orig_mod.{name}"] = p.detach()
+    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # their causal mask
+    return model, weights
+
+
+@pytest.mark.parametrize("trainer", ["nanogpt", "build-nanogpt"])
+def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
+    model, weights = theirs
+    found, path = dict(model=weights), tmp_path / "model_00010.pt"
+    if trainer == "nanogpt":
+        found |= dict(model_args=dict(SHAPE, vocab_size=50304, bias=False, dropout=0.0), iter_num=3)
+    else:
+        kind = dataclasses.make_dataclass("GPTConfig", [*SHAPE, "vocab_size"])
+        kind.__module__ = "__main__"
+        monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
+        found |= dict(config=kind(**SHAPE, vocab_size=50304), step=10)
+    torch.save(found, path)
+    loaded, tokenizer = load_model(str(path))
+    idx = torch.randint(50257, (2, 8))
+    torch.testing.assert_close(loaded(idx)[0], model(idx)[0])
+    assert tokenizer.name == "gpt2" and "GELU is exact" in capsys.readouterr().out
+    with pytest.raises(UserError, match="another program wrote it; use --init_from"):
+        load_newest(tmp_path)
+    program("--checkpoint", path, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
+    torch.save(dict(found, model_args=dict(SHAPE, vocab_size=65)), path)
+    with pytest.raises(UserError, match="or its ids are not GPT-2's"):
+        load_model(str(path))
+
+
+def test_init_from_with_nanogpts_words():
+    with pytest.raises(UserError, match="--init_from scratch: leave it out for a new run"):
+        load_model("scratch")
+
+
+def test_a_directory_of_save_to_disk(tmp_path):
+    import datasets
+
+    rows = [f"document {n}" for n in range(300)]
+    datasets.Dataset.from_dict(dict(text=rows)).save_to_disk(tmp_path / "saved", num_shards=2)
+    program("--input", "saved", "--output_dir", "o", "--shard_size", 10**4, "--val_shards", 0,
+            cwd=tmp_path, program="fineweb.py")
+    tokens = np.load(next((tmp_path / "o").glob("*.npy"))).tolist()
+    assert get_tokenizer("gpt2").decode(tokens).split("<|endoftext|>") == ["", *rows]
