@@ -3,8 +3,8 @@
   python experiment.py                            what you changed since the
                                                   last commit
   python experiment.py experiments/rotary.patch   a patch
-  python experiment.py -- --optimizer adamw       what you changed, and the flags
-                                                  that follow --
+  python experiment.py -- --optimizer adamw       what you changed, and the
+                                                  flags that follow --
   python experiment.py --base HEAD~3              all changes since that commit
   python experiment.py --list                     what was tried so far
 
