@@ -1,0 +1,43 @@
+"""Exact match: how often does a model give the right answer to a prompt?
+
+  python answers.py --data test.jsonl      scores the newest checkpoint in log/
+  python answers.py --data test.jsonl --checkpoint log/baby --json scores.json
+
+The file has pairs of a prompt and a response, as train_gpt2.py --data reads:
+
+  {"prompt": "12+34=", "response": "46"}
+
+An answer is right if every token of the response, and the end of the text after
+it, is the most likely one: the greedy answer is then the response, and ends.
+"""
+
+from plaingpt.evaluation import Benchmark, Example, get_fields, launch, perplexity
+
+
+def examples(records):
+    """Turns records into Examples with one ending. Raises UserError."""
+    for record in records:
+        prompt, response = get_fields(record, prompt=str, response=str)
+        yield Example([prompt], [response])
+
+
+def prompt_ids(example, tokenizer):
+    """Yields the ids of a prompt and of its response, as in training."""
+    end = tokenizer.end_of_text
+    yield ([end, *tokenizer.encode(example.contexts[0])],
+           [[*tokenizer.encode(example.endings[0]), end]])
+
+
+def report(examples, scores):
+    """Computes the figures of the responses, each with the end after it."""
+    nats = -scores.log_likelihood.sum() / scores.tokens.sum()
+    return dict(acc=float(scores.greedy.mean()), perplexity=perplexity(nats))
+
+
+BENCHMARK = Benchmark(
+    name="answers", doc=__doc__, stream="answers", hub=None, examples=examples, report=report,
+    prompt_ids=prompt_ids,
+    figures=dict(acc="the greedy answer is the response", perplexity="of a token"))
+
+if __name__ == "__main__":
+    launch(BENCHMARK)
