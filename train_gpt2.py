@@ -349,7 +349,7 @@ def draw_samples(model, data, config, process):
              for start in range(0, len(tokens) - 1, T)[:2]]
     model.eval()
     with process.autocast, attention_for_many_shapes():
-        texts = [answer(model, x, y, tokenizer) for x, y in pairs[:2]]
+        texts = [answer(model, x, y, tokenizer, idx.device) for x, y in pairs[:2]]
         if not pairs:
             idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (2, 1 + n)
             texts = [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]

@@ -64,12 +64,12 @@ def read_pairs(path, tokenizer, T):
             ids.extend([end] * fill + prompt + response + [end])
             counted += bytes(fill + len(prompt)) + b"\1" * (len(response) + 1)
     n_long, size = sum(size > T for size in sizes), sorted(sizes)[-(-len(pairs) * 99 // 100)]
-    advice = (f"{n_long:,} of {len(pairs):,} pairs have more than {T} tokens, which do not fit "
-              f"into a sequence; --block_size {1 << (size - 1).bit_length()} would keep 99%")
+    message = (f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
+               f"out; --block_size {1 << (size - 1).bit_length()} keeps 99% of them")
     if n_long == len(pairs):
-        raise UserError(f"--data {path}: {advice}")
+        raise UserError(message)
     if n_long:
-        print0(f"note: {path}: left out {advice}")
+        print0(f"note: {message}")
     fill = -(len(ids) - 1) % T
     ids.extend([end] * fill)
     return np.array(ids, tokenizer.dtype), np.frombuffer(counted + bytes(fill), bool)

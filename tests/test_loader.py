@@ -121,9 +121,9 @@ def test_refuses_invalid_shards(tmp_path, case):
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["own.jsonl", "own.json", "own.parquet", "own.txt.gz"])
+@pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])
 def test_data_that_is_no_text_names_the_command_for_shards(tmp_path, name):
-    (tmp_path / name).write_bytes(b"{}" * 5000)
+    (tmp_path / name).write_bytes(b"{}" * 5000 + b"\0" * (name == "own.dat"))
     _, err = train("--data", name, cwd=tmp_path, status=2)
     assert err == f"error: --data {name}: is not a text; make shards: fineweb.py --input {name}\n"
 
