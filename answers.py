@@ -11,7 +11,7 @@ An answer is right if every token of the response, and the end of the text after
 it, is the most likely one: the greedy answer is then the response, and ends.
 """
 
-from plaingpt.evaluation import Benchmark, Example, get_fields, launch, perplexity
+from plaingpt.evaluation import Benchmark, Example, get_fields, launch
 
 
 def examples(records):
@@ -29,15 +29,13 @@ def prompt_ids(example, tokenizer):
 
 
 def report(examples, scores):
-    """Computes the figures of the responses, each with the end after it."""
-    nats = -scores.log_likelihood.sum() / scores.tokens.sum()
-    return dict(acc=float(scores.greedy.mean()), perplexity=perplexity(nats))
+    """Computes how often the whole response, with the end after it, is the likeliest."""
+    return dict(acc=float(scores.greedy.mean()))
 
 
 BENCHMARK = Benchmark(
     name="answers", doc=__doc__, stream="answers", hub=None, examples=examples, report=report,
-    prompt_ids=prompt_ids,
-    figures=dict(acc="the greedy answer is the response", perplexity="of a token"))
+    prompt_ids=prompt_ids, figures=dict(acc="the greedy answer is the response, and ends"))
 
 if __name__ == "__main__":
     launch(BENCHMARK)

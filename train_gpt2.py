@@ -180,7 +180,8 @@ def make_configs(given, sources):
     if preset == "mini":
         # Trains for ten epochs with the recipe's batch, but for at least 200 steps and at most
         # those of the recipe.
-        n_tokens, batch = max(1, sources.count_train_tokens()), recipe["total_batch_size"]
+        T = given.get("block_size", recipe["block_size"])
+        n_tokens, batch = max(1, sources.count_train_tokens(T)), recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
         # The more often the model reads the data, the more dropout it gets: 0.1 for 10 epochs.
         recipe["dropout"] = round(min(0.1, recipe["max_steps"] * batch / n_tokens / 100), 2)

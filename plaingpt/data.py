@@ -31,9 +31,9 @@ class Sources:
         self.is_text = all(map(is_text_file, self.shares))
         self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
 
-    def count_train_tokens(self):
-        """Returns the number of training tokens of all data sets."""
-        return sum(len(open_splits(path, self.tokenizer, self.val_fraction)[0])
+    def count_train_tokens(self, T=1024):
+        """Returns the number of training tokens of all data sets. T: as in open_splits."""
+        return sum(len(open_splits(path, self.tokenizer, self.val_fraction, T=T)[0])
                    for path in self.shares)
 
 

@@ -9,7 +9,6 @@ T = 8, this is the first sequence and the begin of the second one; <> is end_of_
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
 """
 
-import functools
 import random
 from array import array
 
@@ -17,8 +16,6 @@ import numpy as np
 
 from plaingpt.cli import UserError, print0
 from plaingpt.text import TABLES, kind_of, read_records
-
-MAX_SIZE = 2**26  # bytes of a file; its pairs are in memory, and need up to 40 times as much
 
 
 def is_pairs_file(path):
@@ -33,15 +30,13 @@ def encode_pair(where, record, tokenizer):
     """
     texts = [record.get(name) for name in ("prompt", "response")]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
-        raise UserError(f"{where}: \"prompt\" and \"response\" must be texts, the second one not "
-                        "empty; docs/data.md shows how to write instructions and chats so, and "
-                        "fineweb.py makes shards of records with a \"text\"")
+        raise UserError(f'{where}: needs texts "prompt" and "response" (not empty); docs/data.md '
+                        'shows how to write a chat so, and fineweb.py reads records with "text"')
     if tokenizer.name == "bytes" and "\n" in "".join(texts):
         raise UserError(f"{where}: has a line break, which ends a text of bytes; use --tokenizer")
     return [tokenizer.encode(text) for text in texts]
 
 
-@functools.cache  # a file is encoded once
 def read_pairs(path, tokenizer, T):
     """Returns the pairs of a file as sequences of T tokens: (ids, counted), (n,) each.
 
@@ -49,8 +44,8 @@ def read_pairs(path, tokenizer, T):
     but always the same. So the last pairs, which are for validation, are training pairs of no other
     run. Raises UserError.
     """
-    if path.stat().st_size > MAX_SIZE:
-        raise UserError(f"--data {path}: has more than {MAX_SIZE >> 20} MiB; give fewer pairs")
+    if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
+        raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
     pairs = [encode_pair(f"--data {path}, {where}", record, tokenizer)
              for where, record in read_records(path)]
     random.Random(0).shuffle(pairs)

@@ -82,13 +82,12 @@ def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
 
 
 def answer(model, x, y, tokenizer, device):
-    """Answers the first prompt of a sequence of pairs -> prompt, answer and expected response.
+    """Answers the first prompt of a sequence of pairs -> text, also with the expected response.
 
     x, y: inputs and targets, (T,) each. The answer has as many tokens as the response.
     """
     first = int((y != -100).argmax())  # this position predicts the first token of the response
     n = y.tolist().index(tokenizer.end_of_text, first) + 1 - first  # tokens of the response
     idx = torch.from_numpy(x[None, : first + 1]).to(device)  # (1, first + 1)
-    ids = model.generate(idx, n, temperature=0)[0].tolist()
-    parts = ids[1 : first + 1], ids[first + 1 :], y[first : first + n]
-    return "{}\nanswer: {}\nexpected: {}".format(*map(tokenizer.decode, parts))
+    ids = model.generate(idx, n, temperature=0)[0, 1:].tolist()
+    return f"{tokenizer.decode(ids)}\nexpected: {tokenizer.decode(y[first : first + n])}"

@@ -77,8 +77,7 @@ class Tokens:
         ids = self.read(start, T + 1).astype(np.int64)
         sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
         if self.counted is not None:
-            first = self.start + start + 1
-            sequence[1, ~self.counted[first : first + T]] = -100
+            sequence[1, ~self.counted[self.start + start + 1 :][:T]] = -100
         return sequence
 
     def count_sequences(self, T):
@@ -97,7 +96,7 @@ class Tokens:
 
         The CRC-32 covers both ends of every shard, or all of a text file.
         """
-        crc = 0
+        crc = 0 if self.counted is None else zlib.crc32(self.counted[self.start : self.stop])
         bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
         for file, start, stop in zip(self.files, bounds, bounds[1:]):
             n = stop - start if isinstance(file, np.ndarray) else min(stop - start, ENDS)
@@ -106,8 +105,6 @@ class Tokens:
                 # uint16 and uint32 shards with the same ids have the same checksum, which older
                 # versions computed, too.
                 crc = zlib.crc32(ids.astype("<u2" if ids.max() < 2**16 else "<u4"), crc)
-        if self.counted is not None:
-            crc = zlib.crc32(self.counted[self.start : self.stop], crc)
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
 
@@ -163,18 +160,20 @@ def is_text_file(path):
 
 
 @functools.cache  # a text is encoded once
-def read_text(path, tokenizer):
-    """Returns the ids of a text file: (n,) uint16 or uint32, or uint8 for bytes.
+def read_text(path, tokenizer, T):
+    """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes, and None.
 
-    Raises UserError.
+    For a file of pairs, returns the ids and counted, (n,) each, as read_pairs. Raises UserError.
     """
+    if is_pairs_file(path):
+        return read_pairs(path, tokenizer, T)
     data = path.read_bytes()
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
-        return np.frombuffer(data, np.uint8)
+        return np.frombuffer(data, np.uint8), None
     try:
-        return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype)
+        return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype), None
     except UnicodeDecodeError as error:
         raise UserError(f"--data {path}: is not UTF-8 ({error.reason}); convert it") from error
 
@@ -206,14 +205,11 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
     pairs, and a hundredth of shards. vocab_size: that of the model. By default, it is the number of
     the tokenizer's ids. T: tokens in a sequence; only pairs depend on it.
     """
-    path, V = Path(path), vocab_size or tokenizer.n_vocab
+    path, V, counted = Path(path), vocab_size or tokenizer.n_vocab, None
     files, val_files, fraction = find_shards(path, "train"), find_shards(path, "val"), 0.01
-    counted = None
-    if is_pairs_file(path):
-        ids, counted = read_pairs(path, tokenizer, T)
+    if is_text_file(path):
+        ids, counted = read_text(path, tokenizer, T)
         files, val_files, fraction = [ids], [], 0.1
-    elif is_text_file(path):
-        files, val_files, fraction = [read_text(path, tokenizer)], [], 0.1
     if not files:
         raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
     names = [f"--data {path}, {split} split" for split in ("train", "val")]

@@ -128,7 +128,7 @@ def test_only_the_responses_are_learned(tmp_path):
                    "--log_dir", "run", "--evals", "answers=p.jsonl", cwd=tmp_path)
     log = read_log(tmp_path / "run")
     assert float(log[59, "train"]) < 0.02 > float(log[60, "val"]) and log[60, "answers"] == "1"
-    assert out.count("\nanswer: yes\n\nexpected: yes\n") == 2
+    assert out.count("yes\n\nexpected: yes\n") == 2
     out, _ = program("--data", "p.jsonl", "--checkpoint", "run", "--json", "o.json", cwd=tmp_path,
                      program="answers.py")
     assert "acc                1.0000 ± 0.0000" in out
@@ -142,12 +142,10 @@ def test_only_the_responses_are_learned(tmp_path):
     assert "acc                0.3333 ± 0.2722" in out
 
 
-GOOD = '{"prompt": "a", "response": "b"}\n'
 REFUSED = {
-    '{"text": "a"}': 'x.jsonl, line 2: "prompt" and "response" must be texts, .*"text"',
-    '{"prompt": "a", "response": ""}': "line 2: .*not empty; docs/data.md shows how",
-    '{"messages": []}': "line 2: .*; docs/data.md shows how to write instructions and chats",
-    '{"prompt": "a", "response": 7}': 'line 2: "prompt" and "response" must be texts',
+    '{"text": "a"}': 'x.jsonl, line 2: needs texts "prompt" and "response" .*"text"',
+    '{"prompt": "a", "response": ""}': "line 2: needs texts .*not empty.* docs/data.md shows how",
+    '{"prompt": "a", "response": 7}': 'line 2: needs texts "prompt" and "response"',
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
     "text": "x.jsonl, line 2: not JSON",
 }
@@ -155,7 +153,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused_pairs(tmp_path, line):
-    (tmp_path / "x.jsonl").write_text(GOOD + line)
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "response": "b"}\n' + line)
     with pytest.raises(UserError, match=REFUSED[line]) as error:
         read_pairs(tmp_path / "x.jsonl", BYTES, 8)
     assert "\n" not in str(error.value)
