@@ -23,9 +23,8 @@ def examples(records):
 
 def prompt_ids(example, tokenizer):
     """Yields the ids of a prompt and of its response, as in training."""
-    end = tokenizer.end_of_text
-    yield ([end, *tokenizer.encode(example.contexts[0])],
-           [[*tokenizer.encode(example.endings[0]), end]])
+    prompt, response = map(tokenizer.encode, example.contexts + example.endings)
+    yield [tokenizer.end_of_text, *prompt], [[*response, tokenizer.end_of_text]]
 
 
 def report(examples, scores):

@@ -15,12 +15,7 @@ from array import array
 import numpy as np
 
 from plaingpt.cli import UserError, print0
-from plaingpt.text import TABLES, kind_of, read_records
-
-
-def is_pairs_file(path):
-    """Returns whether a value of --data is a file of pairs."""
-    return path.is_file() and kind_of(path)[0] in (".jsonl", ".json", ".csv", *TABLES)
+from plaingpt.text import read_records
 
 
 def encode_pair(where, record, tokenizer):

@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.cli import UserError, first_line, read_json
-from plaingpt.pairs import is_pairs_file, read_pairs
+from plaingpt.pairs import read_pairs
+from plaingpt.text import TABLES, kind_of
 
 # The fingerprint covers so many tokens at the start of each shard, and so many at its end.
 ENDS = 2**16
@@ -165,7 +166,7 @@ def read_text(path, tokenizer, T):
 
     For a file of pairs, returns the ids and counted, (n,) each, as read_pairs. Raises UserError.
     """
-    if is_pairs_file(path):
+    if kind_of(path)[0] in (".jsonl", ".json", ".csv", *TABLES):
         return read_pairs(path, tokenizer, T)
     data = path.read_bytes()
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
