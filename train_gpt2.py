@@ -16,7 +16,8 @@ parameters:
   gpt2      124M; auto chooses it for shards of 10^9 tokens or more, if there is
             a GPU
   mini      11M with GPT-2's ids; auto chooses it for all other shards
-  finetune  trains for 100 steps at a low rate; auto chooses it with --init_from
+  finetune  trains for 100 steps at a low rate, or weights with fewer than 768
+            channels for 400 steps; auto chooses it with --init_from
   gpt2-medium, gpt2-large, gpt2-xl    355M, 774M, 1.6B
   gpt3-SIZE                           the sizes of the GPT-3 paper
 
