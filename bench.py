@@ -76,7 +76,7 @@ def main(argv=None):
         def timed_step():
             start = time.perf_counter()
             # This also waits for the device.
-            train_step(training, micro_batches, config.grad_clip, [], process)
+            train_step(training, n * T, micro_batches, config.grad_clip, [], process)
             return time.perf_counter() - start
 
         # The first two steps may be slow.

@@ -75,7 +75,8 @@ def decode_new(ids, n_prompt, tokenizer, config):
     n_prompt: how many of the ids are those of the prompt.
     """
     prompt, new = ids[1:n_prompt], ids[n_prompt:]
-    ended = tokenizer.special and not config.ignore_end and tokenizer.end_of_text in new
+    # In bytes, a line break is inside a text.
+    ended = tokenizer.source != "bytes" and tokenizer.end_of_text in new and not config.ignore_end
     if ended:
         new = new[: new.index(tokenizer.end_of_text)]
     text = tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]

@@ -44,8 +44,8 @@ class Tokenizer:
     source: str  # what get_tokenizer needs to create it again; checkpoints store it
     token_bytes: list[bytes]  # the bytes of each id
     special: dict[str, int]  # the ids that stand for no text
-    # This id stands before every document, and generation starts from it. For "bytes", it is the
-    # line break.
+    # This id stands before every document, and generation starts from it. For "bytes" and "lines",
+    # it is the line break.
     end_of_text: int
     settings: dict | None = None  # the contents of a tokenizer.json; None for "gpt2" and "bytes"
 
@@ -106,9 +106,13 @@ class Tokenizer:
 
 @functools.cache
 def get_tokenizer(source):
-    """Makes the Tokenizer of "gpt2", "bytes", or the text of a tokenizer.json. Raises UserError."""
-    if source == "bytes":
-        return Tokenizer(source, source, [bytes([i]) for i in range(256)], {}, ord("\n"))
+    """Makes the Tokenizer of a source. Raises UserError.
+
+    source: "gpt2", "bytes", "lines", or the text of a tokenizer.json. "lines" are the bytes of a
+    model that was trained on pairs: a line break ends a text.
+    """
+    if source in ("bytes", "lines"):
+        return Tokenizer("bytes", source, [bytes([i]) for i in range(256)], {}, ord("\n"))
     if source == "gpt2":
         # A line has the token in base64, a space, and its id. The ids are the line numbers, from 0.
         lines = MERGES.read_bytes().splitlines()

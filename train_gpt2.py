@@ -16,7 +16,8 @@ parameters:
   gpt2      124M; auto chooses it for shards of 10^9 tokens or more, if there is
             a GPU
   mini      11M with GPT-2's ids; auto chooses it for all other shards
-  finetune  trains for 100 steps at a low rate; auto chooses it with --init_from
+  finetune  trains for 100 steps at a low rate, or weights with fewer than 768
+            channels for 400 steps; auto chooses it with --init_from
   gpt2-medium, gpt2-large, gpt2-xl    355M, 774M, 1.6B
   gpt3-SIZE                           the sizes of the GPT-3 paper
 
@@ -57,7 +58,7 @@ from plaingpt.data import Data, Sources, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.order import hash_numbers, order_of_sets, permute
 from plaingpt.runlog import RunLog
-from plaingpt.sampling import attention_for_many_shapes
+from plaingpt.sampling import answer, attention_for_many_shapes
 
 
 # Each field is a flag. FREE means that losses and scores do not depend on the flag (except for
@@ -180,7 +181,8 @@ def make_configs(given, sources):
     if preset == "mini":
         # Trains for ten epochs with the recipe's batch, but for at least 200 steps and at most
         # those of the recipe.
-        n_tokens, batch = max(1, sources.count_train_tokens()), recipe["total_batch_size"]
+        T = given.get("block_size", recipe["block_size"])
+        n_tokens, batch = max(1, sources.count_train_tokens(T)), recipe["total_batch_size"]
         recipe["max_steps"] = max(200, min(10 * n_tokens // batch, recipe["max_steps"]))
         # The more often the model reads the data, the more dropout it gets: 0.1 for 10 epochs.
         recipe["dropout"] = round(min(0.1, recipe["max_steps"] * batch / n_tokens / 100), 2)
@@ -223,6 +225,7 @@ class DataLoaderLite:
 
     def __init__(self, sets, shares, T, seed=1337, shuffle=True):
         self.sets, self.shares = sets, shares
+        self.has_pairs = any(tokens.counted is not None for tokens in sets)
         self.T, self.seed, self.shuffle = T, seed, shuffle
         self.lengths = [tokens.count_sequences(T) for tokens in sets]  # in sequences
         # `turns` holds one period of the mixture: for each turn, the data set, and how many turns
@@ -231,7 +234,7 @@ class DataLoaderLite:
         self.turns_per_period = [int(share * len(self.turns)) for share in self.shares]
 
     def sequence(self, position):
-        """Returns the T+1 tokens at a position: (T+1,)."""
+        """Returns the inputs and targets at a position: (2, T). Target -100 does not count."""
         periods, i = divmod(position, len(self.turns))
         k, earlier = self.turns[i]  # k is the index of the data set
         # `taken` is the number of sequences of this data set that came before this position.
@@ -239,33 +242,40 @@ class DataLoaderLite:
         epoch, j = divmod(taken, self.lengths[k])
         if self.shuffle:
             j = permute(j, self.lengths[k], self.seed, epoch)
-        return self.sets[k].read(j * self.T, self.T + 1)
+        return self.sets[k].read_sequence(j * self.T, self.T)
+
+    def count_targets(self, position, n):
+        """Returns how many targets of the n sequences from a position on count."""
+        if not self.has_pairs:
+            return n * self.T
+        return sum(int((self.sequence(position + i)[1] != -100).sum()) for i in range(n))
 
     def batch(self, position, B, device):
         """Reads B sequences from a position on -> x, y: (B, T) int64. y is x one token later."""
         sequences = [self.sequence(position + b) for b in range(B)]
-        tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, T+1)
+        batch = torch.from_numpy(np.stack(sequences, axis=1))  # (2, B, T)
         if device.type == "cuda":
-            tokens = tokens.pin_memory()  # pinned memory is copied while the GPU computes
-        tokens = tokens.to(device, non_blocking=True)
-        return tokens[:, :-1], tokens[:, 1:]  # (B, T) each
+            batch = batch.pin_memory()  # pinned memory is copied while the GPU computes
+        return batch.to(device, non_blocking=True).unbind()  # (B, T) each
 
     def batches(self, steps, position, sizes, process):
-        """Yields the micro-batches of each step: (n, list of (x, y)), (B, T) each.
+        """Yields the micro-batches of each step: (n, n_targets, list of (x, y)), (B, T) each.
 
-        A step has n sequences. The process with dp_rank 0 gets the first B of them, dp_rank 1 gets
-        the next B, and so on. After the last process, it is the turn of dp_rank 0 again, until all
-        n are given out. n is a multiple of dp_size x B. Without TP and PP, dp_rank is the rank, and
-        dp_size is the number of processes. With them, tp x pp processes form a group, which
-        computes one model together and has the same batches. dp_rank is then the index of the
-        group, (rank // tp) % dp_size, and dp_size is the number of groups.
+        A step has n sequences on all processes together, with n_targets targets that count. Every
+        process knows both, without communication. The process with dp_rank 0 gets the first B
+        sequences, dp_rank 1 gets the next B, and so on. After the last process, it is the turn of
+        dp_rank 0 again, until all n are given out. n is a multiple of dp_size x B. Without TP and
+        PP, dp_rank is the rank, and dp_size is the number of processes. With them, tp x pp
+        processes form a group, which computes one model together and has the same batches. dp_rank
+        is then the index of the group, (rank // tp) % dp_size, and dp_size is the number of groups.
 
         steps: the range of steps. position: where the first of them begins. sizes: from plan_steps.
         """
         for step in steps:
             n, B = sizes[min(step, len(sizes) - 1)]  # steps after the ramp have the last size
             starts = range(position + process.dp_rank * B, position + n, process.dp_size * B)
-            yield n, [self.batch(start, B, process.device) for start in starts]
+            micro_batches = [self.batch(start, B, process.device) for start in starts]
+            yield n, self.count_targets(position, n), micro_batches
             position += n
 
 
@@ -319,25 +329,34 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
         x, y = loader.batch(first, B, process.device)  # (B, T) each
         with process.autocast:
             losses = model.loss(model.hidden(x), y, reduction="none")  # (B, T)
-        n_bytes = n_bytes_of_id[y]  # (B, T)
+        n_bytes = n_bytes_of_id[y.clamp(min=0)] * (y != -100)  # (B, T)
         parts = torch.stack([losses, losses * (n_bytes > 0), n_bytes.float()])  # (3, B, T)
         # Leaves out the sequences from n_sequences on.
         sums += parts[:, : max(0, n_sequences - first)].sum(dim=(1, 2))
     model.train()
     # Adds one value per group, not per process, so that each sequence counts once.
     nats, text_nats, n_bytes = process.sum(sums).tolist()
-    return nats / (n_sequences * T), text_nats / max(1, n_bytes) / math.log(2)
+    return nats / loader.count_targets(0, n_sequences), text_nats / max(1, n_bytes) / math.log(2)
 
 
-def draw_samples(model, tokenizer, config, process):
-    """Returns two texts that the model writes without a prompt. All processes must call this."""
+def draw_samples(model, data, config, process):
+    """Returns two texts that the model writes. All processes must call this.
+
+    With pairs, the model answers validation prompts, and the texts have the expected responses.
+    """
+    tokenizer, T = data.tokenizer, model.config.block_size
     idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
     n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
+    pairs = [tokens.read_sequence(start, T) for tokens in data.val if tokens.counted is not None
+             for start in range(0, len(tokens) - 1, T)[:2]]
     model.eval()
     with process.autocast, attention_for_many_shapes():
-        idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (2, 1 + n)
+        texts = [answer(model, x, y, tokenizer, idx.device) for x, y in pairs[:2]]
+        if not pairs:
+            idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (2, 1 + n)
+            texts = [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
     model.train()
-    return [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
+    return texts
 
 
 class Training(NamedTuple):
@@ -394,35 +413,41 @@ def make_training(gpt_config, config, process, weights=None):
     return Training(raw_model, model, optimizers, parallel.grad_scaler(process))
 
 
-def accumulate(model, scaler, micro_batches, process):
-    """Sums the gradients of the micro-batches, one after the other. Returns their mean loss."""
+def accumulate(model, scaler, micro_batches, mean_count, process):
+    """Sums the gradients of the micro-batches, one after the other. Returns their mean loss.
+
+    mean_count: how many targets count in a micro-batch, on average over all of the step.
+    """
     mean_loss = 0.0
     for i, (x, y) in enumerate(micro_batches, start=1):
         # DDP and FSDP average the gradients over the processes only in the step's last backward.
         parallel.set_gradient_sync(model, i == len(micro_batches))
         with process.autocast:
             _, loss = model(x, y)
-        # Each loss is the mean of its micro-batch. The step needs the mean of all of them.
-        loss = loss / len(micro_batches)
+        # Each loss is the mean over the targets of its micro-batch. The step needs the mean over
+        # all targets. So a micro-batch weighs as much as its targets, which is 1 if all count.
+        loss = loss / len(micro_batches) / (mean_count / (y != -100).sum())
         scaler.scale(loss).backward()
         mean_loss += loss.detach()
     return mean_loss
 
 
-def train_step(training, micro_batches, grad_clip, signals, process):
+def train_step(training, n_targets, micro_batches, grad_clip, signals, process):
     """Makes one optimizer step -> (mean loss, gradient norm, whether any process has signals).
 
-    micro_batches: list of (x, y), (B, T) each. signals: a list, to which a signal handler may
-    append at any time. A step with a non-finite gradient leaves parameters and optimizers as they
-    are, but `step` and `position` go on.
+    n_targets: how many targets count, on all processes together. micro_batches: list of (x, y),
+    (B, T) each. signals: a list, to which a signal handler may append at any time. A step with a
+    non-finite gradient leaves parameters and optimizers as they are, but `step` and `position` go
+    on.
     """
     _, model, optimizers, scaler = training
+    mean_count = n_targets / process.dp_size / len(micro_batches)
     if isinstance(model, parallel.Pipeline):
         # Does the same as accumulate, but its stages work on different micro-batches at the same
         # time. All stages get the mean loss.
-        mean_loss = model(micro_batches, scaler)
+        mean_loss = model(micro_batches, mean_count, scaler)
     else:
-        mean_loss = accumulate(model, scaler, micro_batches, process)
+        mean_loss = accumulate(model, scaler, micro_batches, mean_count, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # inf only measures it
@@ -511,7 +536,7 @@ def main(argv=None):
             if evals and (done or due(step, config.eval_every)):
                 log.write(step, **run_evals(evals, raw_model, process, config, step))
             if done or due(step, config.sample_every):
-                log.write_samples(step, draw_samples(raw_model, tokenizer, config, process))
+                log.write_samples(step, draw_samples(raw_model, data, config, process))
             if done:
                 break
             began = time.perf_counter()  # evaluating and saving are not timed
@@ -520,12 +545,12 @@ def main(argv=None):
             # The seed belongs to the step, so that a resumed run draws the same dropout masks.
             # The processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
-            n, micro_batches = next(batches)  # all processes together have n sequences
+            n, n_targets, micro_batches = next(batches)  # n and n_targets are of all processes
             if time.monotonic() > deadline:
                 signals.append(0)  # as if a signal had come
             # A signal to one process makes `stopping` true on all.
             loss, norm, stopping = train_step(
-                training, micro_batches, config.grad_clip, signals, process)
+                training, n_targets, micro_batches, config.grad_clip, signals, process)
             position += n
             log.write_step(step, n * T, time.perf_counter() - began, train=loss, lr=lr, norm=norm,
                            tokens=position * T)

@@ -16,6 +16,9 @@ from plaingpt.device import check_equal, memory_advice, on_rank0
 from tokenizer import get_tokenizer, load_tokenizer
 
 MODEL = Path(__file__).parents[1] / "model.py"
+# Fine-tuning of weights that are narrower than GPT-2's takes more steps. Its rate grows with
+# 1 / width^2: it is 1.8e-3 for baby, see docs/measurements.md.
+NARROW = dict(batch_size=16, max_steps=400, val_every=40)
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
 
@@ -323,6 +326,10 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
             have = replace(have, block_size=g.block_size)  # fine-tuning with a shorter context
             weights = {name: w[: g.block_size] if name == "transformer.wpe.weight" else w
                        for name, w in weights.items()}  # a changed model may have no wpe; (T, C)
+    if config.preset == "finetune" and have.n_embd < 768:  # narrower than GPT-2
+        kept = NARROW | dict(max_lr=config.max_lr * (768 / have.n_embd) ** 2) | kept
+        kept = {name: value for name, value in kept.items() if name not in given}
+        print0(f"{have.n_embd} channels: {', '.join(f'{k} {v:g}' for k, v in kept.items())}")
     # A text without --tokenizer takes the tokenizer of the weights.
     has_own = "tokenizer" in given or not sources.is_text
     if has_own and sources.tokenizer.name != tokenizer.name:

@@ -31,9 +31,9 @@ class Sources:
         self.is_text = all(map(is_text_file, self.shares))
         self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
 
-    def count_train_tokens(self):
-        """Returns the number of training tokens of all data sets."""
-        return sum(len(open_splits(path, self.tokenizer, self.val_fraction)[0])
+    def count_train_tokens(self, T=1024):
+        """Returns the number of training tokens of all data sets. T: as in open_splits."""
+        return sum(len(open_splits(path, self.tokenizer, self.val_fraction, T=T)[0])
                    for path in self.shares)
 
 
@@ -47,9 +47,12 @@ class Data:
 
     def __init__(self, sources, tokenizer, gpt_config):
         self.tokenizer, self.shares = tokenizer, list(sources.shares.values())
-        pairs = [open_splits(path, tokenizer, sources.val_fraction, gpt_config.vocab_size)
-                 for path in sources.shares]
-        self.train, self.val = map(list, zip(*pairs))
+        shape = gpt_config.vocab_size, gpt_config.block_size
+        splits = [open_splits(path, tokenizer, sources.val_fraction, *shape)
+                  for path in sources.shares]
+        self.train, self.val = map(list, zip(*splits))
+        if tokenizer.name == "bytes" and any(tokens.counted is not None for tokens in self.val):
+            self.tokenizer = get_tokenizer("lines")  # a line break ends a text
         names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
         unique = len({*names}) == len(names)
         self.names = names if unique else [re.sub(r"\s", "_", path) for path in sources.shares]
@@ -93,6 +96,8 @@ def read_shares(items):
 
 def find_common_tokenizer(paths, place):
     """The Tokenizer of all data sets. place: value of --tokenizer. Raises UserError."""
+    # A text takes the tokenizer of the shards beside it.
+    paths = [path for path in paths if not is_text_file(path)] or paths
     first, *others = [(path, find_tokenizer(path, place)) for path in paths]
     for path, tokenizer in others:
         if tokenizer.name != first[1].name:

@@ -99,7 +99,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 # += first converts its operand to float32. In parts, this needs less memory.
                 for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
                     total += part
-        n = counted.sum()
+        n = counted.sum().clamp(min=1)  # without targets, the mean is 0
         if with_gradient:
             ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V], n)
         ctx.mark_non_differentiable(losses)

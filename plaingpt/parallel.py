@@ -159,13 +159,13 @@ class Pipeline(nn.Module):
         """Does what GPT.configure_optimizers does, for the parameters of this process."""
         return self.part.configure_optimizers(*args)
 
-    def forward(self, micro_batches, scaler):
+    def forward(self, micro_batches, mean_count, scaler):
         """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.
 
-        micro_batches: list of (x, y), (B, T) each.
+        micro_batches: list of (x, y), (B, T) each. mean_count: as in train_gpt2.accumulate.
         """
         x, y = (torch.cat(tensors) for tensors in zip(*micro_batches))  # (n, T) each
-        self.loss_sum = torch.zeros((), device=x.device)
+        self.loss_sum, self.mean_count = torch.zeros((), device=x.device), mean_count
         scaler.scale(self.loss_sum)  # makes its scale also on stages that compute no loss
         shape = len(micro_batches), *micro_batches[0][0].shape
         if shape not in self.schedules:  # the batch may grow
@@ -193,9 +193,10 @@ class Pipeline(nn.Module):
         stage = PipelineStage(self.stage, self.index, self.n_stages, self.process.device,
                               input_args=x, output_args=y, group=self.group)
 
-        def scaled_loss(loss, _):
-            self.loss_sum += loss.detach() / n_micro
-            return scaler.scale(loss / n_micro)
+        def scaled_loss(loss, y):
+            loss = loss / n_micro / (self.mean_count / (y != -100).sum())
+            self.loss_sum += loss.detach()
+            return scaler.scale(loss)
 
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
 

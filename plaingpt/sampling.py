@@ -79,3 +79,15 @@ def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
         new = sample(logits, generator, **options)  # (B, 1)
         idx = torch.cat([idx, new], dim=1)  # (B, T+1)
         yield new
+
+
+def answer(model, x, y, tokenizer, device):
+    """Answers the first prompt of a sequence of pairs -> text, also with the expected response.
+
+    x, y: inputs and targets, (T,) each. The answer has as many tokens as the response.
+    """
+    first = int((y != -100).argmax())  # this position predicts the first token of the response
+    n = y.tolist().index(tokenizer.end_of_text, first) + 1 - first  # tokens of the response
+    idx = torch.from_numpy(x[None, : first + 1]).to(device)  # (1, first + 1)
+    ids = model.generate(idx, n, temperature=0)[0, 1:].tolist()
+    return f"{tokenizer.decode(ids)}\nexpected: {tokenizer.decode(y[first : first + n])}"

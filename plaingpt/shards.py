@@ -24,6 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.cli import UserError, explaining, read_json
+from plaingpt.pairs import read_pairs
+from plaingpt.text import TABLES, kind_of
 
 # The fingerprint covers so many tokens at the start of each shard, and so many at its end.
 ENDS = 2**16
@@ -39,11 +41,12 @@ class Tokens:
     """The tokens of a split: those of its files, one file after the other, from start to stop.
 
     name: the name in messages. files: paths of shards, or [array] with the ids of a text.
-    vocab_size: that of the model.
+    vocab_size: that of the model. counted: for pairs, (n,) bool, which tokens of the array are
+    targets. None means that all are.
     """
 
-    def __init__(self, name, files, vocab_size, start=0, stop=None):
-        self.name, self.files, self.vocab_size = name, files, vocab_size
+    def __init__(self, name, files, vocab_size, start=0, stop=None, counted=None):
+        self.name, self.files, self.vocab_size, self.counted = name, files, vocab_size, counted
         self.starts = np.cumsum([0] + [len(open_ids(file)) for file in files]).tolist()
         self.start = start
         self.stop = self.starts[-1] if stop is None else stop
@@ -67,6 +70,17 @@ class Tokens:
                             f"{self.vocab_size}; leave out --vocab_size or correct --tokenizer")
         return ids
 
+    def read_sequence(self, start, T):
+        """Returns T inputs from `start`, and the targets, one token later: (2, T) int64.
+
+        A target that does not count is -100.
+        """
+        ids = self.read(start, T + 1).astype(np.int64)
+        sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
+        if self.counted is not None:
+            sequence[1, ~self.counted[self.start + start + 1 :][:T]] = -100
+        return sequence
+
     def count_sequences(self, T):
         """Returns the number of sequences of T+1 tokens. Raises UserError if there are none.
 
@@ -83,7 +97,7 @@ class Tokens:
 
         The CRC-32 covers both ends of every shard, or all of a text file.
         """
-        crc = 0
+        crc = 0 if self.counted is None else zlib.crc32(self.counted[self.start : self.stop])
         bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
         for file, start, stop in zip(self.files, bounds, bounds[1:]):
             n = stop - start if isinstance(file, np.ndarray) else min(stop - start, ENDS)
@@ -149,20 +163,22 @@ def is_text_file(path):
 
 
 @functools.cache  # a text is encoded once
-def read_text(path, tokenizer):
-    """Returns the ids of a text file: (n,) uint16 or uint32, or uint8 for bytes.
+def read_text(path, tokenizer, T):
+    """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes, and None.
 
-    Raises UserError.
+    For a file of pairs, returns the ids and counted, (n,) each, as read_pairs. Raises UserError.
     """
+    if kind_of(path)[0] in (".jsonl", ".json", ".csv", *TABLES):
+        return read_pairs(path, tokenizer, T)
     data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
-    if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".zst") or b"\0" in data:
+    if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
-        return np.frombuffer(data, np.uint8)
+        return np.frombuffer(data, np.uint8), None
     try:
-        return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype)
+        return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype), None
     except UnicodeDecodeError as error:
         raise UserError(f"--data {path}: is not UTF-8 ({error.reason}); convert it") from error
 
@@ -185,18 +201,20 @@ def read_meta(directory):
     return read_json(directory / "meta.json") or read_json(directory / "progress.json")
 
 
-def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
+def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
     """Opens a data set -> (training Tokens, validation Tokens). Raises UserError.
 
-    path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
-    X.idx as X. The validation data are the val shards. Without them, the last part of the data is
-    held out: val_fraction of the tokens, by default a tenth of a text and a hundredth of shards.
-    vocab_size: that of the model. By default, it is the number of the tokenizer's ids.
+    path: a text file or a file of pairs, which `tokenizer` encodes, a directory of shards, or
+    Megatron's X.bin and X.idx as X. The validation data are the val shards. Without them, the last
+    part of the data is held out: val_fraction of the tokens, by default a tenth of a text or of
+    pairs, and a hundredth of shards. vocab_size: that of the model. By default, it is the number of
+    the tokenizer's ids. T: tokens in a sequence; only pairs depend on it.
     """
-    path, V = Path(path), vocab_size or tokenizer.n_vocab
+    path, V, counted = Path(path), vocab_size or tokenizer.n_vocab, None
     files, val_files, fraction = find_shards(path, "train"), find_shards(path, "val"), 0.01
     if is_text_file(path):
-        files, val_files, fraction = [read_text(path, tokenizer)], [], 0.1
+        ids, counted = read_text(path, tokenizer, T)
+        files, val_files, fraction = [ids], [], 0.1
     if not files:
         raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
     names = [f"--data {path}, {split} split" for split in ("train", "val")]
@@ -208,4 +226,8 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     if n and not is_text_file(path):  # the part should begin with a document
         tokens = train.read(cut, min(2**20, (n - cut + 1) // 2))  # keeps at least half of the part
         cut += int(np.argmax(tokens == tokenizer.end_of_text))  # 0 if no document begins in them
+    if counted is not None:
+        cut -= cut % T  # between two sequences; the end_of_text there belongs to both splits
+        return (Tokens(names[0], files, V, 0, cut + 1, counted),
+                Tokens(names[1], files, V, cut, n, counted))
     return Tokens(names[0], files, V, 0, cut), Tokens(names[1], files, V, cut, n)

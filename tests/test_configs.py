@@ -92,7 +92,7 @@ def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
     out, _ = program("--data", "my.txt", "--init_from", "run", "--max_steps", 3, "--device", "cpu",
                      "--sample_tokens", 1, cwd=tmp_path)
     assert out.startswith("preset finetune on my.txt (256 ids), 3 steps; --preset chooses ")
-    assert "starting from the weights in run" in out
+    assert "starting from the weights in run\n32 channels: batch_size 16, val_every 40, max" in out
     log = read_log(tmp_path / "log/finetune")
     assert float(log[3, "val"]) < float(log[0, "val"])
     assert config_of("--init_from", "x").optimizer == "adamw"

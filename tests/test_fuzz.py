@@ -126,8 +126,9 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
             most = (growth - 1) * first
             grown = most * step // rampup_steps if step < rampup_steps else most
             end = position + first + grown // first * first
-            assert {stream[step][0] for stream in streams} == {end - position}
-            seen = Counter(i for stream in streams for batch in stream[step][1]
+            n_step = end - position
+            assert {stream[step][:2] for stream in streams} == {(n_step, n_step * T)}
+            seen = Counter(i for stream in streams for batch in stream[step][2]
                            for i in numbers(*batch))
             assert seen.total() == end - position
             # The last steps continue into the third epoch.

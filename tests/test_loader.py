@@ -108,10 +108,10 @@ def test_refuses_invalid_shards(tmp_path, case):
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["own.jsonl", "own.json", "own.parquet", "own.txt.gz"])
+@pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])
 def test_data_that_is_no_text_names_the_command_for_shards(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(b"{}" * 5000)
+    path.write_bytes(b"{}" * 5000 + b"\0" * (name == "own.dat"))
     with pytest.raises(UserError) as error:
         open_tokens(path)
     expected = f"--data {path}: is not a text; make shards: fineweb.py --input {path}"

@@ -242,7 +242,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(optimizer):
 
     def step():
         """Takes a step -> copies of all parameters and moments after it."""
-        norms.append(train_step(training, [(x, x)], 1.0, [], ALONE)[1])
+        norms.append(train_step(training, x.numel(), [(x, x)], 1.0, [], ALONE)[1])
         states = [state for o in training.optimizers for state in o.state.values()]
         moments = [moment for state in states for moment in state.values()]
         return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]

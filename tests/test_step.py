@@ -41,8 +41,15 @@ def test_gradients_of_an_accumulated_step(tmp_path):
             torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-7)
 
 
-def plain_curve(config, steps):
-    """Losses and gradient norms of the simplest loop: eager, float32, all logits, nothing fused."""
+def text_step(step):
+    return text_batch("train", 16, position=16 * step)
+
+
+def plain_curve(config, steps, batch=text_step):
+    """Losses and gradient norms of the simplest loop: eager, float32, all logits, nothing fused.
+
+    batch: step -> x, y, (B, T) each. Targets of -100 do not count.
+    """
     model, curve = fresh(config), []
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     other = [p for p in model.parameters() if p.dim() < 2]
@@ -53,9 +60,9 @@ def plain_curve(config, steps):
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = get_lr(step, rates)
-        x, y = text_batch("train", 16, position=16 * step)
+        x, y = batch(step)
         logits = F.linear(model.hidden(x), model.lm_head.weight)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(logits[y != -100], y[y != -100])
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -116,7 +123,7 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
     for _ in range(2):
         calls.clear()
-        loss, norm, _ = train_step(training, [(x, x)] * 3, 1.0, [], process)
+        loss, norm, _ = train_step(training, 3 * x.numel(), [(x, x)] * 3, 1.0, [], process)
         assert calls == ["tolist"] and math.isfinite(loss) and math.isfinite(norm)
 
 
@@ -131,7 +138,7 @@ def test_a_run_compiles_its_model_once():
     model = torch.compile(raw_model, backend=lambda graph, _: graphs.append(graph) or graph,
                           dynamic=False, fullgraph=True)
     for _ in range(2):
-        train_step(training._replace(model=model), [(x, x)] * 3, 1.0, [], ALONE)
+        train_step(training._replace(model=model), 3 * x.numel(), [(x, x)] * 3, 1.0, [], ALONE)
         with torch.no_grad():
             raw_model.eval().loss(raw_model.hidden(x), x)
         raw_model.train()

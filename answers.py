@@ -1,0 +1,40 @@
+"""Exact match: how often does a model give the right answer to a prompt?
+
+  python answers.py --data test.jsonl      scores the newest checkpoint in log/
+  python answers.py --data test.jsonl --checkpoint log/baby --json scores.json
+
+The file has pairs of a prompt and a response, as train_gpt2.py --data reads:
+
+  {"prompt": "12+34=", "response": "46"}
+
+An answer is right if every token of the response, and the end of the text after
+it, is the most likely one: the greedy answer is then the response, and ends.
+"""
+
+from plaingpt.evaluation import Benchmark, Example, get_fields, launch
+
+
+def examples(records):
+    """Turns records into Examples with one ending. Raises UserError."""
+    for record in records:
+        prompt, response = get_fields(record, prompt=str, response=str)
+        yield Example([prompt], [response])
+
+
+def prompt_ids(example, tokenizer):
+    """Yields the ids of a prompt and of its response, as in training."""
+    prompt, response = map(tokenizer.encode, example.contexts + example.endings)
+    yield [tokenizer.end_of_text, *prompt], [[*response, tokenizer.end_of_text]]
+
+
+def report(examples, scores):
+    """Computes how often the whole response, with the end after it, is the likeliest."""
+    return dict(acc=float(scores.greedy.mean()))
+
+
+BENCHMARK = Benchmark(
+    name="answers", doc=__doc__, stream="answers", hub=None, examples=examples, report=report,
+    prompt_ids=prompt_ids, figures=dict(acc="the greedy answer is the response, and ends"))
+
+if __name__ == "__main__":
+    launch(BENCHMARK)

@@ -1,0 +1,156 @@
+"""Prompts and responses: their layout, a loss on the responses only, and the score of answers."""
+
+import gzip
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import ALONE, CPU, MODEL, fresh, program, read_log, train
+from test_parallel import FSDP, PP, TP
+from test_step import plain_curve
+
+from plaingpt.cli import UserError
+from plaingpt.data import Data, Sources
+from plaingpt.huggingface import same_logits
+from plaingpt.pairs import read_pairs
+from plaingpt.shards import open_splits
+from tokenizer import get_tokenizer
+from train_gpt2 import DataLoaderLite, TrainConfig, estimate_loss
+
+BYTES = get_tokenizer("bytes")
+
+
+def write_pairs(path, pairs):
+    records = [dict(prompt=prompt, response=response) for prompt, response in pairs]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def letters(rng, least, most):
+    return "".join(rng.choices("abcdfghi", k=rng.randint(least, most)))
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """A file of 400 pairs of many lengths, so that micro-batches have different weights."""
+    rng = random.Random(0)
+    return write_pairs(tmp_path / "pairs.jsonl",
+                       [(letters(rng, 0, 15), letters(rng, 1, 15)) for _ in range(400)])
+
+
+def open_loader(items, split="train", **options):
+    sources = Sources([str(item) for item in items])
+    data = Data(sources, sources.tokenizer, MODEL)
+    return DataLoaderLite(getattr(data, split), data.shares, MODEL.block_size, **options)
+
+
+def test_layout(tmp_path):
+    """Each pair is in one sequence. The response and the end after it count, nothing else."""
+    given = [("ab", "c"), ("", "de"), ("fgh", "ij"), ("k", "l"), ("mnopq", "rs"), ("tuvw", "xyzz")]
+    path = write_pairs(tmp_path / "p.jsonl", given)
+    ids, counted = read_pairs(path, BYTES, 8)
+    assert bytes(ids.tolist()) == b".mnopqrs.fghij...de.abc..kl......".replace(b".", b"\n")
+    assert "".join(map(str, counted * 1)) == "000000111000111001110011001100000"
+    train_set, val = open_splits(path, BYTES, val_fraction=0.3, T=8)
+    assert np.array_equal(train_set.read(0, len(train_set)), ids[:17])
+    assert np.array_equal(val.read_sequence(0, 8)[1], [100, 101, 10, -100, -100, 99, 10, -100])
+    given[1], given[3] = ("d", "e"), ("k", "l")  # the ids stay, but not what counts
+    other = open_splits(write_pairs(tmp_path / "q.jsonl", given), BYTES, val_fraction=0.3, T=8)
+    assert other[0].fingerprint() == train_set.fingerprint()
+    assert other[1].fingerprint() != val.fingerprint()
+
+
+def test_files_of_pairs(tmp_path):
+    """Every format gives the same pairs."""
+    given = [("2+2=", "4"), ("a", "b")] * 5
+    path = write_pairs(tmp_path / "a.jsonl", given)
+    (tmp_path / "a.JSONL.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "a.csv").write_text("response,prompt\n" + "".join(f"{r},{p}\n" for p, r in given))
+    for other in tmp_path.iterdir():
+        found = zip(read_pairs(path, BYTES, 8), read_pairs(other, BYTES, 8))
+        assert all(np.array_equal(a, b) for a, b in found), other
+
+
+WAYS = {"16": (1, ["--batch_size", 16]), "2": (1, ["--batch_size", 2]), "ddp": (2, []),
+        "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP), "mixture": (2, [])}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, way):
+    """The same losses and norms as in a plain loop, which has one batch of 16 sequences a step."""
+    (processes, flags), items = WAYS[way], [pairs]
+    if way == "mixture":
+        items = [f"{pairs}=0.25", f"{shards}=0.75"]
+    train("--data", *items, *flags, "--log_dir", "run", "--max_steps", 20, "--seed", 1337,
+          cwd=tmp_path, processes=processes)
+    loader, log = open_loader(items, seed=1337), read_log(tmp_path / "run")
+    curve = plain_curve(MODEL, 20, lambda step: loader.batch(16 * step, 16, CPU))
+    for step, (loss, norm) in enumerate(curve):
+        assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
+        assert float(log[step, "norm"]) == pytest.approx(norm, rel=5e-5), step
+
+
+def test_losses_equal_those_of_transformers(pairs):
+    """A label of -100 does not count there, either. Validation is over the responses only."""
+    loader, model = open_loader([pairs], "val", shuffle=False), fresh(MODEL).eval()
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=256, n_positions=32)).eval()
+    assert same_logits(model, hf)  # and hf has the weights of the model now
+    n = loader.lengths[0]
+    x, y = loader.batch(0, n, CPU)  # (B, T) each
+    loss = F.cross_entropy(model(x)[0][y != -100], y[y != -100]).item()
+    config = TrainConfig(batch_size=3, val_tokens=32 * n)
+    val, bpb = estimate_loss(model, loader, torch.ones(256, dtype=torch.long), config, ALONE)
+    assert val == pytest.approx(loss, rel=1e-5) == pytest.approx(bpb * math.log(2), rel=1e-5)
+    y[:, -1] = -100  # transformers shifts the labels, and has no label for the last position
+    expected = hf(x, labels=F.pad(y[:, :-1], (1, 0), value=-100)).loss
+    torch.testing.assert_close(model(x, y)[1], expected, rtol=1e-5, atol=0)
+    _, loss = model(x, torch.full_like(y, -100))
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_only_the_responses_are_learned(tmp_path):
+    """Nobody can know the prompts, which are random. The loss is 0 only if they do not count."""
+    rng = random.Random(1)
+    write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
+    out, _ = train("--data", "p.jsonl", "--max_steps", 60, "--max_lr", 0.01, "--eval_every", 60,
+                   "--log_dir", "run", "--evals", "answers=p.jsonl", cwd=tmp_path)
+    log = read_log(tmp_path / "run")
+    assert float(log[59, "train"]) < 0.02 > float(log[60, "val"]) and log[60, "answers"] == "1"
+    assert out.count("yes\n\nexpected: yes\n") == 2
+    out, _ = program("--checkpoint", "run", "--prompt", "abc", "--temperature", 0, cwd=tmp_path,
+                     program="generate.py")
+    assert out.strip().endswith("---\nabcyes")  # a line break ends the text
+    write_pairs(tmp_path / "q.jsonl", [("abc", "yes"), ("abc", "ye"), ("abc", "yes!")])
+    out, _ = program("--data", "q.jsonl", "--checkpoint", "run", cwd=tmp_path, program="answers.py")
+    assert "acc                0.3333 ± 0.2722" in out
+
+
+REFUSED = {
+    '{"text": "a"}': 'x.jsonl, line 2: needs texts "prompt" and "response" .*"text"',
+    '{"prompt": "a", "response": ""}': "line 2: needs texts .*not empty.* docs/data.md shows how",
+    '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
+    "text": "x.jsonl, line 2: not JSON",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_pairs(tmp_path, line):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "response": "b"}\n' + line)
+    with pytest.raises(UserError, match=REFUSED[line]):
+        read_pairs(tmp_path / "x.jsonl", BYTES, 8)
+
+
+def test_long_pairs(tmp_path, capsys):
+    path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
+    read_pairs(path, BYTES, 16)
+    assert "1 of 10 pairs have more than 16 tokens and are left out; --block_size 32 keeps 99%" in \
+        capsys.readouterr().out
+    with pytest.raises(UserError, match="10 of 10 pairs have more than 4 tokens"):
+        read_pairs(path, BYTES, 4)
