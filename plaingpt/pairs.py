@@ -26,7 +26,7 @@ def encode_pair(where, record, tokenizer):
     texts = [record.get(name) for name in ("prompt", "response")]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
         raise UserError(f'{where}: needs texts "prompt" and "response" (not empty); docs/data.md '
-                        'shows how to write a chat so, and fineweb.py reads records with "text"')
+                        'shows how, also for a chat, and fineweb.py reads records with a "text"')
     if tokenizer.name == "bytes" and "\n" in "".join(texts):
         raise UserError(f"{where}: has a line break, which ends a text of bytes; use --tokenizer")
     return [tokenizer.encode(text) for text in texts]
