@@ -67,7 +67,7 @@ from plaingpt.sampling import answer, attention_for_many_shapes
 @dataclass
 class TrainConfig:
     preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto fits data and device"] = "auto"
-    data: Annotated[list[str] | None, "shards or text; a mixture: DIR=WEIGHT DIR=WEIGHT"] = None
+    data: Annotated[list[str] | None, "shards, text or pairs; a mixture: A=WEIGHT B=WEIGHT"] = None
     tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
     val_fraction: Annotated[float | None, "held out [0.01; text 0.1]", "above 0 and below 1"] = None
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True

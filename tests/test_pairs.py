@@ -133,8 +133,8 @@ def test_only_the_responses_are_learned(tmp_path):
 
 
 REFUSED = {
-    '{"text": "a"}': 'x.jsonl, line 2: needs texts "prompt" and "response" .*"text"',
-    '{"prompt": "a", "response": ""}': "line 2: needs texts .*not empty.* docs/data.md shows how",
+    '{"text": "a"}': "line 2: has text = 'a', but needs .* fineweb.py reads text",
+    '{"prompt": "a", "response": ""}': "has prompt = 'a', response = '', but .* not empty; docs/data.md",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
     "text": "x.jsonl, line 2: not JSON",
 }
