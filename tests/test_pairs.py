@@ -134,7 +134,7 @@ def test_only_the_responses_are_learned(tmp_path):
 
 REFUSED = {
     '{"text": "a"}': "line 2: has text = 'a', but needs .* fineweb.py reads text",
-    '{"prompt": "a", "response": ""}': "has prompt = 'a', response = '', but .* not empty; docs/data.md",
+    '{"prompt": "a", "response": ""}': "has prompt = 'a', response = '', but .* not empty",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
     "text": "x.jsonl, line 2: not JSON",
 }
