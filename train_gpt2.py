@@ -256,7 +256,9 @@ class DataLoaderLite:
         batch = torch.from_numpy(np.stack(sequences, axis=1))  # (2, B, T)
         if device.type == "cuda":
             batch = batch.pin_memory()  # pinned memory is copied while the GPU computes
-        return batch.to(device, non_blocking=True).unbind()  # (B, T) each
+        # On MPS, a copy that nobody waits for may read the memory after it is freed
+        # (pytorch/pytorch#189690).
+        return batch.to(device, non_blocking=device.type == "cuda").unbind()  # (B, T) each
 
     def batches(self, steps, position, sizes, process):
         """Yields the micro-batches of each step: (n, n_targets, list of (x, y)), (B, T) each.
