@@ -17,7 +17,6 @@ After the settings, the row shows
 """
 
 import math
-import resource
 import statistics
 import sys
 import time
@@ -88,10 +87,12 @@ def main(argv=None):
             print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
             if process.rank == 0:
                 profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
-    unit = 1 if sys.platform == "darwin" else 1024
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if cuda:
-        memory = torch.cuda.max_memory_allocated()
+    memory = torch.cuda.max_memory_allocated() if cuda else math.nan
+    if not cuda and sys.platform != "win32":
+        import resource  # Windows does not have it
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     flops = whole_gpt(gpt_config).flops_per_token()
     ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(process)
     tok_s = n * T / statistics.median(times)

@@ -256,7 +256,8 @@ class DataLoaderLite:
         batch = torch.from_numpy(np.stack(sequences, axis=1))  # (2, B, T)
         if device.type == "cuda":
             batch = batch.pin_memory()  # pinned memory is copied while the GPU computes
-        return batch.to(device, non_blocking=True).unbind()  # (B, T) each
+        # On MPS, such a copy may read the memory after it is freed (pytorch/pytorch#189690).
+        return batch.to(device, non_blocking=device.type == "cuda").unbind()  # (B, T) each
 
     def batches(self, steps, position, sizes, process):
         """Yields the micro-batches of each step: (n, n_targets, list of (x, y)), (B, T) each.
@@ -382,6 +383,9 @@ def make_training(gpt_config, config, process, weights=None):
       of DDP's gradients is full, and DDP sends the bucket while the backward pass still computes.
     - DDP is last, because it registers hooks on the final parameters.
     """
+    if config.activation_checkpointing and gpt_config.dropout and process.device.type == "mps":
+        # The second forward would have other masks, and so wrong gradients (pytorch/pytorch#127676)
+        raise UserError("--activation_checkpointing: has no dropout on mps; give --dropout 0")
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing

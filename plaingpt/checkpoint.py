@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import math
+import sys
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -169,7 +170,8 @@ def read_file(path):
     """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
     # Runs no code of the file. build-nanogpt's has a GPTConfig of its own, which ours replaces.
     with torch.serialization.safe_globals([(GPTConfig, "__main__.GPTConfig")]):
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Windows deletes and moves no file that is mapped.
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
     return checkpoint if "model_config" in checkpoint else convert_nanogpt(checkpoint)
 
 

@@ -205,7 +205,7 @@ def print0(text, end="\n"):
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
             print(clear + visible(text), end=end, flush=True)
         except OSError:
-            sys.stdout = open(os.devnull, "w")
+            sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="replace")
 
 
 def shorten_line(line):

@@ -125,12 +125,13 @@ def find_device(name, local_rank=0, world_size=1):
 
 
 def choose_compile(wanted, device):
-    """Turns --compile into a bool. The default is True on CUDA.
+    """Turns --compile into a bool. The default is True on CUDA, but not on Windows: Triton is
+    missing there.
 
     Raises UserError if it is True, but a C++ compiler or Python's headers are missing.
     """
     if wanted is None:
-        wanted = device.type == "cuda"
+        wanted = device.type == "cuda" and sys.platform != "win32"
     if wanted:
         compilers = os.environ.get("CC", "gcc clang cl").split()
         header = Path(sysconfig.get_path("include"), "Python.h")
@@ -177,8 +178,9 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # A CPU has no exception class of its own for this.
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        # CPU and MPS have no exception class of their own for this.
+        text = "DefaultCPUAllocator|MPS backend out of memory"
+        if isinstance(error, torch.OutOfMemoryError) or re.search(text, str(error)):
             raise UserError(message) from error
         raise
 
@@ -215,6 +217,9 @@ def check_equal(value, message):
 
 def prefetch(batches, device):
     """Yields the same batches; a thread prepares the next one while the current one is used."""
+    if device.type == "mps":  # two threads on it may crash the process (pytorch/pytorch#197805)
+        yield from batches
+        return
     with ThreadPoolExecutor(1) as thread:
         if device.type == "cuda":  # otherwise, the thread would also take memory of GPU 0
             thread.submit(torch.cuda.set_device, device)

@@ -29,7 +29,7 @@ LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\
 
 def read_log(path):
     """Reads log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
-    text = path.read_text(errors="replace") if path.is_file() else ""
+    text = path.read_text("utf-8", "replace") if path.is_file() else ""
     return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
 
 
@@ -141,7 +141,7 @@ class RunLog:
         new = {k: v for k, v in values.items() if (step, k) not in self.known}
         texts = {k: v if isinstance(v, int) else f"{v:.8g}" for k, v in new.items()}
         with (cli.writing(self.path, "free some space, then continue with --resume"),
-              open(self.path, "a") as file):
+              open(self.path, "a", encoding="utf-8") as file):
             file.writelines(f"{step} {stream} {text}\n" for stream, text in texts.items())
         self.publish(step, new)
 

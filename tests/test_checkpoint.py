@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,6 +301,15 @@ def test_moments_of_a_wrong_shape_are_refused(copy, key):
     torch.save(saved, copy / "model_000010.pt")
     _, err = train("--log_dir", "run", "--resume", "--max_steps", 12, cwd=copy.parent, status=2)
     assert err == f"error: {key} has a wrong shape in the checkpoint; resume from another\n"
+
+
+def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
+    """Windows refuses to delete a mapped file, so a resumed run could not save any more."""
+    monkeypatch.setattr("plaingpt.checkpoint.sys", SimpleNamespace(platform="win32"))
+    path = shutil.copy(ROOT / "tests" / "checkpoints" / "e2d0309.pt", tmp_path / "model.pt")
+    checkpoint = load_checkpoint(path)
+    path.write_bytes(bytes(path.stat().st_size))  # a map would now be all zeros
+    assert all(w.any() for name, w in checkpoint["model"].items() if "weight" in name)
 
 
 def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch):

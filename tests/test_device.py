@@ -45,13 +45,18 @@ def test_compile_says_what_it_needs_and_that_it_takes_long(monkeypatch, capsys):
     monkeypatch.setenv("CC", "missing")
     with pytest.raises(UserError, match="needs a C.. compiler .* or use --no-compile$"):
         choose_compile(None, cuda)
+    monkeypatch.setattr(sys, "platform", "win32")  # torch has no Triton there
+    assert not choose_compile(None, cuda)
 
 
 def test_out_of_memory_gives_a_one_sentence_error():
     def on_cuda():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore lines.")
 
-    for error in (lambda: torch.empty(2**50), on_cuda):
+    def on_mps():
+        raise RuntimeError("MPS backend out of memory (MPS allocated: 5.50 GB). Tried to allocate")
+
+    for error in (lambda: torch.empty(2**50), on_cuda, on_mps):
         with pytest.raises(UserError, match="^too large; choose a smaller one$"):
             with memory_advice("too large; choose a smaller one"):
                 error()
@@ -73,6 +78,12 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
         for batch in prefetch(batches(), CPU):
             taken.append(batch)
     assert taken == [0, 1, 2, 3, 4]
+
+
+def test_on_mps_only_the_main_thread_makes_batches():
+    """There, two threads at once may crash the process."""
+    batches = (threading.current_thread() for _ in range(2))
+    assert [*prefetch(batches, torch.device("mps"))] == [threading.main_thread()] * 2
 
 
 def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from conftest import CPU, ROOT, TINY, write_bin
 
 import train_gpt2
@@ -72,6 +73,18 @@ def test_text_is_read_as_bytes_and_its_last_tenth_is_for_validation(tmp_path):
     train, val = (open_tokens(tmp_path / "t.txt", split) for split in ("train", "val"))
     assert bytes(train.read(0, len(train))) == data[:2295]
     assert bytes(val.read(0, len(val))) == data[2295:]
+
+
+def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatch):
+    """On MPS, the copy would read memory that is free by then."""
+    (tmp_path / "t.txt").write_bytes(b"text\n" * 200)
+    loader, seen = open_loader(tmp_path / "t.txt"), {}
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch)
+    monkeypatch.setattr(torch.Tensor, "to", lambda batch, device, non_blocking: seen.update(
+        {device.type: non_blocking}) or batch)
+    for name in ("cuda", "mps", "cpu"):
+        loader.batch(0, 1, torch.device(name))
+    assert seen == dict(cuda=True, mps=False, cpu=False)
 
 
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """What a run tells its user: its directory, log.txt, notes, TensorBoard and Weights & Biases."""
 
 import json
+import os
 import re
 import shutil
 import struct
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
@@ -57,6 +59,22 @@ def test_a_read_only_directory(tmp_path, whole):
 
 
 # Steps and notes
+
+
+def test_the_log_is_utf8_in_every_locale(tmp_path):
+    """Windows has other encodings by default. The names of data sets are in the log."""
+    code = r"""
+from types import SimpleNamespace
+from plaingpt.runlog import Path, RunLog, read_log
+path, name = Path("log.txt"), "val_\u6570"
+RunLog.write(SimpleNamespace(figures={}, known={}, path=path, publish=lambda *args: None,
+                             process=SimpleNamespace(rank=0)), 1, **{name: 2.5})
+assert read_log(path) == [(1, name, "2.5")]
+"""
+    ascii_only = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    env = dict(os.environ, PYTHONPATH=str(ROOT), **ascii_only)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
+    assert (tmp_path / "log.txt").read_text("utf-8") == "1 val_\u6570 2.5\n"
 
 
 def test_printed_steps(tmp_path):
