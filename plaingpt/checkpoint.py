@@ -205,8 +205,9 @@ def convert_nanogpt(found):
     config = GPTConfig(vocab_size=50257, **{name: shape[name] for name in (
         "block_size", "n_layer", "n_head", "n_embd")})
     given = {name.removeprefix("_orig_mod."): w for name, w in found["model"].items()}
-    weights = {name: given[name].float() if name in given else torch.zeros(p.shape)  # a bias
-               for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)}
+    weights = {name: given[name].float() if name in given else torch.zeros(p.shape)
+               for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)
+               if name in given or name.endswith(".bias")}  # bias=False; others must be there
     for name in ("transformer.wte.weight", "lm_head.weight"):
         weights[name] = weights[name][:50257]  # (vocab_size, C)
     return dict(model=weights, model_config=asdict(config), tokenizer="gpt2")

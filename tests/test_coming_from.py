@@ -103,6 +103,15 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
         load_model(str(path))
 
 
+def test_only_biases_may_be_missing(theirs, tmp_path):
+    """Otherwise, a changed or damaged model would be loaded with zeros."""
+    _, weights = theirs
+    del weights["_orig_mod.transformer.h.1.mlp.c_fc.weight"]
+    torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match="not a readable checkpoint"):
+        load_model(str(tmp_path / "ckpt.pt"))
+
+
 def test_init_from_with_nanogpts_words():
     with pytest.raises(UserError, match="--init_from scratch: leave it out for a new run"):
         load_model("scratch")
