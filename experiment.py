@@ -34,8 +34,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
@@ -83,12 +83,13 @@ class Side:
     def directory(self, run):
         return LAB / "runs" / f"{self.key}-{run}" if self.key else LAB / self.name / "log" / run
 
-    def read(self, run):
-        return read_streams(self.directory(run) / "log.txt")
+    def read(self, run, stream):
+        """The values of a stream in a run's log: {step: value}."""
+        return read_streams(self.directory(run) / "log.txt").get(stream, {})
 
-    def last_loss(self, run):
-        """The validation loss after the last step, or None."""
-        return self.read(run).get("val", {}).get(self.facts["max_steps"])
+    def last(self, run, stream="val"):
+        """The value after the last step, by default the validation loss, or None."""
+        return self.read(run, stream).get(self.facts["max_steps"])
 
 
 def make_copy(name, commit, changes=b"", files=()):
@@ -107,41 +108,39 @@ def make_copy(name, commit, changes=b"", files=()):
         run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
-def train(runs, slots, title="training"):
-    """Trains runs, `slots` at a time. Raises UserError if one fails.
+def train(runs, title="training"):
+    """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
 
-    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. title: what
-    the progress bar says.
+    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. Ctrl-C reaches
+    the runs, too: each saves a checkpoint. title: what the progress bar says.
     """
-    processes, n_gpus = [], torch.cuda.device_count()
+    n_gpus = torch.cuda.device_count()
+    # An even number: both runs of a pair go at the same time, under the same load.
+    slots = max(1, (n_gpus or cli.count_cores()) // 2 * 2)
 
     def train_one(i):
         side, name, flags = runs[i]
         place = side.directory(name)
         place.mkdir(parents=True, exist_ok=True)
         gpu = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
-        command = [sys.executable, LAB / side.name / "train_gpt2.py", *side.flags, *gpu, *QUIET]
-        with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
-            processes.append(subprocess.Popen([*command, *flags, "--log_dir", place], stdout=output,
-                                              stderr=output, start_new_session=True))
-            if processes[-1].wait():
-                output.seek(0)
-                raise UserError("\n".join([f"{place} failed:", *output.read().splitlines()[-3:]]))
+        command = [sys.executable, LAB / side.name / "train_gpt2.py", *gpu, *side.flags, *flags]
+        command += [*QUIET, "--log_dir", place]
+        with open(place / "output.txt", "w") as output:
+            done = subprocess.run(command, stdout=output, stderr=output)
+        if done.returncode:
+            lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
+            raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
-    try:
-        with ThreadPool(slots) as pool:
-            done = pool.imap(train_one, range(len(runs)))
-            for _ in tqdm(done, title, total=len(runs), unit="run"):
-                pass  # the bar shows how many runs are done
-    finally:
-        for process in processes:
-            process.terminate()  # a run saves a checkpoint then
-            process.wait()
+    # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
+    with ThreadPoolExecutor(slots) as pool:
+        done = pool.map(train_one, range(len(runs)))
+        for _ in tqdm(done, f"{title}; after Ctrl-C, the same command continues", len(runs)):
+            pass  # the bar shows how many runs are done
 
 
 def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
-    train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], len(sides), "one step")
+    train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], "one step")
     for side in sides:
         facts = cli.read_json(side.directory("asked") / "run.json")
         side.facts = {**facts.pop("train_config"), **facts}
@@ -149,7 +148,7 @@ def ask(sides):
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def choose_rates(sides, rates, slots):
+def choose_rates(sides, rates):
     """Adds the best of the rates to the flags of each side. Raises UserError.
 
     These runs have the seed 0, which no pair has.
@@ -157,9 +156,9 @@ def choose_rates(sides, rates, slots):
     for rate in rates:
         runs = [(side, f"rate{rate}", ["--seed", "0", "--max_lr", str(rate)]) for side in sides]
         with contextlib.suppress(UserError):  # a large rate may diverge
-            train([run for run in runs if run[0].last_loss(run[1]) is None], slots)
+            train([run for run in runs if run[0].last(run[1]) is None])
     for side in sides:
-        losses = {rate: side.last_loss(f"rate{rate}") or math.inf for rate in rates}
+        losses = {rate: side.last(f"rate{rate}") or math.inf for rate in rates}
         best = min(losses, key=losses.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
         cli.print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
@@ -170,14 +169,9 @@ def choose_rates(sides, rates, slots):
 def audit(base, changed, facts, places):
     """Computes the validation losses of models again, in a process of its own.
 
-    Only the models come from the code in `changed`. All else comes from the code in `base`. Writes
-    audit.json beside each model: the loss, and by how much later tokens change earlier logits.
+    Only the models come from the code in `changed`. All else comes from the code in `base`. Adds
+    two streams to each log: audit, the loss, and later, by how much later tokens change the logits.
     """
-    import json
-    import sys
-
-    import torch
-
     sys.path.insert(0, changed)
     from plaingpt.checkpoint import load_model
 
@@ -191,64 +185,61 @@ def audit(base, changed, facts, places):
 
     sources = Sources(facts["data"], None, facts["val_fraction"])
     data = Data(sources, loaded[0][1], GPTConfig(**facts["model_config"]))
+    T, step = facts["model_config"]["block_size"], facts["max_steps"]
     for place, (model, _) in zip(places, loaded):
         model.requires_grad_(False).eval()
         loss = 0.0
         for tokens, share in zip(data.val, data.shares):
-            T = facts["model_config"]["block_size"]
             loader = DataLoaderLite([tokens], [1], T, shuffle=False)
-            n = min(facts["val_tokens"] // T, *loader.lengths)
+            n = max(1, min(facts["val_tokens"] // T, *loader.lengths))
             for i in range(n):
                 x, y = loader.batch(i, 1, torch.device("cpu"))  # (1, T) each
-                logits = model(x)[0][0].float()  # (T, vocab_size)
-                loss += float(share) * torch.nn.functional.cross_entropy(logits, y[0]).item() / n
+                logits = model(x)[0][0]  # (T, vocab_size)
+                nats = torch.nn.functional.cross_entropy(logits, y[0], reduction="sum").item()
+                loss += float(share) * nats / loader.count_targets(0, n)
         later = max((model(x[:, :t])[0][0, -1] - logits[t - 1]).abs().max() for t in range(1, T, 9))
-        with open(f"{place}/audit.json", "w") as file:
-            json.dump(dict(loss=loss, later=(later / logits.abs().max()).item()), file)
+        with open(f"{place}/log.txt", "a") as file:
+            file.write(f"{step} audit {loss:.8g}\n{step} later {later / logits.abs().max():.8g}\n")
 
 
-def check(side, base, runs):
+def check(side, base, seeds):
     """Returns why the losses of a side's runs do not count, or None. See audit."""
-    places = {side.directory(run): side.last_loss(run) for run in runs}
-    new = [str(place) for place in places if not (place / "audit.json").exists()]
+    new = [str(side.directory(seed)) for seed in seeds if side.last(seed, "audit") is None]
     arguments = [str(LAB / "base"), str(LAB / side.name), base.facts, new]
-    code = f"{inspect.getsource(audit)}\naudit(*{arguments!r})" if new else ""
+    code = f"import sys, torch\n{inspect.getsource(audit)}\naudit(*{arguments!r})" if new else ""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         return f"a model cannot be scored on the data of the base ({done.stderr.splitlines()[-1]})"
-    for place, logged in places.items():
-        found = cli.read_json(place / "audit.json")
-        if found["later"] > TOLERANCE:
+    for seed in seeds:
+        logged, found = side.last(seed), side.last(seed, "audit")
+        if side.last(seed, "later") > TOLERANCE:
             return "the logits of a position depend on later tokens"
-        if abs(found["loss"] - logged) > TOLERANCE * found["loss"]:
-            return f"the log has a loss of {logged:.4f}, but the logits give {found['loss']:.4f}"
+        if abs(found - logged) > TOLERANCE * found:
+            return f"the log has a loss of {logged:.4f}, but the logits give {found:.4f}"
     return None
 
 
 def compare(sides, config):
     """Trains the pairs -> the facts of the verdict. Raises UserError if a run fails."""
-    slots = torch.cuda.device_count() or cli.count_cores()
-    slots = max(1, slots // 2 * 2)  # both runs of a pair go at the same time, under the same load
     ask(sides)
     if config.rates:
-        choose_rates(sides, config.rates, slots)
+        choose_rates(sides, config.rates)
     base, changed = sides
     facts = dict(keys=[base.key, changed.key],
                  parameters=[side.facts["parameters"] for side in sides])
     if base.key == changed.key:
         reason = "only comments, layout or docstrings have changed"
         return dict(facts, verdict="equal", difference=0.0, half=0.0, n=0, reason=reason)
-    seeds, ratios = range(1, config.seeds + 1), []
-    todo = [(side, seed, ["--seed", str(seed)]) for seed in seeds for side in sides
-            if side.last_loss(seed) is None]
-    train(todo, slots)
-    losses = np.array([[side.last_loss(seed) for side in sides] for seed in seeds], float)
+    seeds = range(1, config.seeds + 1)
+    new = [(side, seed, ["--seed", str(seed)]) for seed in seeds for side in sides
+           if side.last(seed) is None]
+    train(new)
+    losses = np.array([[side.last(seed) for side in sides] for seed in seeds], float)
     if not np.isfinite(losses).all():
         raise UserError("a run was stopped, or its loss is not finite")
-    for seed in seeds:
-        if [run[1] for run in todo].count(seed) == 2:  # both runs went side by side
-            paces = [np.median([*side.read(seed)["tok_s"].values()]) for side in sides]
-            ratios.append(paces[0] / paces[1])
+    paces = [np.median([*side.read(seed, "tok_s").values()]) for side, seed, _ in new]
+    # Only runs that went side by side: a change that follows its base in the list.
+    ratios = [paces[i] / paces[i + 1] for i in range(len(new) - 1) if new[i][1] == new[i + 1][1]]
     facts.update(compare_pairs(*losses.T, config.delta), losses=losses.tolist(),
                  time_ratio=float(np.median(ratios)) if ratios else None)
     cli.print0("computing the losses again")
@@ -282,7 +273,8 @@ def main(argv=None):
     names = [Path(path).stem for path in patches]
     if not patches:
         changes = run_git("diff", "--binary", commit)
-        files = run_git("ls-files", "--others", "--exclude-standard", "*.py").decode().split()
+        files = run_git("ls-files", "--others", "--exclude-standard", "*.py", place=ROOT)
+        files = files.decode().splitlines()
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
@@ -290,7 +282,7 @@ def main(argv=None):
                  change=config.name or " ".join([*names, *more]),
                  patch=hashlib.sha256(changes).hexdigest()[:12])
     LAB.mkdir(parents=True, exist_ok=True)
-    lock = cli.lock(LAB, "experiments in")
+    cli.lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sides = [Side("base", config.flags.split()), Side("changed", config.flags.split() + more)]
@@ -300,14 +292,10 @@ def main(argv=None):
         entry.update(compare(sides, config))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
-    except KeyboardInterrupt:
-        cli.print0("stopped; the same command continues")
-        raise
     finally:
         for side in sides:
             shutil.rmtree(LAB / side.name, ignore_errors=True)
         run_git("worktree", "prune")
-        os.close(lock)
     entry["looks"] = 1 + sum(old.get("keys") == entry.get("keys", 0) for old in ledger)
     with cli.writing(LEDGERS[1]), open(LEDGERS[1], "a") as file:
         file.write(json.dumps(entry) + "\n")

@@ -80,6 +80,7 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
                          cwd=clone, program=clone / "experiment.py", status=STATUS[verdict])
     finally:
         (clone / file).write_text(text)
+        (clone / "idea.py").unlink(missing_ok=True)
     found = json.loads((clone / "o.json").read_text())
     *_, line, printed = out.splitlines()
     assert json.loads(printed) == found and f": {verdict}; " in line or verdict == "failed", out
@@ -140,6 +141,9 @@ def test_nothing_cheats_the_score(clone):
 def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
     assert "has no attribute 'atn'" in found["reason"] and "n" not in found
+    (clone / "idea.py").write_text("1 / 0\n")  # a new file that git does not know yet
+    found = experiment(clone, "failed", old="import math\n", new="import math\nimport idea\n")
+    assert "division by zero" in found["reason"]
     (clone / "log").mkdir(exist_ok=True)
     (clone / "log" / "old.patch").write_text(
         "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-no such line\n+x\n")
