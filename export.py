@@ -21,8 +21,8 @@ EXAMPLE = """from transformers import pipeline
 print(pipeline("text-generation", model="{name}")("Once upon a time")[0]["generated_text"])"""
 CARD = """---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}
 ```python\n{example}\n```\n\n| | |\n|---|---|\n{rows}\n"""
-FACTS = ("parameters", "tokenizer", "data", "train_tokens", "max_steps", "total_batch_size",
-         "optimizer", "max_lr", "dtype", "processes", "device", "started", "git_commit")
+FACTS = ("parameters", "tokenizer", "train_tokens", "max_steps", "total_batch_size", "optimizer",
+         "max_lr", "dtype", "device", "started", "git_commit")  # of run.json, in the model card
 
 
 @dataclass
@@ -32,17 +32,6 @@ class ExportConfig:
     dtype: Annotated[Literal["float32", "bfloat16"], "number format of the weights"] = "float32"
 
 
-def read_facts(path):
-    """Reads the facts of a run.json for the model card -> {name: value}, or {} without the file."""
-    run_json = read_json(path)
-    known = run_json.get("train_config", {}) | run_json  # run_json has the dtype that was chosen
-    places = known.get("data", [])
-    if isinstance(places, str):  # an older version wrote one string
-        places = [places]
-    known["data"] = ", ".join(Path(place).name for place in places)  # omits parent folders
-    return {name: known[name] for name in FACTS if known.get(name)}
-
-
 def main(argv=None):
     config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
     source, output = newest_model(config.checkpoint), Path(config.output)
@@ -50,9 +39,11 @@ def main(argv=None):
     if occupied and not read_json(output / "tokenizer_config.json").get("end_of_text"):
         raise UserError(f"--output {output}: is a file, or has other files; give a new directory")
     model, tokenizer = load_model(source)
-    facts = asdict(model.config) | read_facts(source.with_name("run.json")) | {
-        "checkpoint": source.name, "dtype of the weights": config.dtype,
-        "token before every text": repr(tokenizer.decode([tokenizer.end_of_text]))}
+    run_json = read_json(source.with_name("run.json"))
+    known = run_json.get("train_config", {}) | run_json  # run_json has the dtype that was chosen
+    facts = asdict(model.config) | {name: known[name] for name in FACTS if known.get(name)}
+    facts.update({"checkpoint": source.name, "dtype of the weights": config.dtype,
+                  "token before every text": repr(tokenizer.decode([tokenizer.end_of_text]))})
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     name = output.resolve().name
     with writing(output):
