@@ -29,18 +29,15 @@ from plaingpt.intervals import unpaired_interval
 from plaingpt.runlog import read_streams
 from train_gpt2 import TrainConfig
 
-# These are the panels in their order. Each has (label, {model: score}). build-nanogpt measured the
-# loss on FineWeb-Edu. Streams that are not here follow in panels of their own.
-PANELS = {
-    "loss": ("loss (nats per token)", {"GPT-2 124M": 3.2924}),
-    "bpb": ("bits per byte", {}),
-    "hella": ("HellaSwag, acc_norm_token", {"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337}),
-    "lambada": ("LAMBADA, accuracy", {"GPT-2 124M": 0.3256, "GPT-3 125M": 0.427}),
-    "story": ("Story Cloze, accuracy", {"GPT-3 125M": 0.633}),
-    "wikitext": ("WikiText-103, perplexity per word", {"GPT-2 124M": 37.37}),
-    "lr": ("learning rate", {}),
-    "norm": ("gradient norm before clipping", {}),
-    "tok_s": ("tokens per second", {})}
+# These are the panels in their order, with their labels. Streams that are not here follow in panels
+# of their own.
+PANELS = dict(
+    loss="loss (nats per token)", bpb="bits per byte", hella="HellaSwag, acc_norm_token",
+    lambada="LAMBADA, accuracy", story="Story Cloze, accuracy",
+    wikitext="WikiText-103, perplexity per word", lr="learning rate",
+    norm="gradient norm before clipping", tok_s="tokens per second")
+# These are published scores. build-nanogpt measured the loss on FineWeb-Edu.
+SCORES = dict(loss={"GPT-2 124M": 3.2924}, hella={"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337})
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
 
 
@@ -171,14 +168,13 @@ def draw(runs, x):
     fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
     for name, panel in panels.items():
-        label, scores = PANELS.get(name, (name, {}))
         if name in ("loss", "bpb", "norm", "wikitext"):
             fit_to_the_end(panel)
-        for model, score in scores.items() if name != "loss" or fineweb else []:
+        for model, score in SCORES.get(name, {}).items() if name != "loss" or fineweb else []:
             panel.axhline(score, color="black", linestyle=":", linewidth=1)
             panel.text(1, score, f"{model}: {score:g}", ha="right", va="bottom", size=8,
                        transform=panel.get_yaxis_transform(), clip_on=True)
-        panel.set(xlabel=x, ylabel=label)
+        panel.set(xlabel=x, ylabel=PANELS.get(name, name))
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # writes 0.0006, not 6 and 1e-4
