@@ -20,7 +20,6 @@ import torch
 
 from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.evaluation import get_fields, load_records
 from plaingpt.sampling import attention_for_many_shapes, generate_tokens
 
 
@@ -29,7 +28,6 @@ class GenerateConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
     model: Annotated[str | None, "or GPT-2 of Hugging Face: a name or a directory"] = None
     prompt: Annotated[str | None, "text to continue [start from nothing]"] = None
-    prompts: Annotated[str | None, "or a file with one prompt a line"] = None
     interactive: Annotated[bool, "read prompts from the terminal"] = False
     num_samples: Annotated[int, "texts per prompt", "at least 1"] = 1
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
@@ -127,11 +125,7 @@ def write_texts(model, tokenizer, ids, config):
 
 def main(argv=None):
     config = GenerateConfig(**cli.parse_flags(__doc__, GenerateConfig, argv=argv))
-    cli.check_output("--json", config.json, [config.prompts])
-    prompts = [config.prompt or ""]
-    if config.prompts:
-        records = load_records([config.prompts])
-        prompts = [get_fields(record, text=str)[0].rstrip("\n") for record in records]
+    cli.check_output("--json", config.json)
     name = config.model or newest_model(config.checkpoint)
     process = devices.start(config.device, config.dtype)
     model, tokenizer = load_model(name)
@@ -141,7 +135,7 @@ def main(argv=None):
         for p in model.parameters():
             if p.dim() == 2 and len(p) >= p.size(1):
                 p.data = p.t().contiguous().t()
-    prompts = [tokenize_prompt(prompt, tokenizer, model.config.block_size) for prompt in prompts]
+    prompts = [tokenize_prompt(config.prompt or "", tokenizer, model.config.block_size)]
     cli.print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
                f"{process.dtype_name} on {process.device}\n")
     if config.interactive:

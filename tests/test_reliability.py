@@ -363,7 +363,6 @@ CASES = {
     ],
     "generate.py": [
         (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
-        ("--prompts missing.txt", "missing.txt: No such file ... or leave it out"),
         ("--json no/where.json", "--json no/where.json: cannot write there ... give a file"),
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); give a name such as"),
     ],
