@@ -62,16 +62,17 @@ def load(path, limit=0, **options):
     path = options.bundle or path
     if not path:
         raise UserError("no data; give --bundle, as core.py --help explains")
-    if path.endswith(".jsonl"):
-        tasks = [Task(Path(path).stem, path)]
-    else:
-        tasks = read_bundle(Path(path), options.tasks)
     options.max_per_task = options.max_per_task or limit
-    return sum((load_task(task, options) for task in tasks), [])
+    return sum((load_task(task, options) for task in find_tasks(Path(path), options.tasks)), [])
 
 
-def read_bundle(path, names):
-    """Reads a directory with core.yaml -> Tasks. names: as in --tasks. Raises UserError."""
+def find_tasks(path, names):
+    """Finds the Tasks of a directory with core.yaml, or of a file. Raises UserError.
+
+    names: as in --tasks.
+    """
+    if path.suffix == ".jsonl":
+        return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
     tasks = {}
@@ -100,7 +101,7 @@ def load_task(task, options):
     if len(items) <= n:
         raise UserError(f"{task.file}: has too few items for --num_fewshot {n}; give fewer")
     examples = [make_example(item, delimiter) for item in items]
-    solved = [solution(example) for example in examples]
+    solved = [texts(example)[example.label] + "\n\n" for example in examples]
     if task.chance is None:
         task.chance = float(np.mean([1 / len(e) if len(e) > 1 else 0 for e in examples]))
     for i, (example, item) in enumerate(zip(examples, items)):
@@ -131,10 +132,9 @@ def make_example(item, delimiter):
     return example
 
 
-def solution(example):
-    """Returns the text of a solved example, which is its right pair."""
-    pairs = [context + ending for context in example.contexts for ending in example.endings]
-    return pairs[example.label] + "\n\n"
+def texts(example):
+    """Returns the texts of the pairs, each a context with an ending."""
+    return [context + ending for context in example.contexts for ending in example.endings]
 
 
 def prompt_ids(example, tokenizer):
@@ -143,7 +143,7 @@ def prompt_ids(example, tokenizer):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
     shots = "".join(example.shots)
-    prompts = [ids(shots + c + ending) for c in example.contexts for ending in example.endings]
+    prompts = [ids(shots + text) for text in texts(example)]
     if len(example.contexts) > 1:  # in a schema, the end of all prompts is the same
         n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         for prompt in prompts:
