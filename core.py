@@ -85,9 +85,8 @@ def find_tasks(path, names):
         if row["Eval Task"] in tasks:
             tasks[row["Eval Task"]].chance = 0.01 * float(row["Random baseline"])
     chosen = [name.strip() for name in names.split(",")] if names else tasks
-    for name in chosen:
-        if name not in tasks:
-            raise UserError(f"--tasks {name}: must be one of {', '.join(tasks)}")
+    if unknown := [name for name in chosen if name not in tasks]:
+        raise UserError(f"--tasks {unknown[0]}: must be one of {', '.join(tasks)}")
     return [tasks[name] for name in chosen]
 
 

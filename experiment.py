@@ -132,10 +132,9 @@ def train(runs, title="training"):
             raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
+    title = f"{title}; after Ctrl-C, the same command continues"
     with ThreadPoolExecutor(slots) as pool:
-        done = pool.map(train_one, range(len(runs)))
-        for _ in tqdm(done, f"{title}; after Ctrl-C, the same command continues", len(runs)):
-            pass  # the bar shows how many runs are done
+        list(tqdm(pool.map(train_one, range(len(runs))), title, len(runs)))  # waits for each run
 
 
 def ask(sides):

@@ -110,9 +110,7 @@ def running_mean(values):
 
 def panel_of(stream):
     """Returns the name of the panel for a stream. Streams like grad_0 and grad_1 share one."""
-    if stream in LOSSES:
-        return "loss"
-    return stream if stream in PANELS else re.sub(r"_\d+$", "", stream)
+    return "loss" if stream in LOSSES else re.sub(r"_\d+$", "", stream)
 
 
 def draw_group(panels, name, color, runs, x_kind):
