@@ -141,8 +141,9 @@ def test_nothing_cheats_the_score(clone):
 def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
     assert "has no attribute 'atn'" in found["reason"] and "n" not in found
-    (clone / "idea.py").write_text("1 / 0\n")  # a new file that git does not know yet
-    found = experiment(clone, "failed", old="import math\n", new="import math\nimport idea\n")
+    (clone / "idea.py").write_text("def mix(x):\n    1 / 0\n")  # git does not know this file yet
+    found = experiment(clone, "failed", old="        x = x + self.attn(",
+                       new="        import idea\n        x = idea.mix(x) + self.attn(")
     assert "division by zero" in found["reason"]
     (clone / "log").mkdir(exist_ok=True)
     (clone / "log" / "old.patch").write_text(
