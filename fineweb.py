@@ -52,7 +52,6 @@ class ShardConfig:
     val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
     max_shards: Annotated[int, "stop after so many shards", "at least 1"] = 10**6
     num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
-    strict: Annotated[bool, "stop at the first damaged record"] = False
 
 
 def read_progress(directory, name, settings):
@@ -149,8 +148,6 @@ def write_shards(directory, facts, config, paths, tokenizer):
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
             damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
-            if damaged and config.strict:
-                raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
             for text in damaged[: max(0, SHOWN - facts["skipped"])]:
                 tqdm.write(f"skipped {text}", file=sys.stderr)
             used, n_used = n_used, 0

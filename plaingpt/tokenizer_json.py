@@ -69,7 +69,9 @@ def build(token_bytes, special):
     names = ["".join(map(letters.get, token)) for token in token_bytes]
     ids = dict(zip(names, range(len(names) - len(special))))
     merges = [split_token(name, ids) for name in ids if len(name) > 1]
-    return byte_level_bpe(ids, merges, [*special])
+    library = require("tokenizers").ByteLevelBPETokenizer(ids, merges)
+    library.add_special_tokens([*special])
+    return json.loads(library.to_str())
 
 
 def split_token(token, ids):
@@ -85,28 +87,18 @@ def split_token(token, ids):
     return tuple(parts)
 
 
-def byte_level_bpe(vocab, merges, special):
-    """A vocabulary, its merges (or their files), names of special tokens -> a tokenizer.json."""
-    library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
-    library.add_special_tokens(special)
-    return json.loads(library.to_str())
-
-
 def read_settings(place, end_of_text=None):
     """Returns the contents of the tokenizer.json at a path, in a directory or on the hub.
 
-    The older pair vocab.json and merges.txt is converted. end_of_text: name of the token between
-    documents. An exported directory has it in tokenizer_config.json. Raises errors of many kinds.
+    end_of_text: name of the token between documents. An exported directory has it in
+    tokenizer_config.json. Raises errors of many kinds.
     """
-    path, names = Path(place), ["tokenizer.json", "vocab.json", "merges.txt"]
+    path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
-        path = Path(require("huggingface_hub").snapshot_download(place, allow_patterns=names))
+        path = Path(require("huggingface_hub").hf_hub_download(place, "tokenizer.json"))
     if path.is_dir():
-        path = next((path / name for name in names[:2] if (path / name).exists()), path)
+        path /= "tokenizer.json"
     settings = json.loads(path.read_text("utf-8"))
-    if path.name == "vocab.json":
-        ends = [name for name in END_NAMES if name in settings]
-        settings = byte_level_bpe(str(path), str(path.with_name("merges.txt")), ends[:1])
     config = read_json(path.with_name("tokenizer_config.json"))
     if end_of_text := end_of_text or config.get("end_of_text"):
         settings["end_of_text"] = end_of_text
