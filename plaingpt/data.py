@@ -55,7 +55,7 @@ class Data:
             self.tokenizer = get_tokenizer("lines")  # a line break ends a text
         names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
         unique = len({*names}) == len(names)
-        self.names = names if unique else [re.sub(r"\s", "_", path) for path in sources.shares]
+        self.names = names if unique else [re.sub(r"\s", "%20", path) for path in sources.shares]
         self.fingerprints = {"training split": fingerprint(self.train, self.shares),
                              "validation split": fingerprint(self.val, self.shares)}
 

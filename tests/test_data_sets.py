@@ -144,6 +144,15 @@ def test_shares():
     assert read_shares(["a=1", "a=2"]) == {"a": 1}
 
 
+def test_each_set_has_a_name_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a b.txt", "a_b.txt"):
+        (tmp_path / name).write_text("a" * 1000)
+    sources = Sources(["a b.txt", "a_b.txt"])
+    data = Data(sources, sources.tokenizer, GPTConfig(vocab_size=256))
+    assert data.names == ["a%20b.txt", "a_b.txt"]
+
+
 @pytest.fixture
 def sets(tmp_path):
     """Three data sets of bytes: a, b and c."""
