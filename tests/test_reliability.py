@@ -376,7 +376,7 @@ CASES = {
         ("--input numbers.parquet", "numbers.parquet: no text in it ... or --text_key"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: ... repair it, or leave it out"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
-        ("--input text.txt --output_dir good", "good: has shards of another ... a new directory"),
+        ("--input text.txt --output_dir good", "good: has files of another ... a new directory"),
     ],
     "hellaswag.py": [("--checkpoint no.pt", "no checkpoint in no.pt")],
     "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
