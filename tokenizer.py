@@ -98,7 +98,14 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0."""
+        """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0.
+
+        In a vocabulary that is not byte-level, all ids have 0, because a text may have other bytes
+        than its tokens. WordPiece drops spaces, for example. SentencePiece puts one before a text.
+        """
+        if self.settings and not is_byte_level(self.settings):
+            cli.print0("note: bits per byte need a byte-level vocabulary; wikitext.py has them")
+            return np.zeros(vocab_size, np.int64)
         special = {*self.special.values()}
         sizes = [0 if i in special else len(data) for i, data in enumerate(self.token_bytes)]
         return np.array(sizes + [0] * (vocab_size - self.n_vocab), np.int64)[:vocab_size]
