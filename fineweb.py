@@ -86,6 +86,9 @@ def save_shard(directory, facts, parts, next, tokenizer):
     index, n_tokens = facts["shards"], sum(map(len, parts))
     split = "val" if index < facts["val_shards"] else "train"
     path = directory / f"{facts['name']}_{split}_{index:06d}.npy"
+    can_miss = tokenizer.unknown is not None
+    if n := sum(int((part == tokenizer.unknown).sum()) for part in parts if can_miss):
+        tqdm.write(f"note: the tokenizer does not know {n / n_tokens:.1%} of {path}")
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
         cli.write_json(directory / "progress.json", facts)

@@ -48,6 +48,7 @@ class Tokenizer:
     # it is the line break.
     end_of_text: int
     settings: dict | None = None  # the contents of a tokenizer.json; None for "gpt2" and "bytes"
+    unknown: int | None = None  # the id for text that the vocabulary does not have
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
@@ -127,14 +128,14 @@ def get_tokenizer(source):
         return Tokenizer(source, source, tokens, {END_OF_TEXT: len(lines)}, len(lines))
     if not source.startswith("{"):
         raise UserError(f"unknown tokenizer {source[:50]!r}; add its tokenizer.json to the shards")
-    settings, token_bytes, special, end = parse(source)
+    settings, token_bytes, special, end, unknown = parse(source)
     for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):
         same_ids = known.token_bytes == token_bytes and known.end_of_text == end
         if same_ids and is_gpt2(settings):
             return known
     crc = f"{zlib.crc32(repr((token_bytes, end)).encode()):08x}"
     name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc})"
-    return Tokenizer(name, source, token_bytes, special, end, settings)
+    return Tokenizer(name, source, token_bytes, special, end, settings, unknown)
 
 
 def load_tokenizer(place, end_of_text=None):

@@ -15,7 +15,8 @@ BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {
 
 
 def parse(source):
-    """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id).
+    """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id, id of
+    unknown text or None).
 
     Needs no package, so that training from shards needs none. settings: the contents of the file.
     special ids: {text: id}. The key "end_of_text" is ours. It is the name of the token between
@@ -24,7 +25,8 @@ def parse(source):
     settings = json.loads(source)
     end = settings.pop("end_of_text", None)
     settings.update(truncation=None, padding=None)
-    vocab = settings["model"]["vocab"]  # {token: id}, or [[token, score], ...]
+    model = settings["model"]
+    vocab = model["vocab"]  # {token: id}, or [[token, score], ...]
     if isinstance(vocab, list):
         vocab = {token: i for i, (token, _) in enumerate(vocab)}
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
@@ -36,7 +38,9 @@ def parse(source):
     token_bytes = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         token_bytes[i] = bytes_of(token, byte_level and token not in added)
-    return settings, token_bytes, {**special, name: ids[name]}, ids[name]
+    # A byte-level vocabulary has all bytes, so no text is unknown. Only Unigram has "unk_id".
+    unknown = None if byte_level else model.get("unk_id", ids.get(model.get("unk_token")))
+    return settings, token_bytes, {**special, name: ids[name]}, ids[name], unknown
 
 
 def is_byte_level(settings):

@@ -133,10 +133,28 @@ def test_the_bytes_of_ids(zh):
     """The sizes of the text behind ids. Special ids and padding stand for none."""
     sizes = load_tokenizer(zh[0] / "zh.json").text_bytes(8100)
     assert len(sizes) == 8100 and (sizes[:7999] > 0).all() and (sizes[7999:] == 0).all()
-    names = {"<s>": 1, "<0xE4>": 3 + 0xE4, "\u2581a": 262, "ab": 263}
-    sizes = load_tokenizer(zh[0] / "llama.json").text_bytes(300)
-    assert {name: sizes[i] for name, i in names.items()} == {
-        "<s>": 0, "<0xE4>": 1, "\u2581a": 2, "ab": 2}
+
+
+@pytest.mark.parametrize("kind, unknown, options", [
+    ("BertWordPiece", "[UNK]", {}), ("SentencePieceBPE", "<unk>", {}),
+    ("SentencePieceUnigram", "<unk>", {"unk_token": "<unk>"})])
+def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
+    """It has no bits per byte, and fineweb.py shows how much of a text it does not know."""
+    library, special = getattr(hf, f"{kind}Tokenizer")(), [unknown, "</s>"]
+    library.train_from_iterator(["the king the king "] * 9, vocab_size=90, show_progress=False,
+                                special_tokens=special, **options)
+    library.save(str(tmp_path / "t.json"))
+    (tmp_path / "t.txt").write_text("the king " * 2000 + "中 " * 2000, "utf-8")
+    flags = ["--tokenizer", "t.json", "--max_steps", 1, "--data", "t.txt"]
+    out, _ = program(*TINY, *flags, cwd=tmp_path)
+    assert "\nnote: bits per byte need a byte-level vocabulary; wikitext.py has them\n" in out
+    assert "| nan bits per byte" in out
+    flags = ["--tokenizer", "t.json", "--input", "t.txt", "--output_dir", "s", "--shard_size", 2000]
+    out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
+    path = max((tmp_path / "s").glob("*.npy"), key=lambda path: path.name[-10:])
+    share = (np.load(path) == library.token_to_id(unknown)).mean()
+    assert share > 0.4 and f"tokenizer does not know {share:.1%} of s/{path.name}\n" in out
+    assert "val_000000" not in out  # all of it is known
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
