@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, program, read_log
+from conftest import MODEL, ROOT, TINY, fresh, program, read_log
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
@@ -20,6 +20,7 @@ import tokenizer
 from plaingpt.checkpoint import load_model
 from plaingpt.cli import UserError
 from plaingpt.data import find_tokenizer
+from plaingpt.huggingface import save_gpt2
 from tokenizer import get_tokenizer, load_tokenizer
 
 hf = pytest.importorskip("tokenizers")
@@ -155,6 +156,18 @@ def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
     share = (np.load(path) == library.token_to_id(unknown)).mean()
     assert share > 0.4 and f"tokenizer does not know {share:.1%} of s/{path.name}\n" in out
     assert "val_000000" not in out  # all of it is known
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
+    """As after a token was added to the tokenizer alone."""
+    tokenizer = get_tokenizer("bytes")
+    save_gpt2(fresh(MODEL), tmp_path / "hf", tokenizer)
+    settings = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    token = dict(id=256, content="[PAD]", special=True, single_word=False, lstrip=False,
+                 rstrip=False, normalized=False)
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps({**settings, "added_tokens": [token]}))
+    with pytest.raises(UserError, match="hf: has fewer ids than its tokenizer; correct"):
+        load_model(str(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
