@@ -85,10 +85,9 @@ class Tokenizer:
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-        library = self.library
         with explaining("tokenizer.json: not usable", "give another one"):
             # This fails, for example, if the unknown token is missing.
-            found = library.encode_batch_fast(texts, add_special_tokens=False)
+            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 
     def decode(self, ids):
@@ -169,7 +168,7 @@ def read_sample(config):
     paths = find_files(config.input)
     n_bytes = sum(path.stat().st_size for path in paths)
     texts, damaged, size, n_before = [], [], 0, 0
-    for document in read_documents(paths, config.text_key):
+    for document in read_documents(paths, config.text_key, cut=True):
         text = document.text or ""  # empty if the document is damaged
         if document.problem:
             damaged.append(f"{document.where}: {document.problem}")
