@@ -57,19 +57,21 @@ class ShardConfig:
 def read_progress(directory, name, settings):
     """Reads what meta.json says about the shards in a directory -> facts. Raises UserError.
 
-    If there are no shards, returns the facts of an empty directory.
+    If it has neither shards nor a file that would be replaced, returns the facts of an empty
+    directory.
 
     settings: what must not change between the runs. facts["next"] says where the next shard begins:
     it is [n, m] if earlier shards have the first n documents, and m tokens of the documents after
     them. It is None at the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
-    if not find_shards(directory, "(train|val)"):
+    written = {"meta.json", "progress.json", "tokenizer.json"} & {*os.listdir(directory)}
+    if not written and not find_shards(directory, "(train|val)"):
         return facts
     old = read_meta(directory)
     differ = ", ".join(key for key in settings if old.get(key) != settings[key])
     if differ:
-        raise UserError(f"{directory}: has shards of another {differ}; use a new directory")
+        raise UserError(f"{directory}: has files of another {differ}; use a new directory")
     facts.update(old)  # also takes the old name: the directory may have been renamed
     if len(find_shards(directory, "(train|val)")) < facts["shards"]:
         raise UserError(f"{directory}: a shard is missing; restore it, or use a new directory")
@@ -84,11 +86,14 @@ def save_shard(directory, facts, parts, next, tokenizer):
     index, n_tokens = facts["shards"], sum(map(len, parts))
     split = "val" if index < facts["val_shards"] else "train"
     path = directory / f"{facts['name']}_{split}_{index:06d}.npy"
+    can_miss = tokenizer.unknown is not None
+    if n := sum(int((part == tokenizer.unknown).sum()) for part in parts if can_miss):
+        tqdm.write(f"note: the tokenizer does not know {n / n_tokens:.1%} of {path}")
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with cli.writing(path, "free some space; the same command continues"):
+        cli.write_json(directory / "progress.json", facts)
         if tokenizer.settings:
             (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
-        cli.write_json(directory / "progress.json", facts)
         (directory / "meta.json").unlink(missing_ok=True)
         with cli.replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)

@@ -48,6 +48,7 @@ class Tokenizer:
     # it is the line break.
     end_of_text: int
     settings: dict | None = None  # the contents of a tokenizer.json; None for "gpt2" and "bytes"
+    unknown: int | None = None  # the id for text that the vocabulary does not have
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
@@ -84,10 +85,9 @@ class Tokenizer:
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-        library = self.library
         with explaining("tokenizer.json: not usable", "give another one"):
             # This fails, for example, if the unknown token is missing.
-            found = library.encode_batch_fast(texts, add_special_tokens=False)
+            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
         return np.array([i for each in found for i in [self.end_of_text, *each.ids]], self.dtype)
 
     def decode(self, ids):
@@ -98,7 +98,14 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0."""
+        """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0.
+
+        In a vocabulary that is not byte-level, all ids have 0, because a text may have other bytes
+        than its tokens. WordPiece drops spaces, for example. SentencePiece puts one before a text.
+        """
+        if self.settings and not is_byte_level(self.settings):
+            cli.print0("note: bits per byte need a byte-level vocabulary; wikitext.py has them")
+            return np.zeros(vocab_size, np.int64)
         special = {*self.special.values()}
         sizes = [0 if i in special else len(data) for i, data in enumerate(self.token_bytes)]
         return np.array(sizes + [0] * (vocab_size - self.n_vocab), np.int64)[:vocab_size]
@@ -120,14 +127,14 @@ def get_tokenizer(source):
         return Tokenizer(source, source, tokens, {END_OF_TEXT: len(lines)}, len(lines))
     if not source.startswith("{"):
         raise UserError(f"unknown tokenizer {source[:50]!r}; add its tokenizer.json to the shards")
-    settings, token_bytes, special, end = parse(source)
+    settings, token_bytes, special, end, unknown = parse(source)
     for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):
         same_ids = known.token_bytes == token_bytes and known.end_of_text == end
         if same_ids and is_gpt2(settings):
             return known
     crc = f"{zlib.crc32(repr((token_bytes, end)).encode()):08x}"
     name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc})"
-    return Tokenizer(name, source, token_bytes, special, end, settings)
+    return Tokenizer(name, source, token_bytes, special, end, settings, unknown)
 
 
 def load_tokenizer(place, end_of_text=None):
@@ -161,7 +168,7 @@ def read_sample(config):
     paths = find_files(config.input)
     n_bytes = sum(path.stat().st_size for path in paths)
     texts, damaged, size, n_before = [], [], 0, 0
-    for document in read_documents(paths, config.text_key):
+    for document in read_documents(paths, config.text_key, cut=True):
         text = document.text or ""  # empty if the document is damaged
         if document.problem:
             damaged.append(f"{document.where}: {document.problem}")

@@ -311,7 +311,7 @@ def set_lr(optimizers, lr, config):
 @torch.no_grad()
 def estimate_loss(model, loader, n_bytes_of_id, config, process):
     """Measures the loss on the first val_tokens tokens of a data set -> (nats per token, bits per
-    byte of text).
+    byte of text, or nan without text).
 
     loader: the loader of this data set, without shuffling. n_bytes_of_id: (vocab_size,), how many
     bytes of text each id stands for. Special ids have 0, so they count in nats per token and not in
@@ -337,7 +337,8 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
     model.train()
     # Adds one value per group, not per process, so that each sequence counts once.
     nats, text_nats, n_bytes = process.sum(sums).tolist()
-    return nats / loader.count_targets(0, n_sequences), text_nats / max(1, n_bytes) / math.log(2)
+    bits_per_byte = text_nats / (n_bytes or math.nan) / math.log(2)
+    return nats / loader.count_targets(0, n_sequences), bits_per_byte
 
 
 def draw_samples(model, data, config, process):

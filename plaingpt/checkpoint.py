@@ -274,10 +274,12 @@ def read_weights(name):
     from plaingpt.huggingface import load_gpt2  # imports transformers
 
     model, tokenizer = load_gpt2(name), get_tokenizer("gpt2")
-    if any((path / file).exists() for file in ("tokenizer.json", "vocab.json")):
+    # Without tokenizer.json, the ids behind a vocab.json are unknown, and load_tokenizer raises.
+    files = [*path.glob("tokenizer.json"), *path.glob("vocab.json")]
+    if files or not path.exists() and name.removeprefix("openai-community/") not in OPENAI:
         tokenizer = load_tokenizer(path)
-    elif not path.exists() and name.removeprefix("openai-community/") not in OPENAI:
-        tokenizer = load_tokenizer(name)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise UserError(f"{name}: has fewer ids than its tokenizer; correct its tokenizer.json")
     return model.config, model.state_dict(), tokenizer
 
 

@@ -14,6 +14,8 @@ from plaingpt.cli import UserError, print0
 from plaingpt.shards import find_index, is_text_file, open_splits, read_meta
 from tokenizer import get_tokenizer, load_tokenizer
 
+# A weight is a decimal number or a ratio. Fraction would compute all digits of 1e99999999.
+WEIGHT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/0*[1-9]\d*", re.I)
 MAX_PERIOD = 100_000  # after at most so many sequences, the order of the sets repeats
 
 
@@ -55,7 +57,7 @@ class Data:
             self.tokenizer = get_tokenizer("lines")  # a line break ends a text
         names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
         unique = len({*names}) == len(names)
-        self.names = names if unique else [re.sub(r"\s", "_", path) for path in sources.shares]
+        self.names = names if unique else [re.sub(r"\s", "%20", path) for path in sources.shares]
         self.fingerprints = {"training split": fingerprint(self.train, self.shares),
                              "validation split": fingerprint(self.val, self.shares)}
 
@@ -78,12 +80,9 @@ def read_shares(items):
         path, weight = item, Fraction(1)
         if "=" in item[1:] and not Path(item).exists():
             path, _, text = item.rpartition("=")
-            try:
-                weight = Fraction(text)
-            except (ValueError, ZeroDivisionError):
-                weight = 0
-            if weight <= 0:
-                raise UserError(f"--data {item}: the weight must be above 0, as in {path}=0.5")
+            weight = Fraction(text) if WEIGHT.fullmatch(text) else 0
+            if weight == 0:
+                raise UserError(f"--data {item}: give a weight from 1e-99 to 1e99, such as 0.5")
         weights[path] = weights.get(path, 0) + weight
     total = sum(weights.values())
     shares = {path: weight / total for path, weight in weights.items()}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.cli import UserError, explaining, read_json
+from plaingpt.cli import UserError, explaining, print0, read_json
 from plaingpt.pairs import read_pairs
 from plaingpt.text import TABLES, kind_of
 
@@ -176,11 +176,11 @@ def read_text(path, tokenizer, T):
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
+        if n_bad := len(data) - len(data.decode("utf-8", "ignore").encode()):
+            print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
         return np.frombuffer(data, np.uint8), None
-    try:
+    with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
         return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype), None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data {path}: is not UTF-8 ({error.reason}); convert it") from error
 
 
 def find_shards(path, split):

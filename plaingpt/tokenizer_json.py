@@ -15,7 +15,8 @@ BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {
 
 
 def parse(source):
-    """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id).
+    """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id, id of
+    unknown text or None).
 
     Needs no package, so that training from shards needs none. settings: the contents of the file.
     special ids: {text: id}. The key "end_of_text" is ours. It is the name of the token between
@@ -24,7 +25,8 @@ def parse(source):
     settings = json.loads(source)
     end = settings.pop("end_of_text", None)
     settings.update(truncation=None, padding=None)
-    vocab = settings["model"]["vocab"]  # {token: id}, or [[token, score], ...]
+    model = settings["model"]
+    vocab = model["vocab"]  # {token: id}, or [[token, score], ...]
     if isinstance(vocab, list):
         vocab = {token: i for i, (token, _) in enumerate(vocab)}
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
@@ -36,7 +38,9 @@ def parse(source):
     token_bytes = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         token_bytes[i] = bytes_of(token, byte_level and token not in added)
-    return settings, token_bytes, {**special, name: ids[name]}, ids[name]
+    # A byte-level vocabulary has all bytes, so no text is unknown. Only Unigram has "unk_id".
+    unknown = None if byte_level else model.get("unk_id", ids.get(model.get("unk_token")))
+    return settings, token_bytes, {**special, name: ids[name]}, ids[name], unknown
 
 
 def is_byte_level(settings):
@@ -69,7 +73,9 @@ def build(token_bytes, special):
     names = ["".join(map(letters.get, token)) for token in token_bytes]
     ids = dict(zip(names, range(len(names) - len(special))))
     merges = [split_token(name, ids) for name in ids if len(name) > 1]
-    return byte_level_bpe(ids, merges, [*special])
+    library = require("tokenizers").ByteLevelBPETokenizer(ids, merges)
+    library.add_special_tokens([*special])
+    return json.loads(library.to_str())
 
 
 def split_token(token, ids):
@@ -85,28 +91,18 @@ def split_token(token, ids):
     return tuple(parts)
 
 
-def byte_level_bpe(vocab, merges, special):
-    """A vocabulary, its merges (or their files), names of special tokens -> a tokenizer.json."""
-    library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
-    library.add_special_tokens(special)
-    return json.loads(library.to_str())
-
-
 def read_settings(place, end_of_text=None):
     """Returns the contents of the tokenizer.json at a path, in a directory or on the hub.
 
-    The older pair vocab.json and merges.txt is converted. end_of_text: name of the token between
-    documents. An exported directory has it in tokenizer_config.json. Raises errors of many kinds.
+    end_of_text: name of the token between documents. An exported directory has it in
+    tokenizer_config.json. Raises errors of many kinds.
     """
-    path, names = Path(place), ["tokenizer.json", "vocab.json", "merges.txt"]
+    path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
-        path = Path(require("huggingface_hub").snapshot_download(place, allow_patterns=names))
+        path = Path(require("huggingface_hub").hf_hub_download(place, "tokenizer.json"))
     if path.is_dir():
-        path = next((path / name for name in names[:2] if (path / name).exists()), path)
+        path /= "tokenizer.json"
     settings = json.loads(path.read_text("utf-8"))
-    if path.name == "vocab.json":
-        ends = [name for name in END_NAMES if name in settings]
-        settings = byte_level_bpe(str(path), str(path.with_name("merges.txt")), ends[:1])
     config = read_json(path.with_name("tokenizer_config.json"))
     if end_of_text := end_of_text or config.get("end_of_text"):
         settings["end_of_text"] = end_of_text

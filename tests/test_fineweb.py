@@ -258,12 +258,23 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
     fine("--input", path, "--max_shards", 2, directory=out, shard_size=500)
     before = everything_in(out)
-    with pytest.raises(UserError, match=r"shards of another shard_size; use a new directory"):
+    with pytest.raises(UserError, match=r"files of another shard_size; use a new directory"):
         fine("--input", path, directory=out, shard_size=600)
     write(path, documents[:60])
-    with pytest.raises(UserError, match="shards of another source"):
+    with pytest.raises(UserError, match="files of another source"):
         fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
+
+
+@pytest.mark.parametrize("name", ["meta.json", "progress.json", "tokenizer.json"])
+def test_a_file_of_the_user_is_not_replaced(name, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    (tmp_path / name).write_text(get_tokenizer("bytes").library.to_str())
+    before = everything_in(tmp_path)
+    flags = ["--tokenizer", tmp_path / name, "--end_of_text", "Ċ"]
+    with pytest.raises(UserError, match="has files of another source, .*; use a new directory"):
+        fine("--input", tmp_path / "a.txt", *flags, directory=tmp_path)
+    assert everything_in(tmp_path) == before
 
 
 def test_a_missing_shard_is_refused(documents, tmp_path):

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, program, read_log
+from conftest import MODEL, ROOT, TINY, fresh, program, read_log
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
@@ -20,6 +20,7 @@ import tokenizer
 from plaingpt.checkpoint import load_model
 from plaingpt.cli import UserError
 from plaingpt.data import find_tokenizer
+from plaingpt.huggingface import save_gpt2
 from tokenizer import get_tokenizer, load_tokenizer
 
 hf = pytest.importorskip("tokenizers")
@@ -133,15 +134,45 @@ def test_the_bytes_of_ids(zh):
     """The sizes of the text behind ids. Special ids and padding stand for none."""
     sizes = load_tokenizer(zh[0] / "zh.json").text_bytes(8100)
     assert len(sizes) == 8100 and (sizes[:7999] > 0).all() and (sizes[7999:] == 0).all()
-    names = {"<s>": 1, "<0xE4>": 3 + 0xE4, "\u2581a": 262, "ab": 263}
-    sizes = load_tokenizer(zh[0] / "llama.json").text_bytes(300)
-    assert {name: sizes[i] for name, i in names.items()} == {
-        "<s>": 0, "<0xE4>": 1, "\u2581a": 2, "ab": 2}
+
+
+@pytest.mark.parametrize("kind, unknown, options", [
+    ("BertWordPiece", "[UNK]", {}), ("SentencePieceBPE", "<unk>", {}),
+    ("SentencePieceUnigram", "<unk>", {"unk_token": "<unk>"})])
+def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
+    """It has no bits per byte, and fineweb.py shows how much of a text it does not know."""
+    library, special = getattr(hf, f"{kind}Tokenizer")(), [unknown, "</s>"]
+    library.train_from_iterator(["the king the king "] * 9, vocab_size=90, show_progress=False,
+                                special_tokens=special, **options)
+    library.save(str(tmp_path / "t.json"))
+    (tmp_path / "t.txt").write_text("the king " * 2000 + "中 " * 2000, "utf-8")
+    flags = ["--tokenizer", "t.json", "--max_steps", 1, "--data", "t.txt"]
+    out, _ = program(*TINY, *flags, cwd=tmp_path)
+    assert "\nnote: bits per byte need a byte-level vocabulary; wikitext.py has them\n" in out
+    assert "| nan bits per byte" in out
+    flags = ["--tokenizer", "t.json", "--input", "t.txt", "--output_dir", "s", "--shard_size", 2000]
+    out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
+    path = max((tmp_path / "s").glob("*.npy"), key=lambda path: path.name[-10:])
+    share = (np.load(path) == library.token_to_id(unknown)).mean()
+    assert share > 0.4 and f"tokenizer does not know {share:.1%} of s/{path.name}\n" in out
+    assert "val_000000" not in out  # all of it is known
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
+    """As after a token was added to the tokenizer alone."""
+    tokenizer = get_tokenizer("bytes")
+    save_gpt2(fresh(MODEL), tmp_path / "hf", tokenizer)
+    settings = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    token = dict(id=256, content="[PAD]", special=True, single_word=False, lstrip=False,
+                 rstrip=False, normalized=False)
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps({**settings, "added_tokens": [token]}))
+    with pytest.raises(UserError, match="hf: has fewer ids than its tokenizer; correct"):
+        load_model(str(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_known_vocabularies_are_recognized(name, tmp_path):
-    """Their tokenizer.json, also an older one, and the pair vocab.json and merges.txt."""
+def test_known_vocabularies_are_recognized(name):
+    """Their tokenizer.json, also an older one."""
     known = get_tokenizer(name)
     source = json.loads(known.library.to_str())
     source["end_of_text"] = "Ċ" if name == "bytes" else "<|endoftext|>"
@@ -154,17 +185,6 @@ def test_known_vocabularies_are_recognized(name, tmp_path):
     assert get_tokenizer(json.dumps(source)) is known
     split["use_regex"] = False
     assert (get_tokenizer(json.dumps(source)) is known) == (name == "bytes")
-    if name == "gpt2":
-        model = source["model"]
-        write_pair(tmp_path, {**model["vocab"], "<|endoftext|>": 50256}, model["merges"])
-        assert load_tokenizer(tmp_path) is known is load_tokenizer(tmp_path / "vocab.json")
-
-
-def write_pair(directory, vocab, merges):
-    """The two files that were used before tokenizer.json."""
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
-    (directory / "vocab.json").write_text(json.dumps(vocab))
-    (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 @pytest.mark.parametrize("kind, flags, end", [
@@ -324,19 +344,15 @@ def test_an_input_is_not_replaced_by_the_output(tmp_path):
 
 
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
-    """By its name: a tokenizer.json, or the older pair; other files are not downloaded."""
+    """By its name; other files are not downloaded."""
     d, _ = zh
-    bpe = json.loads((d / "zh.json").read_text())["model"]
-    write_pair(tmp_path, {**bpe["vocab"], "</s>": 7999}, bpe["merges"])
-    old = {name: (tmp_path / name).read_bytes() for name in ("vocab.json", "merges.txt")}
-    new = {"tokenizer.json": (d / "zh.json").read_bytes(), "model.safetensors": b"large"}
-    with stand_in_hub({"some/new": new, "some/old": old}) as (url, requests):
+    files = {"tokenizer.json": (d / "zh.json").read_bytes(), "model.safetensors": b"large"}
+    with stand_in_hub({"some/new": files}) as (url, requests):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
-        for name, end in (("new", "<|endoftext|>"), ("old", "</s>")):
-            make_shards(d, tmp_path / name, "--tokenizer", f"some/{name}", online=True, env=env)
-            found = load_tokenizer(tmp_path / name)
-            assert found.special == {end: 7999}
-            assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
+        make_shards(d, tmp_path / "new", "--tokenizer", "some/new", online=True, env=env)
+        found = load_tokenizer(tmp_path / "new")
+        assert found.special == {"<|endoftext|>": 7999}
+        assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
         flags = ["--input", d / "a.txt", "--tokenizer", "some/missing"]
         _, err = program(*flags, cwd=tmp_path, program="fineweb.py", online=True, env=env, status=2)
     assert err.startswith("error: --tokenizer some/missing: no ") and err.count("\n") == 1
