@@ -136,13 +136,17 @@ def read_annotation(name, hint, default):
 
 
 def run_program(main):
-    """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
+    """Calls main(). A UserError is printed as one line; any other error keeps its traceback.
+
+    Only a PermissionError is one line, too. It names the file, and the program cannot correct it.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:
         main()
-    except UserError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+    except (UserError, PermissionError) as error:
+        remedy = "" if isinstance(error, UserError) else "; change the permissions"
+        print(f"error: {visible(str(error))}{remedy}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
