@@ -274,7 +274,7 @@ def main(argv=None):
     patches, more, config = given.pop("PATCH"), argv[end + 1 :], ExperimentConfig(**given)
     ledger = [json.loads(line) for path in LEDGERS if path.exists() for line in open(path)]
     if config.list:
-        return print("\n".join(map(describe, ledger)))
+        return cli.print0("\n".join(map(describe, ledger)))
     if missing := [path for path in patches if not Path(path).is_file()]:
         raise UserError(f"{missing[0]}: no such patch; give a file")
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
@@ -313,7 +313,7 @@ def main(argv=None):
         file.write(json.dumps(entry) + "\n")
     if config.json:
         cli.write_json(config.json, entry)
-    print(describe(entry), json.dumps(entry), sep="\n")
+    cli.print0(f"{describe(entry)}\n{json.dumps(entry)}")
     sys.exit(STATUS[entry["verdict"]])
 
 

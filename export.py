@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import torch
 
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, parse_flags, read_json, run_program, writing
+from plaingpt.cli import UserError, parse_flags, print0, read_json, run_program, writing
 from plaingpt.huggingface import save_gpt2
 
 EXAMPLE = """from transformers import pipeline
@@ -59,7 +59,7 @@ def main(argv=None):
         save_gpt2(model, output, tokenizer, getattr(torch, config.dtype))
         card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)
         (output / "README.md").write_text(card, "utf-8")
-    print(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
+    print0(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt import cli
-from plaingpt.cli import UserError
+from plaingpt.cli import UserError, print0
 from plaingpt.shards import find_shards, read_meta
 from plaingpt.text import find_files, load_hub, read_documents
 from tokenizer import load_tokenizer
@@ -140,7 +140,7 @@ def encode_all(documents, tokenizer, n_threads):
 def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
     if facts["shards"]:
-        print(f"{directory} has {facts['shards']} whole shards: continuing after them")
+        print0(f"{directory} has {facts['shards']} whole shards: continuing after them")
     n_done, n_used = facts["next"]
     documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
     documents = itertools.islice(documents, n_done, None)
@@ -152,7 +152,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
             if damaged and config.strict:
                 raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
             for text in damaged[: max(0, SHOWN - facts["skipped"])]:
-                tqdm.write(f"skipped {text}", file=sys.stderr)
+                tqdm.write(cli.visible(f"skipped {text}", sys.stderr), file=sys.stderr)
             used, n_used = n_used, 0
             while used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -204,10 +204,10 @@ def main(argv=None):
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
     documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
-    print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
-          f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
+    print0(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
+           f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
     if n_val < facts["shards"]:
-        print(f"to train on it: python train_gpt2.py --data {directory}")
+        print0(f"to train on it: python train_gpt2.py --data {directory}")
 
 
 if __name__ == "__main__":

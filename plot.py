@@ -198,8 +198,8 @@ def main(argv=None):
     rows = compare(group_runs(runs))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
-    print(f"{config.output}: {', '.join(directories)}")
+        cli.print0("  ".join(map(str.ljust, row, widths)).rstrip())
+    cli.print0(f"{config.output}: {', '.join(directories)}")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def run_program(main):
         main()
     except (UserError, PermissionError) as error:
         remedy = "" if isinstance(error, UserError) else "; change the permissions"
-        print(f"error: {visible(str(error))}{remedy}", file=sys.stderr)
+        print(f"error: {visible(str(error), sys.stderr)}{remedy}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
@@ -192,12 +192,12 @@ def catch_stop_signals(message):
         yield received
 
 
-def visible(text):
+def visible(text, stream=None):
     """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
 
-    They could change the state of the terminal.
+    They could change the state of the terminal. stream: where the text goes; by default to stdout.
     """
-    if not sys.stdout.isatty():
+    if not (stream or sys.stdout).isatty():
         return text
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 

@@ -1,15 +1,20 @@
 """The command line: one-sentence errors and tracebacks, flags, --help, output, names of files."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from conftest import ROOT, TEXT, TINY, names, program, train
 
-from plaingpt.cli import UserError, parse_flags, print0, show_progress
+import fineweb
+import plot
+import tokenizer
+from plaingpt.cli import UserError, parse_flags, print0, run_program, show_progress
 
 
 @dataclass
@@ -177,3 +182,20 @@ def test_progress_bar_on_a_terminal(monkeypatch, capsys):
     bar, line = capsys.readouterr().out.removeprefix("\r\x1b[K").split("\r\x1b[K")
     assert bar == "5/10 [##########          ] loss 1.2345 | 1m05s to go"
     assert line == "a\tl\\x1b[2Jine\\x9b\n"
+
+
+@pytest.mark.parametrize("main, flags, stream", [
+    (fineweb.main, ["--input", "\x1b[2J.jsonl", "--output_dir", "\x1b[2J"], "stderr"),
+    (tokenizer.main, ["--input", "\x1b[2J.jsonl", "--vocab_size", "257"], "stdout"),
+    (plot.main, ["\x1b[2Jrun"], "stdout"), (plot.main, ["\x1b[2J"], "stderr")])
+def test_names_cannot_change_a_terminal(main, flags, stream, tmp_path, monkeypatch, capsys):
+    """Each stream is looked at: the other one may go to a file."""
+    monkeypatch.chdir(tmp_path)
+    Path("\x1b[2J.jsonl").write_text('{"text": "a"}\n{"\\u001b[2J": 1}\n')
+    Path("\x1b[2Jrun").mkdir()
+    Path("\x1b[2Jrun", "log.txt").write_text("1 val 2\n")
+    monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    with contextlib.suppress(SystemExit):
+        run_program(lambda: main(flags))
+    text = getattr(capsys.readouterr(), stream[3:])
+    assert "\\x1b[2J" in text and "\x1b[2J" not in text.replace("\x1b[K", ""), text
