@@ -30,7 +30,7 @@ import numpy as np
 import yaml  # comes with the package datasets
 
 import plaingpt.evaluation as evaluation
-from plaingpt.cli import UserError, print0, run_program
+from plaingpt.cli import EMPTY, UserError, print0, run_program
 from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, load_records
 
 
@@ -40,7 +40,7 @@ class Options:
     tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
     max_per_task: Annotated[int | None, "number of items of a task [all]", "at least 1"] = None
     num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
-    delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
+    delimiter: Annotated[str | None, "before an answer [bundle's; .jsonl: a space]", EMPTY] = None
 
 
 @dataclass

@@ -28,7 +28,7 @@ from plaingpt.sampling import attention_for_many_shapes, generate_tokens
 class GenerateConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
     model: Annotated[str | None, "or GPT-2 of Hugging Face: a name or a directory"] = None
-    prompt: Annotated[str | None, "text to continue [start from nothing]"] = None
+    prompt: Annotated[str | None, "text to continue [start from nothing]", cli.EMPTY] = None
     prompts: Annotated[str | None, "or a file with one prompt a line"] = None
     interactive: Annotated[bool, "read prompts from the terminal"] = False
     num_samples: Annotated[int, "texts per prompt", "at least 1"] = 1

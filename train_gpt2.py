@@ -53,7 +53,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from model import GPT, PRESETS, GPTConfig
 from plaingpt import cli, parallel
 from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights
-from plaingpt.cli import FREE, REPEAT, UserError, print0
+from plaingpt.cli import EMPTY, FREE, REPEAT, UserError, print0
 from plaingpt.data import Data, Sources, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.order import hash_numbers, order_of_sets, permute
@@ -91,7 +91,7 @@ class TrainConfig:
     val_every: Annotated[int, "steps between validations; 0: first and last", "at least 0"] = 500
     val_tokens: Annotated[int, "validation tokens of each data set", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
-    evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
+    evals: Annotated[str, "benchmarks, NAME or NAME=FILE", EMPTY] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: at the end", "at least 0", FREE] = 500
     sample_tokens: Annotated[int | None, "of a sample [64; bytes: 500]", "above 0", FREE] = None
     log_dir: Annotated[str | None, "run directory [log/PRESET]", FREE] = None

@@ -1,7 +1,8 @@
 """The command line of every program, its errors, and small helpers for terminals and files.
 
 A field of a configuration dataclass is a flag. Its annotation has the type, the help text and the
-range. After them, FREE or REPEAT may say what a change of the flag means:
+range. After them, FREE or REPEAT may say what a change of the flag means, and EMPTY that an empty
+value means something:
 
   max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
   tp: Annotated[int, "tensor parallel processes", "above 0", FREE] = 1
@@ -21,8 +22,8 @@ import re
 import shutil
 import signal
 import sys
-import typing
 from pathlib import Path
+from typing import get_args, get_origin
 
 # The values are flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer. The keys say
 # what to use here.
@@ -51,7 +52,7 @@ OTHER_NAMES = {
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
-FREE, REPEAT = "free", "repeat"
+FREE, REPEAT, EMPTY = "free", "repeat", "empty"
 COMPARE = {"above": operator.gt, "below": operator.lt, "at least": operator.ge,
            "at most": operator.le}
 
@@ -104,27 +105,29 @@ def advise(text, flags):
 def marked(config, *marks):
     """Names of the fields of a dataclass whose annotation has one of the marks."""
     return {field.name for field in dataclasses.fields(config)
-            if {*marks} & {*typing.get_args(field.type)[1:]}}
+            if {*marks} & {*get_args(field.type)[1:]}}
 
 
 def read_annotation(name, hint, default):
     """Turns the annotation of a field into options for add_argument."""
-    kind, text, *limits = [part for part in typing.get_args(hint) if part not in (FREE, REPEAT)]
+    kind, text, *limits = [part for part in get_args(hint) if part not in (FREE, REPEAT, EMPTY)]
     text += "" if default is None or default is False else f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
-    if type(None) in typing.get_args(kind):
-        kind = typing.get_args(kind)[0]
-    if typing.get_origin(kind) is list:
-        kind = typing.get_args(kind)[0]
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is list:
+        kind = get_args(kind)[0]
         options["nargs"] = "+"
     if kind is bool:
         return options | dict(action=argparse.BooleanOptionalAction)
-    if choices := typing.get_args(kind):  # a Literal has choices
+    if choices := get_args(kind):  # a Literal has choices
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
 
     def convert(text):
         value = kind(text)
+        if value == "" and EMPTY not in get_args(hint):
+            raise UserError(f"--{name}: is empty; give a value, or leave out this flag")
         for limit in limits[0].split(" and ") if limits else []:
             words, bound = limit.rsplit(" ", 1)
             if not (math.isfinite(value) and COMPARE[words](value, float(bound))):

@@ -14,7 +14,7 @@ from conftest import ROOT, TEXT, TINY, names, program, train
 import fineweb
 import plot
 import tokenizer
-from plaingpt.cli import UserError, parse_flags, print0, run_program, show_progress
+from plaingpt.cli import EMPTY, UserError, parse_flags, print0, run_program, show_progress
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Config:
     shuffle: Annotated[bool, "a switch"] = True
     compile: Annotated[bool | None, "a switch or none"] = None
     name: Annotated[str, "a text"] = "auto"
+    start: Annotated[str | None, "a text that may be empty", EMPTY] = None
 
 
 def run_source(source, cwd, status):
@@ -76,6 +77,7 @@ def test_other_exits(source, status, line, tmp_path):
     ("--kind muon --other b", dict(kind="muon", other="b")),
     ("--files a b", dict(files=["a", "b"])),
     ("--no-shuffle --compile", dict(shuffle=False, compile=True)),
+    ("--start=", dict(start="")),
     ("--shuffle --no-compile --name x", dict(shuffle=True, compile=False, name="x")),
 ])
 def test_flags(flags, expected):
@@ -99,6 +101,7 @@ def test_arguments_without_a_flag():
     ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
     ("--n many", "--n: invalid int value: 'many'; see --help"),
     ("--n", "--n: expected one argument; see --help"),
+    ("--name=", "--name: is empty; give a value, or leave out this flag"),
     ("--shuffel", "unknown flags: --shuffel (did you mean --shuffle?); see --help"),
     ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
     ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "
@@ -126,7 +129,7 @@ def test_help(capsys, monkeypatch):
                  "kinds: --kind NAME a choice [adamw]; one of adamw, muon",
                  "--files STR [STR ...] files --shuffle, --no-shuffle a switch [True] --compile, "
                  "--no-compile a switch or none",
-                 "x: --name STR a text [auto]"):
+                 "x: --name STR a text [auto] --start STR a text that may be empty"):
         assert line in " ".join(out.split()), out
 
 
