@@ -200,8 +200,7 @@ def make_configs(given, sources):
     if values["n_embd"] % values["n_head"]:
         raise UserError(f"--n_head {values['n_head']} does not divide --n_embd {values['n_embd']}; "
                         "give a divisor")
-    if values["muon_lr"] and values["optimizer"] != "muon":
-        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
+    cli.check_useful(given, values)
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return [kind(**{f.name: values[f.name] for f in fields(kind)})

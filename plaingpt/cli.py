@@ -49,6 +49,20 @@ OTHER_NAMES = {
     "--prompt": "start",
     "--num_samples": "num_return_sequences",
     "model.py, because there is no such flag": "beta1 beta2 adam_beta1 adam_beta2 bias"}
+# The keys are a flag and its values, as a pattern; an empty value means that it is not given. With
+# them, the flags on the right do nothing, so it is an error to give these, too.
+USELESS = {
+    ("optimizer", "adamw"): "muon_lr",
+    ("schedule", "constant"): "min_lr decay_steps",
+    ("schedule", "cosine|linear"): "decay_steps",
+    ("rampup_steps", "0"): "rampup_batch_size",
+    ("input", ".+"): "dataset name",
+    ("tokenizer", "|gpt2|bytes"): "end_of_text",
+    ("model", ".+"): "checkpoint",
+    ("bundle", ".+"): "data",
+    ("bundle", r".+\.jsonl"): "tasks",
+    ("prompts", ".+"): "prompt",
+    ("interactive", "True"): "prompt prompts"}
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -88,7 +102,16 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
         unknown = [text for text in unknown if text.startswith("-")] or unknown  # not their values
         hints = [advise(text, parser._option_string_actions) for text in unknown]
         raise UserError(f"unknown flags: {', '.join(hints)}; see --help")
+    check_useful(vars(given), vars(given))
     return vars(given)
+
+
+def check_useful(given, values):
+    """Raises UserError if a given flag does nothing. given, values: {name: value} of flags."""
+    for (other, useless), names in USELESS.items():
+        for name in names.split():
+            if name in given and re.fullmatch(useless, str(values.get(other, ""))):
+                raise UserError(f"--{name}: does nothing with this --{other}; leave one out")
 
 
 def advise(text, flags):

@@ -7,9 +7,13 @@ import pytest
 import torch
 from conftest import ROOT, program, read_log, train
 
+import core
+from fineweb import ShardConfig
+from generate import GenerateConfig
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.cli import UserError, parse_flags
 from plaingpt.data import Sources, plan_steps
+from plaingpt.evaluation import EvalConfig
 from train_gpt2 import RECIPES, TrainConfig, choose_data, get_lr, make_configs
 
 
@@ -103,6 +107,38 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     g, c = configs("--preset", "baby", "--n_layer", "2", "--max_lr", "1e-3", "--no-shuffle")
     assert (g.n_layer, g.n_embd, c.max_lr, c.min_lr) == (2, 128, 1e-3, 0)
     assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
+
+
+TRAIN, EVAL = [TrainConfig], [EvalConfig, core.Options]
+
+
+@pytest.mark.parametrize("kinds, flags, other", [
+    (TRAIN, "--optimizer adamw --muon_lr 1", "optimizer"),
+    (TRAIN, "--rampup_batch_size 64", "rampup_steps"),
+    (TRAIN, "--schedule constant --min_lr 0", "schedule"),
+    (TRAIN, "--preset baby --decay_steps 9", "schedule"),
+    ([ShardConfig], "--input a.txt --name x", "input"),
+    ([ShardConfig], "--input a.txt --dataset x", "input"),
+    ([ShardConfig], "--end_of_text x", "tokenizer"),
+    (EVAL, "--bundle b --data x", "bundle"), (EVAL, "--bundle b.jsonl --tasks x", "bundle"),
+    (EVAL, "--model gpt2 --checkpoint x", "model"),
+    ([GenerateConfig], "--prompts p.txt --prompt x", "prompts"),
+    ([GenerateConfig], "--interactive --prompt x", "interactive")])
+def test_a_flag_that_another_one_makes_useless(kinds, flags, other):
+    message = f"^{flags.split()[-2]}: does nothing with this --{other}; leave one out$"
+    with pytest.raises(UserError, match=message):
+        given = parse_flags("", *kinds, argv=flags.split())
+        make_configs(given, Sources(choose_data(given)))
+
+
+def test_flags_that_go_together(shards, tmp_path):
+    """Also a held-out part of a text beside shards that have their own validation data."""
+    assert config_of("--preset", "baby", "--muon_lr", 1, "--schedule", "wsd", "--decay_steps", 9)
+    assert parse_flags("", ShardConfig, argv="--tokenizer x.json --end_of_text x".split())
+    (tmp_path / "t.txt").write_text("text")
+    Sources([str(shards), str(tmp_path / "t.txt")], None, 0.1)
+    with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
+        Sources([str(shards)], None, 0.1)
 
 
 # Schedules and steps
