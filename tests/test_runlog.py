@@ -5,14 +5,16 @@ import re
 import shutil
 import struct
 import subprocess
+from datetime import timedelta
 
 import pytest
-from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
+from conftest import ALONE, MODEL, ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 import train_gpt2
 from plaingpt import runlog
+from plaingpt.data import Data, Sources
 
 # The run directory
 
@@ -67,6 +69,18 @@ def test_printed_steps(tmp_path):
                      out, re.M), out
     log = read_log(tmp_path / "run")
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
+
+
+def test_the_time_to_go_in_a_ramp_follows_from_the_tokens_that_are_left(tmp_path, capsys):
+    """Steps of 1, 2, 4, 4 and 4 sequences of 32 tokens, at a second per token."""
+    sources = Sources([str(ROOT / "input.txt")])
+    config = train_gpt2.TrainConfig(max_steps=5, log_dir=str(tmp_path / "run"))
+    data, sizes = Data(sources, sources.tokenizer, MODEL), [(1, 1), (2, 1), (4, 1)]
+    log = runlog.RunLog(MODEL, config, data, 0, sizes, ALONE)
+    for step, n_tokens in enumerate((32, 64, 128)):
+        log.write_step(step, n_tokens, n_tokens, train=5.0, lr=1e-3, norm=1.0, tokens=0)
+    left = re.findall(r"(\S+) to go", capsys.readouterr().out)
+    assert left == [f"{timedelta(seconds=32 * n)}" for n in (14, 12, 8)]
 
 
 def test_small_data_get_a_note_each(tmp_path):
