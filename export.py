@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import torch
 
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, explaining, parse_flags, print0, read_json, require, run_program
+from plaingpt.cli import UserError, parse_flags, print0, read_json, run_program, writing
 from plaingpt.huggingface import save_gpt2
 
 EXAMPLE = """from transformers import pipeline
@@ -57,15 +57,12 @@ def main(argv=None):
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     name = output.resolve().name
     card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)
-    kinds = (OSError, require("safetensors").SafetensorError)  # what a full disk raises
-    with explaining(f"{output}: cannot write", "free some space, or choose another place", kinds):
+    with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         # An earlier export is replaced only when the new one is complete.
         with tempfile.TemporaryDirectory(dir=output) as new:
             save_gpt2(model, new, tokenizer, getattr(torch, config.dtype))
             Path(new, "README.md").write_text(card, "utf-8")
-            for old in output.glob("*.safetensors*"):
-                old.unlink()
             for path in Path(new).iterdir():
                 path.replace(output / path.name)
     print0(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
