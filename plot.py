@@ -167,8 +167,8 @@ def draw(runs, x):
     for i, (name, group) in enumerate(group_runs(runs).items()):
         if x == "tokens" and "tokens" not in group[0]:
             raise cli.UserError(f"{name}: log.txt has no stream tokens; use --x steps")
-        label = re.sub("^_", "./_", name.replace("$", r"\$"))  # a legend has no names with a first _
-        draw_group(panels, label, f"C{i}", group, x)
+        # A legend leaves out names that begin with "_".
+        draw_group(panels, re.sub("^_", "./_", name).replace("$", r"\$"), f"C{i}", group, x)
     fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
     for name, panel in panels.items():
