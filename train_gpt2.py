@@ -513,7 +513,7 @@ def main(argv=None):
     # Loads the state of optimizers and scaler; the weights are loaded above. Returns (0, 0) in a
     # new run. Learning rates are those of this command.
     first_step, position = saver.restore(saved)
-    log = RunLog(gpt_config, config, data, first_step, sizes, process)  # moves an old run aside
+    log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
     batches = devices.prefetch(batches, process.device)  # a thread prepares the next step
     step, raw_model, stopping, n_bad = first_step, training.raw_model, False, 0

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections import deque
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -47,15 +46,13 @@ class RunLog:
 
     log.txt has a line "{step} {stream} {value}" for each number. A run that starts at step 0 moves
     an old run aside. A resumed run removes the lines of the steps that it computes again. It keeps
-    the validation loss and the scores of the step at which it resumes. sizes: from plan_steps.
+    the validation loss and the scores of the step at which it resumes.
     """
 
-    def __init__(self, gpt_config, config, data, step, sizes, process):
+    def __init__(self, gpt_config, config, data, step, process):
         self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
-        self.pace = deque(maxlen=10)  # seconds per token of the last steps
-        n = sum(sizes[min(i, len(sizes) - 1)][0] for i in range(step, config.max_steps))
-        self.tokens_left = n * gpt_config.block_size  # of the steps from here to the last one
+        self.pace = []  # seconds per token of the last ten steps
         # `skipped` counts steps with a non-finite gradient. `rises` counts how many times in a row
         # the validation loss has risen.
         self.skipped = self.rises = 0
@@ -198,9 +195,11 @@ class RunLog:
         self.write(step, **streams, tok_s=tok_s)
         is_bad = not math.isfinite(norm)
         self.skipped += is_bad
-        self.pace.append(seconds / n_tokens)
-        self.tokens_left -= n_tokens
-        to_go = statistics.median(self.pace) * self.tokens_left  # seconds
+        self.pace = [*self.pace[-9:], seconds / n_tokens]
+        left = c.max_steps - step - 1  # steps
+        # In a ramp, steps have fewer tokens than total_batch_size; the number grows linearly.
+        fewer = min(left, max(0, c.rampup_steps - step - 1)) * (c.total_batch_size - n_tokens) / 2
+        to_go = statistics.median(self.pace) * (c.total_batch_size * left - fewer)  # seconds
         progress = f"loss {streams['train']:.4f} | {timedelta(seconds=round(to_go))} to go"
         if step % c.log_every == 0 or step == c.max_steps - 1 or is_bad:
             flops = tok_s * self.flops_per_token
