@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import json
 import math
@@ -49,20 +48,12 @@ OTHER_NAMES = {
     "--prompt": "start",
     "--num_samples": "num_return_sequences",
     "model.py, because there is no such flag": "beta1 beta2 adam_beta1 adam_beta2 bias"}
-# The keys are a flag and its values, as a pattern; an empty value means that it is not given. With
-# them, the flags on the right do nothing, so it is an error to give these, too.
-USELESS = {
-    ("optimizer", "adamw"): "muon_lr",
-    ("schedule", "constant"): "min_lr decay_steps",
-    ("schedule", "cosine|linear"): "decay_steps",
-    ("rampup_steps", "0"): "rampup_batch_size",
-    ("input", ".+"): "dataset name",
-    ("tokenizer", "|gpt2|bytes"): "end_of_text",
-    ("model", ".+"): "checkpoint",
-    ("bundle", ".+"): "data",
-    ("bundle", r".+\.jsonl"): "tasks",
-    ("prompts", ".+"): "prompt",
-    ("interactive", "True"): "prompt prompts"}
+# Each flag does nothing if the flag after it has one of these values, which are a pattern. So it is
+# an error to give both. No value, as in (gpt2|bytes)?, means that the other flag is not given.
+USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint="model=.+",
+               decay_steps="schedule=cosine|linear|constant", dataset="input=.+", name="input=.+",
+               end_of_text="tokenizer=(gpt2|bytes)?", rampup_batch_size="rampup_steps=0",
+               data="bundle=.+", tasks=r"bundle=.+\.jsonl", prompt="prompts=.+")
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -81,10 +72,10 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     groups: {first flag of a group: its title in --help}.
     """
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]", description=doc, formatter_class=layout, allow_abbrev=False,
-        argument_default=argparse.SUPPRESS, exit_on_error=False)
+        usage="%(prog)s [flags]", description=doc, allow_abbrev=False, exit_on_error=False,
+        argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
+            argparse.RawDescriptionHelpFormatter(prog, max_help_position=30))
     group = parser
     for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
@@ -108,10 +99,10 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
 
 def check_useful(given, values):
     """Raises UserError if a given flag does nothing. given, values: {name: value} of flags."""
-    for (other, useless), names in USELESS.items():
-        for name in names.split():
-            if name in given and re.fullmatch(useless, str(values.get(other, ""))):
-                raise UserError(f"--{name}: does nothing with this --{other}; leave one out")
+    for name in sorted(USELESS.keys() & given.keys()):
+        other, pattern = USELESS[name].split("=")
+        if re.fullmatch(pattern, str(values.get(other, ""))):
+            raise UserError(f"--{name}: does nothing with this --{other}; leave one out")
 
 
 def advise(text, flags):

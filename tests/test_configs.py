@@ -109,36 +109,22 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
 
 
-TRAIN, EVAL = [TrainConfig], [EvalConfig, core.Options]
-
-
-@pytest.mark.parametrize("kinds, flags, other", [
-    (TRAIN, "--optimizer adamw --muon_lr 1", "optimizer"),
-    (TRAIN, "--rampup_batch_size 64", "rampup_steps"),
-    (TRAIN, "--schedule constant --min_lr 0", "schedule"),
-    (TRAIN, "--preset baby --decay_steps 9", "schedule"),
-    ([ShardConfig], "--input a.txt --name x", "input"),
-    ([ShardConfig], "--input a.txt --dataset x", "input"),
-    ([ShardConfig], "--end_of_text x", "tokenizer"),
-    (EVAL, "--bundle b --data x", "bundle"), (EVAL, "--bundle b.jsonl --tasks x", "bundle"),
-    (EVAL, "--model gpt2 --checkpoint x", "model"),
-    ([GenerateConfig], "--prompts p.txt --prompt x", "prompts"),
-    ([GenerateConfig], "--interactive --prompt x", "interactive")])
-def test_a_flag_that_another_one_makes_useless(kinds, flags, other):
-    message = f"^{flags.split()[-2]}: does nothing with this --{other}; leave one out$"
-    with pytest.raises(UserError, match=message):
-        given = parse_flags("", *kinds, argv=flags.split())
-        make_configs(given, Sources(choose_data(given)))
-
-
-def test_flags_that_go_together(shards, tmp_path):
-    """Also a held-out part of a text beside shards that have their own validation data."""
-    assert config_of("--preset", "baby", "--muon_lr", 1, "--schedule", "wsd", "--decay_steps", 9)
-    assert parse_flags("", ShardConfig, argv="--tokenizer x.json --end_of_text x".split())
-    (tmp_path / "t.txt").write_text("text")
-    Sources([str(shards), str(tmp_path / "t.txt")], None, 0.1)
+@pytest.mark.parametrize("kinds, several", [
+    ([TrainConfig], ["--optimizer adamw --muon_lr 1", "--schedule constant --min_lr 0",
+                     "--preset baby --decay_steps 9", "--rampup_batch_size 64"]),
+    ([ShardConfig], ["--input a --name x", "--input a --dataset x", "--end_of_text x"]),
+    ([GenerateConfig], ["--model gpt2 --checkpoint x", "--prompts p.txt --prompt x"]),
+    ([EvalConfig, core.Options], ["--model gpt2 --checkpoint x", "--bundle b --data x",
+                                  "--bundle b.jsonl --tasks x"])])
+def test_a_flag_that_another_one_makes_useless(kinds, several, shards):
+    for flags in map(str.split, several):
+        with pytest.raises(UserError, match=f"^{flags[-2]}: does nothing with this --.*leave one"):
+            given = parse_flags("", *kinds, argv=flags)
+            make_configs(given, Sources(choose_data(given)))
+    config_of("--preset", "baby", "--muon_lr", 1, "--schedule", "wsd", "--decay_steps", 9)
     with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
         Sources([str(shards)], None, 0.1)
+    Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # holds out a part of the text
 
 
 # Schedules and steps
