@@ -177,10 +177,8 @@ def read_text(path, tokenizer, T):
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
         return np.frombuffer(data, np.uint8), None
-    try:
+    with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
         return np.array(tokenizer.encode(data.decode("utf-8-sig")), tokenizer.dtype), None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data {path}: is not UTF-8 ({error.reason}); convert it") from error
 
 
 def find_shards(path, split):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from plaingpt.cli import UserError, first_line
+from plaingpt.cli import UserError, explaining, first_line
 
 BLOCK = 2**20  # so many bytes are read at a time
 TABLES = (".parquet", ".arrow")
@@ -169,15 +169,14 @@ def read_documents(paths, text_key="text", cut=False):
     .txt file in pieces. Joined, the GPT-2 tokens of the pieces are those of the whole document.
     """
     n_before = 0  # bytes of the files before this one
+    kinds = (OSError, ValueError, RecursionError, NotImplementedError)
     for path in paths:
-        try:
-            with open(path, "rb") as file:
-                for document in read_file(path, decompress(path, file), text_key, cut):
-                    document.done = n_before + file.tell()
-                    yield document
-            n_before += path.stat().st_size
-        except (OSError, ValueError, RecursionError, NotImplementedError) as error:
-            raise UserError(f"{path}: {first_line(error)}; repair it, or leave it out") from error
+        with (explaining(f"{path}: cannot be read", "repair it, or leave it out", kinds),
+              open(path, "rb") as file):
+            for document in read_file(path, decompress(path, file), text_key, cut):
+                document.done = n_before + file.tell()
+                yield document
+        n_before += path.stat().st_size
 
 
 def read_file(path, file, text_key, cut):
