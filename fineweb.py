@@ -14,11 +14,11 @@ are counted and skipped; the first 5 are shown.
 # plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
 # writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
 
-import contextlib
 import itertools
 import os
 import signal
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
     n_bytes = sum(path.stat().st_size for path in paths)
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
-        for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
+        for batch, tokens in encode_all(documents, tokenizer, config.num_proc or cli.count_cores()):
             damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
             if damaged and config.strict:
                 raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
@@ -176,7 +176,6 @@ def write_shards(directory, facts, config, paths, tokenizer):
 def main(argv=None):
     config = ShardConfig(**cli.parse_flags(__doc__, ShardConfig, argv=argv))
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-    config.num_proc = config.num_proc or cli.count_cores()
     directory = Path(config.output_dir)
     name = directory.resolve().name
     if config.input:
@@ -194,13 +193,12 @@ def main(argv=None):
                     shard_size=config.shard_size or usual_size, val_shards=config.val_shards)
     with cli.writing(f"--output_dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, cli.lock(directory, "--output_dir"))
-        facts = read_progress(directory, name, settings)
-        if facts["next"] is not None and facts["shards"] < config.max_shards:
-            write_shards(directory, facts, config, paths, tokenizer)
-        cli.write_json(directory / "meta.json", facts)
-        (directory / "progress.json").unlink(missing_ok=True)
+    weakref.finalize(config, os.close, cli.lock(directory, "--output_dir"))
+    facts = read_progress(directory, name, settings)
+    if facts["next"] is not None and facts["shards"] < config.max_shards:
+        write_shards(directory, facts, config, paths, tokenizer)
+    cli.write_json(directory / "meta.json", facts)
+    (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
     documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
