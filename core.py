@@ -30,17 +30,17 @@ import numpy as np
 import yaml  # comes with the package datasets
 
 import plaingpt.evaluation as evaluation
-from plaingpt.cli import UserError, print0, run_program
+from plaingpt.cli import EMPTY, UserError, print0, run_program
 from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, load_records
 
 
 @dataclass
 class Options:
-    bundle: Annotated[str | None, "directory or .jsonl file"] = None
+    bundle: Annotated[str | None, "directory or .jsonl file [.]"] = None
     tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
     max_per_task: Annotated[int | None, "number of items of a task [all]", "at least 1"] = None
     num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
-    delimiter: Annotated[str | None, "before an answer [of the bundle; .jsonl: a space]"] = None
+    delimiter: Annotated[str | None, "before an answer [bundle's; .jsonl: a space]", EMPTY] = None
 
 
 @dataclass
@@ -59,9 +59,7 @@ def load(path, limit=0, **options):
     limit: items of a task, if max_per_task is not given. options: fields of Options.
     """
     options = Options(**options)
-    path = options.bundle or path
-    if not path:
-        raise UserError("no data; give --bundle, as core.py --help explains")
+    path = options.bundle or path or "."
     options.max_per_task = options.max_per_task or limit
     return sum((load_task(task, options) for task in find_tasks(Path(path), options.tasks)), [])
 
@@ -75,15 +73,14 @@ def find_tasks(path, names):
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
+    chance = {row["Eval Task"]: 0.01 * float(row["Random baseline"])
+              for row in load_records([path / "eval_meta_data.csv"])}
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
-        label, uri, num_fewshot, delimiter = get_fields(
+        label, uri, shots, delimiter = get_fields(
             record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str)
-        tasks[label] = Task(label, path / "eval_data" / uri, num_fewshot[0], delimiter)
-    for row in load_records([path / "eval_meta_data.csv"]):
-        if row["Eval Task"] in tasks:
-            tasks[row["Eval Task"]].chance = 0.01 * float(row["Random baseline"])
+        tasks[label] = Task(label, path / "eval_data" / uri, shots[0], delimiter, chance.get(label))
     chosen = [name.strip() for name in names.split(",")] if names else tasks
     if unknown := [name for name in chosen if name not in tasks]:
         raise UserError(f"--tasks {unknown[0]}: must be one of {', '.join(tasks)}")

@@ -44,7 +44,7 @@ import torch
 from tqdm import tqdm
 
 from plaingpt import cli
-from plaingpt.cli import UserError
+from plaingpt.cli import EMPTY, UserError
 from plaingpt.intervals import compare_pairs
 from plaingpt.runlog import read_streams, run_git
 
@@ -61,7 +61,7 @@ TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
 
 @dataclass
 class ExperimentConfig:
-    flags: Annotated[str, "of both programs"] = "--preset baby --max_steps 1000 --val_every 0"
+    flags: Annotated[str, "of both runs", EMPTY] = "--preset baby --max_steps 1000 --val_every 0"
     seeds: Annotated[int, "number of pairs; choose it before", "at least 2 and at most 1000"] = 4
     rates: Annotated[list[float] | None, "values of --max_lr to choose from", "above 0"] = None
     delta: Annotated[float, "a smaller difference does not matter", "above 0"] = 0.01
@@ -264,7 +264,7 @@ def main(argv=None):
     patches, more, config = given.pop("PATCH"), argv[end + 1 :], ExperimentConfig(**given)
     ledger = [json.loads(line) for path in LEDGERS if path.exists() for line in open(path)]
     if config.list:
-        return print("\n".join(map(describe, ledger)))
+        return cli.print0("\n".join(map(describe, ledger)))
     if missing := [path for path in patches if not Path(path).is_file()]:
         raise UserError(f"{missing[0]}: no such patch; give a file")
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
@@ -300,7 +300,7 @@ def main(argv=None):
         file.write(json.dumps(entry) + "\n")
     if config.json:
         cli.write_json(config.json, entry)
-    print(describe(entry), json.dumps(entry), sep="\n")
+    cli.print0(f"{describe(entry)}\n{json.dumps(entry)}")
     sys.exit(STATUS[entry["verdict"]])
 
 

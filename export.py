@@ -7,6 +7,7 @@ The directory contains the weights, the tokenizer and a model card, README.md.
 It needs transformers: pip install transformers
 """
 
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +15,7 @@ from typing import Annotated, Literal
 import torch
 
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, parse_flags, read_json, run_program, writing
+from plaingpt.cli import UserError, parse_flags, print0, read_json, run_program, writing
 from plaingpt.huggingface import save_gpt2
 
 EXAMPLE = """from transformers import pipeline
@@ -46,11 +47,16 @@ def main(argv=None):
                   "token before every text": repr(tokenizer.decode([tokenizer.end_of_text]))})
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     name = output.resolve().name
+    card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)
     with writing(output):
-        save_gpt2(model, output, tokenizer, getattr(torch, config.dtype))
-        card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)
-        (output / "README.md").write_text(card, "utf-8")
-    print(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
+        output.mkdir(parents=True, exist_ok=True)
+        # An earlier export is replaced only when the new one is complete.
+        with tempfile.TemporaryDirectory(dir=output) as new:
+            save_gpt2(model, new, tokenizer, getattr(torch, config.dtype))
+            Path(new, "README.md").write_text(card, "utf-8")
+            for path in Path(new).iterdir():
+                path.replace(output / path.name)
+    print0(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ are counted and skipped; the first 5 are shown.
 # plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
 # writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
 
-import contextlib
 import itertools
 import os
 import signal
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt import cli
-from plaingpt.cli import UserError
+from plaingpt.cli import UserError, print0
 from plaingpt.shards import find_shards, read_meta
 from plaingpt.text import find_files, load_hub, read_documents
 from tokenizer import load_tokenizer
@@ -144,17 +144,17 @@ def encode_all(documents, tokenizer, n_threads):
 def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
     if facts["shards"]:
-        print(f"{directory} has {facts['shards']} whole shards: continuing after them")
+        print0(f"{directory} has {facts['shards']} whole shards: continuing after them")
     n_done, n_used = facts["next"]
     documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
     documents = itertools.islice(documents, n_done, None)
     n_bytes = sum(path.stat().st_size for path in paths)
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
-        for batch, tokens in encode_all(documents, tokenizer, config.num_proc):
+        for batch, tokens in encode_all(documents, tokenizer, config.num_proc or cli.count_cores()):
             damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
             for text in damaged[: max(0, SHOWN - facts["skipped"])]:
-                tqdm.write(f"skipped {text}", file=sys.stderr)
+                tqdm.write(cli.visible(f"skipped {text}", sys.stderr), file=sys.stderr)
             used, n_used = n_used, 0
             while used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -178,7 +178,6 @@ def write_shards(directory, facts, config, paths, tokenizer):
 def main(argv=None):
     config = ShardConfig(**cli.parse_flags(__doc__, ShardConfig, argv=argv))
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-    config.num_proc = config.num_proc or cli.count_cores()
     directory = Path(config.output_dir)
     name = directory.resolve().name
     if config.input:
@@ -196,20 +195,19 @@ def main(argv=None):
                     shard_size=config.shard_size or usual_size, val_shards=config.val_shards)
     with cli.writing(f"--output_dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, cli.lock(directory, "--output_dir"))
-        facts = read_progress(directory, name, settings)
-        if facts["next"] is not None and facts["shards"] < config.max_shards:
-            write_shards(directory, facts, config, paths, tokenizer)
-        cli.write_json(directory / "meta.json", facts)
-        (directory / "progress.json").unlink(missing_ok=True)
+    weakref.finalize(config, os.close, cli.lock(directory, "--output_dir"))
+    facts = read_progress(directory, name, settings)
+    if facts["next"] is not None and facts["shards"] < config.max_shards:
+        write_shards(directory, facts, config, paths, tokenizer)
+    cli.write_json(directory / "meta.json", facts)
+    (directory / "progress.json").unlink(missing_ok=True)
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
     documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
-    print(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
-          f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
+    print0(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
+           f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
     if n_val < facts["shards"]:
-        print(f"to train on it: python train_gpt2.py --data {directory}")
+        print0(f"to train on it: python train_gpt2.py --data {directory}")
 
 
 if __name__ == "__main__":

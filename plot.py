@@ -162,7 +162,8 @@ def draw(runs, x):
     for i, (name, group) in enumerate(group_runs(runs).items()):
         if x == "tokens" and "tokens" not in group[0]:
             raise cli.UserError(f"{name}: log.txt has no stream tokens; use --x steps")
-        draw_group(panels, name.replace("$", r"\$"), f"C{i}", group, x)
+        # A legend leaves out names that begin with "_".
+        draw_group(panels, re.sub("^_", "./_", name).replace("$", r"\$"), f"C{i}", group, x)
     fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
                   for _, facts in runs.values())
     for name, panel in panels.items():
@@ -192,8 +193,8 @@ def main(argv=None):
     rows = compare(group_runs(runs))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
-    print(f"{config.output}: {', '.join(directories)}")
+        cli.print0("  ".join(map(str.ljust, row, widths)).rstrip())
+    cli.print0(f"{config.output}: {', '.join(directories)}")
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def read_sample(config):
                 size += len(texts[-1].encode())
         n_before = document.done
     if damaged:
-        print(f"skipped {len(damaged):,} damaged documents; the first one: {damaged[0]}")
+        cli.print0(f"skipped {len(damaged):,} damaged documents; the first one: {damaged[0]}")
     if not texts:
         raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
     return texts
@@ -209,8 +209,8 @@ def main(argv=None):
     cli.write_json(config.output, json.loads(text))
     ours, gpt2 = (len(held_out.encode()) / len(each.encode(held_out))  # bytes per token
                   for each in (tokenizer, get_tokenizer("gpt2")))
-    print(f"{config.output}: {tokenizer.n_vocab:,} ids, {ours:.2f} bytes per token (gpt2: "
-          f"{gpt2:.2f}) on {where}")
+    cli.print0(f"{config.output}: {tokenizer.n_vocab:,} ids, {ours:.2f} bytes per token (gpt2: "
+               f"{gpt2:.2f}) on {where}")
 
 
 if __name__ == "__main__":

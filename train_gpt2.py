@@ -53,7 +53,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from model import GPT, PRESETS, GPTConfig
 from plaingpt import cli, parallel
 from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights
-from plaingpt.cli import FREE, REPEAT, UserError, print0
+from plaingpt.cli import EMPTY, FREE, REPEAT, UserError, print0
 from plaingpt.data import Data, Sources, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.order import hash_numbers, order_of_sets, permute
@@ -91,7 +91,7 @@ class TrainConfig:
     val_every: Annotated[int, "steps between validations; 0: first and last", "at least 0"] = 500
     val_tokens: Annotated[int, "validation tokens of each data set", "above 0"] = 20 * 2**19
     eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
-    evals: Annotated[str, "benchmarks, each NAME or NAME=FILE"] = "hellaswag,lambada,storycloze"
+    evals: Annotated[str, "benchmarks, NAME or NAME=FILE", EMPTY] = "hellaswag,lambada,storycloze"
     sample_every: Annotated[int, "steps between samples; 0: at the end", "at least 0", FREE] = 500
     sample_tokens: Annotated[int | None, "of a sample [64; bytes: 500]", "above 0", FREE] = None
     log_dir: Annotated[str | None, "run directory [log/PRESET]", FREE] = None
@@ -200,8 +200,7 @@ def make_configs(given, sources):
     if values["n_embd"] % values["n_head"]:
         raise UserError(f"--n_head {values['n_head']} does not divide --n_embd {values['n_embd']}; "
                         "give a divisor")
-    if values["muon_lr"] and values["optimizer"] != "muon":
-        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
+    cli.check_useful(given, values)
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return [kind(**{f.name: values[f.name] for f in fields(kind)})

@@ -1,7 +1,8 @@
 """The command line of every program, its errors, and small helpers for terminals and files.
 
 A field of a configuration dataclass is a flag. Its annotation has the type, the help text and the
-range. After them, FREE or REPEAT may say what a change of the flag means:
+range. After them, FREE or REPEAT may say what a change of the flag means, and EMPTY that an empty
+value means something:
 
   max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
   tp: Annotated[int, "tensor parallel processes", "above 0", FREE] = 1
@@ -11,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import json
 import math
@@ -21,8 +21,8 @@ import re
 import shutil
 import signal
 import sys
-import typing
 from pathlib import Path
+from typing import get_args, get_origin
 
 # The values are flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer. The keys say
 # what to use here.
@@ -48,10 +48,16 @@ OTHER_NAMES = {
     "--prompt": "start",
     "--num_samples": "num_return_sequences",
     "model.py, because there is no such flag": "beta1 beta2 adam_beta1 adam_beta2 bias"}
+# Each flag does nothing if the flag after it has one of these values, which are a pattern. So it is
+# an error to give both. No value, as in (gpt2|bytes)?, means that the other flag is not given.
+USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint="model=.+",
+               decay_steps="schedule=cosine|linear|constant", dataset="input=.+", name="input=.+",
+               end_of_text="tokenizer=(gpt2|bytes)?", rampup_batch_size="rampup_steps=0",
+               data="bundle=.+", tasks=r"bundle=.+\.jsonl", prompt="prompts=.+")
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
-FREE, REPEAT = "free", "repeat"
+FREE, REPEAT, EMPTY = "free", "repeat", "empty"
 COMPARE = {"above": operator.gt, "below": operator.lt, "at least": operator.ge,
            "at most": operator.le}
 
@@ -66,10 +72,10 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     groups: {first flag of a group: its title in --help}.
     """
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]", description=doc, formatter_class=layout, allow_abbrev=False,
-        argument_default=argparse.SUPPRESS, exit_on_error=False)
+        usage="%(prog)s [flags]", description=doc, allow_abbrev=False, exit_on_error=False,
+        argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
+            argparse.RawDescriptionHelpFormatter(prog, max_help_position=30))
     group = parser
     for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
@@ -87,7 +93,16 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
         unknown = [text for text in unknown if text.startswith("-")] or unknown  # not their values
         hints = [advise(text, parser._option_string_actions) for text in unknown]
         raise UserError(f"unknown flags: {', '.join(hints)}; see --help")
+    check_useful(vars(given), vars(given))
     return vars(given)
+
+
+def check_useful(given, values):
+    """Raises UserError if a given flag does nothing. given, values: {name: value} of flags."""
+    for name in sorted(USELESS.keys() & given.keys()):
+        other, pattern = USELESS[name].split("=")
+        if re.fullmatch(pattern, str(values.get(other, ""))):
+            raise UserError(f"--{name}: does nothing with this --{other}; leave one out")
 
 
 def advise(text, flags):
@@ -104,27 +119,29 @@ def advise(text, flags):
 def marked(config, *marks):
     """Names of the fields of a dataclass whose annotation has one of the marks."""
     return {field.name for field in dataclasses.fields(config)
-            if {*marks} & {*typing.get_args(field.type)[1:]}}
+            if {*marks} & {*get_args(field.type)[1:]}}
 
 
 def read_annotation(name, hint, default):
     """Turns the annotation of a field into options for add_argument."""
-    kind, text, *limits = [part for part in typing.get_args(hint) if part not in (FREE, REPEAT)]
+    kind, text, *limits = [part for part in get_args(hint) if part not in (FREE, REPEAT, EMPTY)]
     text += "" if default is None or default is False else f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
-    if type(None) in typing.get_args(kind):
-        kind = typing.get_args(kind)[0]
-    if typing.get_origin(kind) is list:
-        kind = typing.get_args(kind)[0]
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is list:
+        kind = get_args(kind)[0]
         options["nargs"] = "+"
     if kind is bool:
         return options | dict(action=argparse.BooleanOptionalAction)
-    if choices := typing.get_args(kind):  # a Literal has choices
+    if choices := get_args(kind):  # a Literal has choices
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
 
     def convert(text):
         value = kind(text)
+        if value == "" and EMPTY not in get_args(hint):
+            raise UserError(f"--{name}: is empty; give a value, or leave out this flag")
         for limit in limits[0].split(" and ") if limits else []:
             words, bound = limit.rsplit(" ", 1)
             if not (math.isfinite(value) and COMPARE[words](value, float(bound))):
@@ -136,13 +153,17 @@ def read_annotation(name, hint, default):
 
 
 def run_program(main):
-    """Calls main(). A UserError is printed as one line; any other error keeps its traceback."""
+    """Calls main(). A UserError is printed as one line; any other error keeps its traceback.
+
+    Only a PermissionError is one line, too. It names the file, and the program cannot correct it.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:
         main()
-    except UserError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+    except (UserError, PermissionError) as error:
+        remedy = "" if isinstance(error, UserError) else "; change the permissions"
+        print(f"error: {visible(str(error), sys.stderr)}{remedy}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
@@ -188,12 +209,12 @@ def catch_stop_signals(message):
         yield received
 
 
-def visible(text):
+def visible(text, stream=None):
     """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
 
-    They could change the state of the terminal.
+    They could change the state of the terminal. stream: where the text goes; by default to stdout.
     """
-    if not sys.stdout.isatty():
+    if not (stream or sys.stdout).isatty():
         return text
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 

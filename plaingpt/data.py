@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.cli import UserError, print0
-from plaingpt.shards import find_index, is_text_file, open_splits, read_meta
+from plaingpt.shards import find_index, find_shards, is_text_file, open_splits, read_meta
 from tokenizer import get_tokenizer, load_tokenizer
 
 # A weight is a decimal number or a ratio. Fraction would compute all digits of 1e99999999.
@@ -32,6 +32,8 @@ class Sources:
         self.shares = read_shares(items)
         self.is_text = all(map(is_text_file, self.shares))
         self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
+        if val_fraction and all(find_shards(path, "val") for path in self.shares):
+            raise UserError("--val_fraction: the data have val shards; leave this flag out")
 
     def count_train_tokens(self, T=1024):
         """Returns the number of training tokens of all data sets. T: as in open_splits."""

@@ -58,9 +58,11 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         prefix=tokenizer.decode([end])))
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
-    save_tokenizer(tokenizer, directory, c.block_size)
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
-    hf.to(dtype).save_pretrained(directory)
+    with explaining(f"{directory}: cannot write", "free some space"):
+        # One file: shards of an earlier export would stay beside those of this one.
+        hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
+    save_tokenizer(tokenizer, directory, c.block_size)
     for path in Path(directory).glob("*.safetensors"):  # so far, only the owner can read it
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
@@ -91,7 +93,6 @@ def save_tokenizer(tokenizer, directory, block_size):
     special = dict(bos_token=end, eos_token=end) if tokenizer.special else {}
     config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size,
                   clean_up_tokenization_spaces=False, end_of_text=end, **special)
-    Path(directory).mkdir(parents=True, exist_ok=True)
     write_json(Path(directory, "tokenizer.json"), settings)
     write_json(Path(directory, "tokenizer_config.json"), config)
 

@@ -52,7 +52,7 @@ class RunLog:
     def __init__(self, gpt_config, config, data, step, process):
         self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
-        self.pace = []  # seconds per token of each step
+        self.pace = []  # seconds per token of the last ten steps
         # `skipped` counts steps with a non-finite gradient. `rises` counts how many times in a row
         # the validation loss has risen.
         self.skipped = self.rises = 0
@@ -195,8 +195,11 @@ class RunLog:
         self.write(step, **streams, tok_s=tok_s)
         is_bad = not math.isfinite(norm)
         self.skipped += is_bad
-        self.pace.append(seconds / n_tokens)
-        to_go = statistics.median(self.pace[-10:]) * n_tokens * (c.max_steps - step - 1)  # seconds
+        self.pace = [*self.pace[-9:], seconds / n_tokens]
+        left = c.max_steps - step - 1  # steps
+        # In a ramp, steps have fewer tokens than total_batch_size; the number grows linearly.
+        fewer = min(left, max(0, c.rampup_steps - step - 1)) * (c.total_batch_size - n_tokens) / 2
+        to_go = statistics.median(self.pace) * (c.total_batch_size * left - fewer)  # seconds
         progress = f"loss {streams['train']:.4f} | {timedelta(seconds=round(to_go))} to go"
         if step % c.log_every == 0 or step == c.max_steps - 1 or is_bad:
             flops = tok_s * self.flops_per_token

@@ -169,14 +169,14 @@ def read_documents(paths, text_key="text", cut=False):
     .txt file in pieces. Joined, the GPT-2 tokens of the pieces are those of the whole document.
     """
     n_before = 0  # bytes of the files before this one
+    kinds = (OSError, ValueError, RecursionError, NotImplementedError)
     for path in paths:
-        kinds = OSError, ValueError, RecursionError, NotImplementedError
-        with explaining(f"{path}: cannot be read", "repair it, or leave it out", kinds):
-            with open(path, "rb") as file:
-                for document in read_file(path, decompress(path, file), text_key, cut):
-                    document.done = n_before + file.tell()
-                    yield document
-            n_before += path.stat().st_size
+        with (explaining(f"{path}: cannot be read", "repair it, or leave it out", kinds),
+              open(path, "rb") as file):
+            for document in read_file(path, decompress(path, file), text_key, cut):
+                document.done = n_before + file.tell()
+                yield document
+        n_before += path.stat().st_size
 
 
 def read_file(path, file, text_key, cut):

@@ -4,12 +4,16 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from conftest import ROOT, TEXT, TINY, names, program, train
 
-from plaingpt.cli import UserError, parse_flags, print0, show_progress
+import fineweb
+import plot
+import tokenizer
+from plaingpt.cli import EMPTY, UserError, parse_flags, print0, run_program, show_progress
 
 
 @dataclass
@@ -22,6 +26,7 @@ class Config:
     shuffle: Annotated[bool, "a switch"] = True
     compile: Annotated[bool | None, "a switch or none"] = None
     name: Annotated[str, "a text"] = "auto"
+    start: Annotated[str | None, "a text that may be empty", EMPTY] = None
 
 
 def run_source(source, cwd, status):
@@ -55,10 +60,12 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
      "error: the package no_such_package is missing: pip install no_such_package\n"),
     ('with cli.writing("a/b"):\n    open("a/b", "w")', 2, "error: a/b: cannot write (No such file "
      "or directory); choose another place, or free some space\n"),
+    ('raise PermissionError(13, "Permission denied", "run/log.txt")', 2, "error: [Errno 13] "
+     "Permission denied: 'run/log.txt'; change the permissions\n"),
     ("raise KeyboardInterrupt", 130, ""),
     ("print(1)\nraise BrokenPipeError", 141, ""),
     ("pass", 0, ""),
-], ids=["user", "package", "writing", "ctrl-c", "pipe", "none"])
+], ids=["user", "package", "writing", "permission", "ctrl-c", "pipe", "none"])
 def test_other_exits(source, status, line, tmp_path):
     assert run_source(source, tmp_path, status) == line
 
@@ -69,6 +76,7 @@ def test_other_exits(source, status, line, tmp_path):
     ("--kind muon --other b", dict(kind="muon", other="b")),
     ("--files a b", dict(files=["a", "b"])),
     ("--no-shuffle --compile", dict(shuffle=False, compile=True)),
+    ("--start=", dict(start="")),
     ("--shuffle --no-compile --name x", dict(shuffle=True, compile=False, name="x")),
 ])
 def test_flags(flags, expected):
@@ -92,6 +100,7 @@ def test_arguments_without_a_flag():
     ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
     ("--n many", "--n: invalid int value: 'many'; see --help"),
     ("--n", "--n: expected one argument; see --help"),
+    ("--name=", "--name: is empty; give a value, or leave out this flag"),
     ("--shuffel", "unknown flags: --shuffel (did you mean --shuffle?); see --help"),
     ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
     ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "
@@ -119,7 +128,7 @@ def test_help(capsys, monkeypatch):
                  "kinds: --kind NAME a choice [adamw]; one of adamw, muon",
                  "--files STR [STR ...] files --shuffle, --no-shuffle a switch [True] --compile, "
                  "--no-compile a switch or none",
-                 "x: --name STR a text [auto]"):
+                 "x: --name STR a text [auto] --start STR a text that may be empty"):
         assert line in " ".join(out.split()), out
 
 
@@ -175,3 +184,18 @@ def test_progress_bar_on_a_terminal(monkeypatch, capsys):
     bar, line = capsys.readouterr().out.removeprefix("\r\x1b[K").split("\r\x1b[K")
     assert bar == "5/10 [##########          ] loss 1.2345 | 1m05s to go"
     assert line == "a\tl\\x1b[2Jine\\x9b\n"
+
+
+def test_names_cannot_change_a_terminal(tmp_path, monkeypatch, capsys):
+    """Each stream counts by itself: the other one may go to a file."""
+    monkeypatch.chdir(tmp_path)
+    Path("\x1b[2J.jsonl").write_text('{"text": "a"}\n{"\\u001b[2J": 1}\n')
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    fineweb.main(["--input", "\x1b[2J.jsonl", "--output_dir", "out"])
+    with pytest.raises(SystemExit):
+        run_program(lambda: plot.main(["\x1b[2J"]))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    tokenizer.main(["--input", "\x1b[2J.jsonl", "--vocab_size", "257"])
+    found = capsys.readouterr()
+    assert found.err.count("\\x1b[2J") == 3 and found.out.count("\\x1b[2J") == 2, found
+    assert "\x1b[2J" not in found.err + found.out

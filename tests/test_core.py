@@ -215,7 +215,7 @@ def test_training_logs_core(tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("", "error: no data; give --bundle, as core.py --help explains"),
+    ("", "error: .: has no core.yaml; give the eval_bundle, or a .jsonl file"),
     ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
     ("--bundle missing", "missing: has no core.yaml; give the eval_bundle"),
     ("--bundle typed", "core.yaml: field 'continuation_delimiter' is missing or has a wrong type"),

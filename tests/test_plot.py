@@ -133,6 +133,12 @@ def test_plot_of_a_diverged_run():
     plot.draw({"run": ({"val": {0: np.nan, 1: np.inf}, "norm": {0: np.inf}}, {})}, "steps")
 
 
+def test_names_that_begin_with_an_underscore_are_in_the_legend():
+    figure = plot.draw({name: ({"val": {0: 1.0}}, {}) for name in ("_a", "b")}, "steps")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "./_a, validation", "b, validation"]
+
+
 def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):
     (tmp_path / "$a_$b^{").mkdir()
     (tmp_path / "$a_$b^{" / "log.txt").write_text("1 train 2\n2 train 2\n")

@@ -348,7 +348,7 @@ CASES = {
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
         ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
         ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
-        ("--data latin.txt --tokenizer gpt2", "latin.txt: is not UTF-8 ('utf-8' codec"),
+        ("--data latin.txt --tokenizer gpt2", "latin.txt: is not UTF-8 ("),
         ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a shard ... make it again"),
         ("--data own", "own: tokenizer.json is not that of the shards, bytes; move it away"),

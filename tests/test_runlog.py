@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 
+import conftest
 import pytest
 from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,6 +16,7 @@ from wandb.proto import wandb_internal_pb2
 
 import train_gpt2
 from plaingpt import runlog
+from plaingpt.data import Data, Sources
 
 # The run directory
 
@@ -85,6 +87,18 @@ def test_printed_steps(tmp_path):
                      out, re.M), out
     log = read_log(tmp_path / "run")
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
+
+
+def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
+    """The steps take 1, 2, 3, 4 and 4 seconds."""
+    sources = Sources([str(ROOT / "input.txt")])
+    model, data = conftest.MODEL, Data(sources, sources.tokenizer, conftest.MODEL)
+    config = train_gpt2.TrainConfig(log_dir=str(tmp_path), max_steps=5, rampup_steps=3)
+    log = runlog.RunLog(model, config, data, 0, conftest.ALONE)
+    for step, n in enumerate((1, 2, 3, 4, 4)):
+        log.write_step(step, n * 2**17, n, train=5.0, lr=1e-3, norm=1.0)
+    shown = re.findall(r"0:00:(\d+) to go", capsys.readouterr().out)
+    assert shown == ["13", "11", "08", "04", "00"]
 
 
 def test_small_data_get_a_note_each(tmp_path):
