@@ -385,7 +385,7 @@ def make_training(gpt_config, config, process, weights=None):
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing
-    is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
+    is_split = parallel.is_split(config, process)
     if is_split:
         # With FSDP, the GPT is the same, but each process has a shard of each tensor. With TP, each
         # process of a group has a part of each matrix; LayerNorms and positions stay whole. With
@@ -510,6 +510,9 @@ def main(argv=None):
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
     training = make_training(gpt_config, config, process, weights)
+    if "batch_size" not in given:
+        B = devices.fit_batch_size(training, config, T, sizes, process)
+        config, sizes = replace(config, batch_size=B), [(n, min(B, own)) for n, own in sizes]
     saver = Saver(training, data, config, process)
     # Loads the state of optimizers and scaler; the weights are loaded above. Returns (0, 0) in a
     # new run. Learning rates are those of this command.

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from plaingpt import parallel
 from plaingpt.cli import UserError, explaining, print0
 from plaingpt.muon import has_bfloat16
 
@@ -187,6 +188,67 @@ def batch_size_advice(batch_size):
     """Returns memory_advice with the message for training and validation."""
     return memory_advice(f"--batch_size {batch_size} does not fit into memory; try half of it, or "
                          "--activation_checkpointing")
+
+
+def fit_batch_size(training, config, T, sizes, process):
+    """Finds the largest micro-batch that fits into the memory of every GPU -> its sequences.
+
+    Each process tries it with a forward and a backward pass, from the largest of `sizes` on. All
+    processes must call this before the first step. On a CPU, and if the model is split, nothing is
+    tried: of a split model, one process without memory would leave the others waiting. The result
+    is then config.batch_size. sizes: from plan_steps. Raises UserError if no size fits.
+    """
+    if process.device.type != "cuda" or parallel.is_split(config, process):
+        return config.batch_size
+    tried = batch_sizes(sizes, process.dp_size)
+    B = next((B for B in tried if has_memory(training, B, T, process)), 0)
+    if process.world_size > 1:
+        smallest = torch.tensor(B, device=process.device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        B = smallest.item()
+    if B == 0:
+        raise UserError("not even one sequence fits into memory; try --activation_checkpointing, "
+                        "--parallel fsdp or --tp with several GPUs, or a smaller model")
+    print0(f"--batch_size {B} fits into memory")
+    return B
+
+
+def batch_sizes(sizes, dp_size):
+    """Yields the micro-batches to try: each is at most half of the one before, and fits all steps.
+
+    sizes: from plan_steps. The first is its largest B. A step with a smaller B keeps its own.
+    """
+    B = max(B for _, B in sizes)
+    while B:
+        yield B
+        B //= 2
+        while B and any(n // dp_size % min(B, own) for n, own in sizes):
+            B -= 1
+
+
+def has_memory(training, B, T, process):
+    """Whether training with micro-batches of (B, T) fits into memory. Changes no state."""
+    parallel.set_gradient_sync(training.model, False)  # no process waits for one that fails
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            run_micro_batches(training, B, T, process)
+            fits = True
+        except torch.OutOfMemoryError:
+            fits = False
+    training.raw_model.zero_grad()
+    torch.cuda.empty_cache()  # comes after the except block, because the error refers to tensors
+    return fits
+
+
+def run_micro_batches(training, B, T, process):
+    """Runs two micro-batches, beside as much memory as the moments of AdamW will need."""
+    moments = [torch.empty_like(p) for p in training.raw_model.parameters() for _ in range(2)]
+    x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
+    for _ in range(2):  # at the second one, the gradients exist
+        with process.autocast:
+            _, loss = training.model(x, y)
+        loss.backward()
+    del moments
 
 
 def on_rank0(function, *args, **kwargs):
