@@ -191,60 +191,53 @@ def batch_size_advice(batch_size):
 
 
 def fit_batch_size(training, config, T, sizes, process):
-    """Finds the largest micro-batch that fits into the memory of every GPU -> its sequences.
+    """Finds the largest micro-batch that all GPUs have memory for -> its number of sequences.
 
-    Each process tries it with a forward and a backward pass, from the largest of `sizes` on. All
-    processes must call this before the first step. On a CPU, and if the model is split, nothing is
-    tried: of a split model, one process without memory would leave the others waiting. The result
-    is then config.batch_size. sizes: from plan_steps. Raises UserError if no size fits.
+    All processes must call this before the first step. It begins with the largest B of `sizes`,
+    which is from plan_steps. The next size is at most half, and divides the sequences that a
+    process has in each step. On a CPU, and with FSDP, TP or PP, it tries nothing and returns
+    config.batch_size: a process of a split model that runs out of memory would leave the others
+    waiting. Raises UserError if not even one sequence fits.
     """
-    if process.device.type != "cuda" or parallel.is_split(config, process):
+    if process.device.type != "cuda" or config.parallel == "fsdp" or config.tp * config.pp > 1:
         return config.batch_size
-    tried = batch_sizes(sizes, process.dp_size)
-    B = next((B for B in tried if has_memory(training, B, T, process)), 0)
-    if process.world_size > 1:
-        smallest = torch.tensor(B, device=process.device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        B = smallest.item()
-    if B == 0:
-        raise UserError("not even one sequence fits into memory; try --activation_checkpointing, "
-                        "--parallel fsdp or --tp with several GPUs, or a smaller model")
-    print0(f"--batch_size {B} fits into memory")
-    return B
-
-
-def batch_sizes(sizes, dp_size):
-    """Yields the micro-batches to try: each is at most half of the one before, and fits all steps.
-
-    sizes: from plan_steps. The first is its largest B. A step with a smaller B keeps its own.
-    """
-    B = max(B for _, B in sizes)
-    while B:
-        yield B
-        B //= 2
-        while B and any(n // dp_size % min(B, own) for n, own in sizes):
-            B -= 1
+    tried = [max(B for _, B in sizes)]
+    # To compile takes a minute for each size, and compiled code needs less memory, but more than
+    # half. So the search runs eager code, and compiled code then tries only the last two sizes.
+    with torch.compiler.set_stance("force_eager"):
+        while not has_memory(training, tried[-1], T, process) and tried[-1] > 1:
+            tried.append(max(B for B in range(1, tried[-1] // 2 + 1) if not any(
+                n // process.dp_size % min(B, own) for n, own in sizes)))
+    for B in tried[-2:]:
+        if has_memory(training, B, T, process):
+            torch.cuda.reset_peak_memory_stats()  # bench.py reads them
+            print0(f"the GPU has memory for --batch_size {B}")
+            return B
+    raise UserError("not even one sequence fits into memory; try --activation_checkpointing, "
+                    "--parallel fsdp or --tp with several GPUs, or a smaller model")
 
 
 def has_memory(training, B, T, process):
-    """Whether training with micro-batches of (B, T) fits into memory. Changes no state."""
-    parallel.set_gradient_sync(training.model, False)  # no process waits for one that fails
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        try:
-            run_micro_batches(training, B, T, process)
-            fits = True
-        except torch.OutOfMemoryError:
-            fits = False
+    """Returns whether all processes have memory to train with micro-batches of (B, T).
+
+    Leaves the gradients and the random state as they are before a step.
+    """
+    n_fit = torch.zeros(())
+    with (contextlib.suppress(torch.OutOfMemoryError),
+          torch.random.fork_rng(range(torch.cuda.device_count()))):
+        run_micro_batches(training, B, T, process)
+        n_fit += 1
     training.raw_model.zero_grad()
-    torch.cuda.empty_cache()  # comes after the except block, because the error refers to tensors
-    return fits
+    torch.cuda.empty_cache()  # here, the error is gone, which referred to tensors
+    return process.sum(n_fit) == process.dp_size
 
 
 def run_micro_batches(training, B, T, process):
-    """Runs two micro-batches, beside as much memory as the moments of AdamW will need."""
+    """Runs two micro-batches of (B, T), beside as much memory as AdamW's moments will take."""
     moments = [torch.empty_like(p) for p in training.raw_model.parameters() for _ in range(2)]
     x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
-    for _ in range(2):  # at the second one, the gradients exist
+    parallel.set_gradient_sync(training.model, False)  # one process may fail, so none may wait
+    for _ in range(2):  # the second one begins when there are gradients, as in a step
         with process.autocast:
             _, loss = training.model(x, y)
         loss.backward()

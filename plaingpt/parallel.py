@@ -30,11 +30,6 @@ from plaingpt.loss import stream_dtype
 from plaingpt.sampling import generate_tokens
 
 
-def is_split(config, process):
-    """Whether each process has a part of the model, and not a copy."""
-    return process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
-
-
 def split(model, config, process):
     """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it.
 
