@@ -138,7 +138,7 @@ def choose_compile(wanted, device):
         if not (any(map(shutil.which, compilers)) and header.exists()):
             raise UserError("--compile: needs a C++ compiler and Python's headers (Debian: apt "
                             "install g++ python3-dev); install them, or use --no-compile")
-        print0("torch.compile: the first validation and the first step take a minute or more each")
+        print0("torch.compile: the first validation and the first micro-batch take a minute or more each")
     return wanted
 
 
@@ -211,7 +211,7 @@ def fit_batch_size(training, config, T, sizes, process):
     for B in tried[-2:]:
         if has_memory(training, B, T, process):
             torch.cuda.reset_peak_memory_stats()  # bench.py reads them
-            print0(f"the GPU has memory for --batch_size {B}")
+            print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")
             return B
     raise UserError("not even one sequence fits into memory; try --activation_checkpointing, "
                     "--parallel fsdp or --tp with several GPUs, or a smaller model")
