@@ -138,7 +138,7 @@ def choose_compile(wanted, device):
         if not (any(map(shutil.which, compilers)) and header.exists()):
             raise UserError("--compile: needs a C++ compiler and Python's headers (Debian: apt "
                             "install g++ python3-dev); install them, or use --no-compile")
-        print0("torch.compile: the first validation and the first micro-batch take a minute or more each")
+        print0("torch.compile: the first validation and micro-batch take a minute or more each")
     return wanted
 
 
@@ -194,21 +194,22 @@ def fit_batch_size(training, config, T, sizes, process):
     """Finds the largest micro-batch that all GPUs have memory for -> its number of sequences.
 
     All processes must call this before the first step. It begins with the largest B of `sizes`,
-    which is from plan_steps. The next size is at most half, and divides the sequences that a
-    process has in each step. On a CPU, and with FSDP, TP or PP, it tries nothing and returns
+    which is from plan_steps, and halves it. Each size that it tries divides the sequences that a
+    process has in a step. On a CPU, and with FSDP, TP or PP, it tries nothing and returns
     config.batch_size: a process of a split model that runs out of memory would leave the others
     waiting. Raises UserError if not even one sequence fits.
     """
     if process.device.type != "cuda" or config.parallel == "fsdp" or config.tp * config.pp > 1:
         return config.batch_size
-    tried = [max(B for _, B in sizes)]
-    # To compile takes a minute for each size, and compiled code needs less memory, but more than
-    # half. So the search runs eager code, and compiled code then tries only the last two sizes.
+    most = max(B for _, B in sizes)
+    halves = [B for B in (most >> i for i in range(most.bit_length()))
+              if not any(n // process.dp_size % min(B, own) for n, own in sizes)]
+    # To compile takes a minute for each size, so eager code searches first. Compiled code needs less
+    # memory, so it begins with the last size for which eager code has too little.
     with torch.compiler.set_stance("force_eager"):
-        while not has_memory(training, tried[-1], T, process) and tried[-1] > 1:
-            tried.append(max(B for B in range(1, tried[-1] // 2 + 1) if not any(
-                n // process.dp_size % min(B, own) for n, own in sizes)))
-    for B in tried[-2:]:
+        n_large = next((i for i, B in enumerate(halves) if has_memory(training, B, T, process)),
+                       len(halves))
+    for B in halves[max(0, n_large - 1) :]:
         if has_memory(training, B, T, process):
             torch.cuda.reset_peak_memory_stats()  # bench.py reads them
             print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")

@@ -86,9 +86,9 @@ def small_gpu(monkeypatch):
 @pytest.mark.parametrize("sizes, most, tried", [
     ([(64, 16)], 16, [16, 16]),
     ([(64, 16)], 4, [16, 8, 4, 8, 4]),  # compiled code begins with one that eager code cannot
-    ([(45, 15)], 8, [15, 5, 15, 5]),  # divisors of 45
-    ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # in a ramp, 4 does not divide 6
-    ([(2, 2)], 0, [2, 1, 2, 1])])
+    ([(45, 15)], 8, [15, 3, 15, 3]),  # 7 does not divide 45
+    ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # 4 does not divide the ramp's 6
+    ([(2, 2)], 0, [2, 1, 1])])
 def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, tried):
     small_gpu[0][0], config = most, train_gpt2.TrainConfig()
     training, state = train_gpt2.make_training(MODEL, config, ALONE), torch.get_rng_state()
