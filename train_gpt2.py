@@ -73,7 +73,7 @@ class TrainConfig:
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}", REPEAT] = 1337
     init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
-    batch_size: Annotated[int, "sequences in a micro-batch of a process", "above 0", FREE] = 64
+    batch_size: Annotated[int, "sequences in a micro-batch; cut to fit a GPU", "above 0", FREE] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
@@ -494,8 +494,8 @@ def main(argv=None):
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir) if config.resume else None  # a checkpoint, or None
     # Shape and weights come from `saved`, otherwise from --init_from. Without both, flags give
-    # the shape, and weights is None, for random ones. Weights of a file are memory-mapped. `kept`
-    # has warmup_steps and val_every of the first start: a resume keeps them, unless they are given.
+    # the shape, and weights is None, for random ones. A resume keeps warmup_steps and val_every of
+    # the first start, which are in `kept`, unless they are given.
     gpt_config, weights, tokenizer, kept = choose_start(saved, gpt_config, config, given, sources)
     config = replace(config, **kept, compile=devices.choose_compile(config.compile, process.device))
 
@@ -504,19 +504,19 @@ def main(argv=None):
     data = Data(sources, tokenizer, gpt_config)
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
-    # [(n, B)]: a step has n sequences, and a micro-batch of one process has B. B is batch_size, or
-    # less if a process has too few sequences for that, or for pp micro-batches. Each step of the
-    # ramp has a pair; its n grows in multiples of rampup_batch_size / T. The last pair is for all
-    # later steps; its n is total_batch_size / T. Every micro-batch is whole.
+    # [(n, B)]: a step has n sequences, and a micro-batch of one process has B, which is batch_size
+    # or less. Each step of the ramp has a pair, and the last pair is for all later steps.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
     n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
     training = make_training(gpt_config, config, process, weights)
+    # Without --batch_size, a GPU takes the largest micro-batches that it has memory for.
+    B = given.get("batch_size") or devices.fit_batch_size(training, config, T, sizes, process)
+    config, sizes = replace(config, batch_size=B), [(n, min(B, own)) for n, own in sizes]
     saver = Saver(training, data, config, process)
-    # Loads the state of optimizers and scaler; the weights are loaded above. Returns (0, 0) in a
-    # new run. Learning rates are those of this command.
+    # Loads optimizers and scaler, but no learning rates. Returns (0, 0) in a new run.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)

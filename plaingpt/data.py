@@ -136,8 +136,9 @@ def plan_steps(config, T, n_sequences, dp_size):
     """Returns the sizes of the steps: an (n, B) for each step of the ramp, and one for all others.
 
     n: sequences in a step of all processes. It rises linearly to total_batch_size / T, in multiples
-    of the ramp's first n. B: sequences in a micro-batch of one process. In a ramp n grows and B
-    stays, so that torch.compile compiles one shape. n_sequences: the number of training sequences.
+    of the ramp's first n. B: sequences in a micro-batch of one process, which is batch_size, or
+    less if a process has too few sequences for that, or for pp micro-batches. In a ramp n grows and
+    B stays, so that torch.compile compiles one shape. n_sequences: the number of training ones.
     Raises UserError unless every process gets whole micro-batches in every step.
     """
     n, B = step_size(config, "total_batch_size", T, n_sequences, dp_size)
