@@ -46,7 +46,6 @@ from tqdm import tqdm
 from plaingpt import cli
 from plaingpt.cli import EMPTY, UserError
 from plaingpt.intervals import compare_pairs
-from plaingpt.runlog import read_streams, run_git
 
 ROOT = Path(__file__).resolve().parent
 LAB = ROOT / "log" / "experiments"
@@ -85,7 +84,7 @@ class Side:
 
     def read(self, run, stream):
         """The values of a stream in a run's log: {step: value}."""
-        return read_streams(self.directory(run) / "log.txt").get(stream, {})
+        return cli.read_streams(self.directory(run) / "log.txt").get(stream, {})
 
     def last(self, run, stream="val"):
         """The value after the last step, by default the validation loss, or None."""
@@ -99,13 +98,13 @@ def make_copy(name, commit, changes=b"", files=()):
     """
     place = LAB / name
     shutil.rmtree(place, ignore_errors=True)
-    run_git("worktree", "add", "--force", "--detach", place, commit)
+    cli.run_git("worktree", "add", "--force", "--detach", place, commit)
     if changes:
-        run_git("apply", "-", place=place, data=changes)
+        cli.run_git("apply", "-", place=place, data=changes)
     for file in files:
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, place / file)
-        run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
+        cli.run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
 def train(runs, title="training"):
@@ -267,12 +266,12 @@ def main(argv=None):
         return cli.print0("\n".join(map(describe, ledger)))
     if missing := [path for path in patches if not Path(path).is_file()]:
         raise UserError(f"{missing[0]}: no such patch; give a file")
-    commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
+    commit = cli.run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
     names = [Path(path).stem for path in patches]
     if not patches:
-        changes = run_git("diff", "--binary", commit)
-        files = run_git("ls-files", "--others", "--exclude-standard", "*.py", place=ROOT)
+        changes = cli.run_git("diff", "--binary", commit)
+        files = cli.run_git("ls-files", "--others", "--exclude-standard", "*.py", place=ROOT)
         files = files.decode().splitlines()
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
@@ -294,7 +293,7 @@ def main(argv=None):
     finally:
         for side in sides:
             shutil.rmtree(LAB / side.name, ignore_errors=True)
-        run_git("worktree", "prune")
+        cli.run_git("worktree", "prune")
     entry["looks"] = 1 + sum(old.get("keys") == entry.get("keys", 0) for old in ledger)
     with cli.writing(LEDGERS[1]), open(LEDGERS[1], "a") as file:
         file.write(json.dumps(entry) + "\n")

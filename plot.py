@@ -26,7 +26,6 @@ import numpy as np
 from plaingpt import cli
 from plaingpt.cli import require
 from plaingpt.intervals import unpaired_interval
-from plaingpt.runlog import read_streams
 from train_gpt2 import TrainConfig
 
 # These are the panels in their order, with their labels. Streams that are not here follow in panels
@@ -49,7 +48,7 @@ class PlotConfig:
 
 def read_run(directory):
     """Reads a run directory -> ({stream: {step: value}}, run.json or {}). Raises UserError."""
-    streams = read_streams(Path(directory, "log.txt"))
+    streams = cli.read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
         raise cli.UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
     return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes none

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import get_args, get_origin
@@ -60,6 +61,10 @@ USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint
 FREE, REPEAT, EMPTY = "free", "repeat", "empty"
 COMPARE = {"above": operator.gt, "below": operator.lt, "at least": operator.ge,
            "at most": operator.le}
+
+
+# A line of log.txt: step, stream, value.
+LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
 
 class UserError(Exception):
@@ -328,3 +333,31 @@ def first_line(error):
     text = getattr(error, "strerror", None) or str(error)  # that of an OSError without its number
     text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()
     return (text or type(error).__name__).splitlines()[0]
+
+
+def read_log(path):
+    """Reads log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
+    text = path.read_text("utf-8", "replace") if path.is_file() else ""
+    return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
+
+
+def read_streams(path):
+    """Reads log.txt -> {stream: {step: number}}; {} without the file."""
+    streams = {}
+    for step, stream, value in read_log(path):
+        streams.setdefault(stream, {})[step] = float(value)
+    return streams
+
+
+def run_git(*command, place=None, data=None):
+    """Runs a command of git in a directory -> its output, as bytes. Raises UserError.
+
+    place: the directory; by default this clone. data: the input of the command.
+    """
+    place = place or Path(__file__).parent
+    try:
+        return subprocess.run(["git", "-C", place, *command], input=data, capture_output=True,
+                              check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", b"").decode(errors="replace") or error
+        raise UserError(f"git {command[0]}: {first_line(reason)}; see --help") from error

@@ -4,10 +4,8 @@ import contextlib
 import html
 import math
 import os
-import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 import weakref
@@ -19,26 +17,11 @@ import torch
 
 from plaingpt import cli
 from plaingpt.checkpoint import hash_of_code, whole_gpt
-from plaingpt.cli import UserError, print0
+from plaingpt.cli import UserError, print0, read_log, run_git
 from plaingpt.device import hardware_name, on_rank0, peak_flops
 
 # Training steps write these streams. Evaluations write all others.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
-LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
-
-
-def read_log(path):
-    """Reads log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
-    text = path.read_text("utf-8", "replace") if path.is_file() else ""
-    return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
-
-
-def read_streams(path):
-    """Reads log.txt -> {stream: {step: number}}; {} without the file."""
-    streams = {}
-    for step, stream, value in read_log(path):
-        streams.setdefault(stream, {})[step] = float(value)
-    return streams
 
 
 class RunLog:
@@ -226,20 +209,6 @@ def hash_of_program():
     files = {Path(module.__file__) for module in [*sys.modules.values()]
              if getattr(module, "__file__", None)}
     return hash_of_code(sorted(f for f in files if f.parent in (root, root / "plaingpt")))
-
-
-def run_git(*command, place=None, data=None):
-    """Runs a command of git in a directory -> its output, as bytes. Raises UserError.
-
-    place: the directory; by default this clone. data: the input of the command.
-    """
-    place = place or Path(__file__).parent
-    try:
-        return subprocess.run(["git", "-C", place, *command], input=data, capture_output=True,
-                              check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", b"").decode(errors="replace") or error
-        raise UserError(f"git {command[0]}: {cli.first_line(reason)}; see --help") from error
 
 
 def move_aside(directory):

@@ -141,6 +141,8 @@ def test_nothing_cheats_the_score(clone):
 def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
     assert "has no attribute 'atn'" in found["reason"] and "n" not in found
+    found = experiment(clone, "failed", old="class MLP(", new="class MLP((")
+    assert "SyntaxError" in found["reason"]
     (clone / "idea.py").write_text("def mix(x):\n    1 / 0\n")  # git does not know this file yet
     found = experiment(clone, "failed", old="        x = x + self.attn(",
                        new="        import idea\n        x = idea.mix(x) + self.attn(")

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, program, read_log, train
 
 import plot
-from plaingpt import runlog
+from plaingpt import cli
 from plaingpt.cli import UserError
 
 BABY = ROOT / "log/records/baby"
@@ -102,7 +102,7 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
 def test_plot_by_tokens_after_a_resume_with_another_batch(copy, tmp_path):
     train("--log_dir", "run", "--resume", "--max_steps", 14, "--total_batch_size", 1024,
           cwd=tmp_path)
-    consumed = {step: int(value) for step, stream, value in runlog.read_log(copy / "log.txt")
+    consumed = {step: int(value) for step, stream, value in cli.read_log(copy / "log.txt")
                 if stream == "tokens"}
     assert consumed == {step: 512 * min(step + 1, 10) + 1024 * max(0, step - 9)
                         for step in range(14)}

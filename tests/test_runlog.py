@@ -67,7 +67,8 @@ def test_the_log_is_utf8_in_every_locale(tmp_path):
     """Windows has other encodings by default. The names of data sets are in the log."""
     code = r"""
 from types import SimpleNamespace
-from plaingpt.runlog import Path, RunLog, read_log
+from plaingpt.cli import read_log
+from plaingpt.runlog import Path, RunLog
 path, name = Path("log.txt"), "val_\u6570"
 RunLog.write(SimpleNamespace(figures={}, known={}, path=path, publish=lambda *args: None,
                              process=SimpleNamespace(rank=0)), 1, **{name: 2.5})
