@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 import train_gpt2
-from plaingpt import runlog
+from plaingpt import cli, runlog
 from plaingpt.data import Data, Sources
 
 # The run directory
@@ -187,7 +187,7 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
         subprocess.run(["git", *command], cwd=package.parent, check=True, capture_output=True)
     (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")
-    monkeypatch.setattr(runlog, "__file__", str(package / "runlog.py"))
+    monkeypatch.setattr(cli, "__file__", str(package / "runlog.py"))
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == ["idea.py"]
     assert b"+caf\xe9 2\n" in (tmp_path / "run/changes.patch").read_bytes()
