@@ -40,7 +40,7 @@ import fineweb
 from plaingpt import cli
 from plaingpt.checkpoint import load_checkpoint
 from plaingpt.cli import UserError, write_json
-from plaingpt.tokenizer_json import byte_level_bpe
+from plaingpt.tokenizer_json import build
 from train_gpt2 import TrainConfig, make_training, train_step
 
 LONG = ["--max_steps", 100_000, "--val_every", 0]  # runs until the test stops it
@@ -330,7 +330,7 @@ def world(tmp_path_factory):
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         np.save(d / name / "x_train_000000.npy", array, allow_pickle=True)
     (d / "meta/meta.json").write_text('{"tokenizer": [7]}')
-    write_json(d / "own/tokenizer.json", byte_level_bpe({"a": 0, "b": 1}, [], ["<|endoftext|>"]))
+    write_json(d / "own/tokenizer.json", build([b"a", b"b", b""], {"<|endoftext|>": 2}))
     path = d / "cut/x_train_000000.npy"
     path.write_bytes(path.read_bytes()[:-9])
     return d
