@@ -54,7 +54,7 @@ OTHER_NAMES = {
 USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint="model=.+",
                decay_steps="schedule=cosine|linear|constant", dataset="input=.+", name="input=.+",
                end_of_text="tokenizer=(gpt2|bytes)?", rampup_batch_size="rampup_steps=0",
-               data="bundle=.+", tasks=r"bundle=.+\.jsonl", prompt="prompts=.+")
+               data="bundle=.+", tasks=r"bundle=.+\.jsonl", prompt="interactive=True")
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.

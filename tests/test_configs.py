@@ -113,7 +113,7 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     ([TrainConfig], ["--optimizer adamw --muon_lr 1", "--schedule constant --min_lr 0",
                      "--preset baby --decay_steps 9", "--rampup_batch_size 64"]),
     ([ShardConfig], ["--input a --name x", "--input a --dataset x", "--end_of_text x"]),
-    ([GenerateConfig], ["--model gpt2 --checkpoint x", "--prompts p.txt --prompt x"]),
+    ([GenerateConfig], ["--model gpt2 --checkpoint x", "--interactive --prompt x"]),
     ([EvalConfig, core.Options], ["--model gpt2 --checkpoint x", "--bundle b --data x",
                                   "--bundle b.jsonl --tasks x"])])
 def test_a_flag_that_another_one_makes_useless(kinds, several, shards):

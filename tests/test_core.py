@@ -228,6 +228,7 @@ def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, 
     write_items(tmp_path / "other.jsonl", [dict(text="a")])
     write_items(tmp_path / "gold.jsonl", [dict(query="a", choices=["b", "c"], gold=2)])
     (tmp_path / "typed").mkdir()
+    (tmp_path / "typed/eval_meta_data.csv").touch()
     (tmp_path / "typed/core.yaml").write_text(
         "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a, continuation_delimiter: 7}]")
     monkeypatch.chdir(tmp_path)
