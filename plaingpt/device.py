@@ -204,8 +204,8 @@ def fit_batch_size(training, config, T, sizes, process):
     most = max(B for _, B in sizes)
     halves = [B for B in (most >> i for i in range(most.bit_length()))
               if not any(n // process.dp_size % min(B, own) for n, own in sizes)]
-    # To compile takes a minute for each size, so eager code searches first. Compiled code needs less
-    # memory, so it begins with the last size for which eager code has too little.
+    # To compile takes a minute for each size, so eager code searches first. Compiled code needs
+    # less memory, so it begins with the last size for which eager code has too little.
     with torch.compiler.set_stance("force_eager"):
         n_large = next((i for i, B in enumerate(halves) if has_memory(training, B, T, process)),
                        len(halves))
