@@ -15,40 +15,30 @@ import difflib
 import importlib
 import json
 import math
-import operator
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import get_args, get_origin
 
-# The values are flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer. The keys say
-# what to use here.
-OTHER_NAMES = {
-    "--max_steps": "max_iters lr_decay_iters num_iterations num_train_epochs epochs",
-    "--max_lr": "learning_rate lr",
-    "--warmup_steps": "warmup_iters",
-    "--schedule": "decay_lr lr_scheduler_type",
-    "--grad_clip": "max_grad_norm",
-    "--total_batch_size, in tokens: batch_size x gradient_accumulation_steps x block_size x GPUs":
-        "gradient_accumulation_steps",
-    "--batch_size": "per_device_train_batch_size",
-    "--block_size": "sequence_length",
-    "--val_every": "eval_interval eval_steps val_loss_every",
-    "--val_tokens, which counts tokens, not batches": "eval_iters",
-    "--log_every": "log_interval logging_steps",
-    "--save_every": "save_steps",
-    "--data": "dataset input_bin",
-    "--preset": "config model_type",
-    "--log_dir": "out_dir output_dir",
-    "--wandb PROJECT": "wandb_log wandb_project report_to",
-    "--checkpoint": "out_dir",
-    "--prompt": "start",
-    "--num_samples": "num_return_sequences",
-    "model.py, because there is no such flag": "beta1 beta2 adam_beta1 adam_beta2 bias"}
+# Flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer, with what to use here.
+OTHER_NAMES = dict(
+    max_iters="--max_steps", lr_decay_iters="--max_steps", num_iterations="--max_steps",
+    num_train_epochs="--max_steps", epochs="--max_steps", learning_rate="--max_lr", lr="--max_lr",
+    warmup_iters="--warmup_steps", decay_lr="--schedule", lr_scheduler_type="--schedule",
+    max_grad_norm="--grad_clip", gradient_accumulation_steps="--total_batch_size, in tokens",
+    per_device_train_batch_size="--batch_size", sequence_length="--block_size",
+    eval_interval="--val_every", eval_steps="--val_every", val_loss_every="--val_every",
+    eval_iters="--val_tokens, in tokens", log_interval="--log_every", logging_steps="--log_every",
+    save_steps="--save_every", dataset="--data", input_bin="--data", config="--preset",
+    model_type="--preset", out_dir="--log_dir, or --checkpoint", output_dir="--log_dir",
+    wandb_log="--wandb PROJECT", wandb_project="--wandb PROJECT", report_to="--wandb PROJECT",
+    start="--prompt", num_return_sequences="--num_samples", beta1="model.py", beta2="model.py",
+    adam_beta1="model.py", adam_beta2="model.py", bias="model.py")
 # Each flag does nothing if the flag after it has one of these values, which are a pattern. So it is
 # an error to give both. No value, as in (gpt2|bytes)?, means that the other flag is not given.
 USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint="model=.+",
@@ -59,8 +49,7 @@ USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
 FREE, REPEAT, EMPTY = "free", "repeat", "empty"
-COMPARE = {"above": operator.gt, "below": operator.lt, "at least": operator.ge,
-           "at most": operator.le}
+COMPARE = {"above": gt, "below": lt, "at least": ge, "at most": le}
 
 
 # A line of log.txt: step, stream, value.
@@ -113,12 +102,11 @@ def check_useful(given, values):
 def advise(text, flags):
     """An unknown argument -> the same with what to use instead. flags: those of this program."""
     flag = text.split("=")[0]
-    ours = [f"use {ours}" for ours, names in OTHER_NAMES.items() if flag[2:] in names.split()
-            and (not ours.startswith("--") or re.match(r"--\w+", ours)[0] in flags)]
-    close = [f"did you mean {name}?" for name in difflib.get_close_matches(flag, flags, 1, 0.8)]
     if not text.startswith("-"):
-        close = ["settings are flags; quote a value with spaces"]
-    return f"{flag} ({[*ours, *close, 'not here'][0]})"
+        return f"{text} (settings are flags; quote a value with spaces)"
+    known = OTHER_NAMES | {name[2:]: name for name in flags}
+    close = difflib.get_close_matches(flag[2:], known, 1, 0.7)
+    return f"{flag} (use {known[close[0]]})" if close else f"{flag} (not here)"
 
 
 def marked(config, *marks):
@@ -331,6 +319,7 @@ def read_json(path):
 def first_line(error):
     """The first line of an exception's text, without escape codes, or its type if it is empty."""
     text = getattr(error, "strerror", None) or str(error)  # that of an OSError without its number
+    text = (getattr(error, "stderr", None) or b"").decode(errors="replace") or text  # of git
     text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()
     return (text or type(error).__name__).splitlines()[0]
 
@@ -355,9 +344,6 @@ def run_git(*command, place=None, data=None):
     place: the directory; by default this clone. data: the input of the command.
     """
     place = place or Path(__file__).parent
-    try:
+    with explaining(f"git {command[0]}", "see --help", (OSError, subprocess.CalledProcessError)):
         return subprocess.run(["git", "-C", place, *command], input=data, capture_output=True,
                               check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", b"").decode(errors="replace") or error
-        raise UserError(f"git {command[0]}: {first_line(reason)}; see --help") from error

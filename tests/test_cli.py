@@ -101,13 +101,13 @@ def test_arguments_without_a_flag():
     ("--n many", "--n: invalid int value: 'many'; see --help"),
     ("--n", "--n: expected one argument; see --help"),
     ("--name=", "--name: is empty; give a value, or leave out this flag"),
-    ("--shuffel", "unknown flags: --shuffel (did you mean --shuffle?); see --help"),
+    ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),
     ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
     ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "
      "see --help"),
-    ("--config=x --compile no.py", "unknown flags: --config (not here); see --help"),
+    ("--config=x --compile no.py", "unknown flags: --config (use --preset); see --help"),
     ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
-    ("--shuf", "unknown flags: --shuf (did you mean --shuffle?); see --help"),
+    ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
 ])
 def test_wrong_flags(flags, message):
     with pytest.raises(UserError) as error:

@@ -156,7 +156,7 @@ def test_a_change_that_fails(clone):
 
 @pytest.mark.parametrize("flags, sentence", [
     ([], "nothing is changed; edit model.py, give a patch, or give flags behind --"),
-    (["--base", "nowhere", "--", "--seed", "3"], "git rev-parse: fatal: Needed a single revision"),
+    (["--base", "nowhere", "--", "--seed", "3"], "git rev-parse (fatal: Needed a single revision)"),
     (["no.patch"], "no.patch: no such patch; give a file"),
     (["--seeds", "1"], "--seeds 1: must be at least 2")])
 def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):
