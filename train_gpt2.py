@@ -198,8 +198,7 @@ def make_configs(given, sources):
         if name not in given:
             values[name] = min(values[name], most)
     if values["n_embd"] % values["n_head"]:
-        raise UserError(f"--n_head {values['n_head']} does not divide --n_embd {values['n_embd']}; "
-                        "give a divisor")
+        raise UserError(f"--n_head: must be a divisor of --n_embd, which is {values['n_embd']}")
     cli.check_useful(given, values)
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
@@ -507,8 +506,8 @@ def main(argv=None):
     # [(n, B)]: a step has n sequences, and a micro-batch of one process has B, which is batch_size
     # or less. Each step of the ramp has a pair, and the last pair is for all later steps.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
-    n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)  # (vocab_size,)
-    n_bytes_of_id = torch.from_numpy(n_bytes_of_id).to(process.device)
+    # This tensor has the shape (vocab_size,).
+    n_bytes_of_id = torch.from_numpy(tokenizer.text_bytes(gpt_config.vocab_size)).to(process.device)
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
     training = make_training(gpt_config, config, process, weights)
@@ -560,8 +559,7 @@ def main(argv=None):
                            tokens=position * T)
             n_bad = 0 if math.isfinite(norm) else n_bad + 1
             if n_bad == 10:
-                remedy = f"continue with --resume --max_lr {config.max_lr / 2:g}"
-                raise UserError(f"no finite gradient in {n_bad} steps in a row; {remedy}")
+                raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
             step += 1
     log.finish(step)  # prints how the run has ended
     process.barrier()

@@ -59,8 +59,7 @@ class Saver:
             model_code=self.model_code, model_config=asdict(model.config),
             train_config={k: v for k, v in settings.items() if k not in self.free})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
-        remedy = "the older checkpoints are complete: free some space, then continue with --resume"
-        with writing(path, remedy), replacing(path) as file:
+        with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
             try:
                 torch.save(state, file)
             except RuntimeError as error:  # PyTorch raises it while it handles an OSError
@@ -92,8 +91,7 @@ class Saver:
         changed = [f"the {split} was {before[split]} and is {now}" for split, now in
                    self.data.fingerprints.items() if before.get(split, now) != now]
         if changed:
-            raise UserError(f"the run in {place} had other --data: {', '.join(changed)}; for a new "
-                            f"run: --init_from {place}, not --resume")
+            raise UserError(f"{place} had other data: {changed[0]}; use --init_from, not --resume")
         if saved.keys() != self.optimizers.keys():
             raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
         for kind, optimizer in self.optimizers.items():
@@ -338,8 +336,7 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
     # A text without --tokenizer takes the tokenizer of the weights.
     has_own = "tokenizer" in given or not sources.is_text
     if has_own and sources.tokenizer.name != tokenizer.name:
-        raise UserError(f"--data has tokens of {sources.tokenizer.name}, but {source} those of "
-                        f"{tokenizer.name}; give the data as a text file, without --tokenizer")
+        raise UserError(f"--data: needs ids of {tokenizer.name}; give a text without --tokenizer")
     wrong = [f"{k} is {value}, not {getattr(g, k)}" for k, value in asdict(have).items()
              if k in given and value != getattr(g, k)]
     if wrong:
@@ -364,8 +361,7 @@ def load_weights(model, weights=None, seed=0, device="cpu"):
             else:  # also for parameters of other stages: all processes draw the same numbers
                 whole_model.init_weight(name, whole)
                 if whole.isnan().any():
-                    raise UserError(f"{name} has no first value; add a line for it to "
-                                    "GPT.init_weight in model.py, such as nn.init.zeros_(p)")
+                    raise UserError(f"{name} has no first value; add one to GPT.init_weight")
             if name in own:
                 part = torch.nn.Parameter(parallel.scatter(name, whole, own[name], device))
                 torch.utils.swap_tensors(own[name], part)  # keeps tied weights tied

@@ -99,12 +99,11 @@ def find_common_tokenizer(paths, place):
     """The Tokenizer of all data sets. place: value of --tokenizer. Raises UserError."""
     # A text takes the tokenizer of the shards beside it.
     paths = [path for path in paths if not is_text_file(path)] or paths
-    first, *others = [(path, find_tokenizer(path, place)) for path in paths]
-    for path, tokenizer in others:
-        if tokenizer.name != first[1].name:
-            raise UserError(f"--data: {path} has tokens of {tokenizer.name}, {first[0]} those of "
-                            f"{first[1].name}; use one tokenizer for all")
-    return first[1]
+    found = [find_tokenizer(path, place) for path in paths]
+    if len({tokenizer.name for tokenizer in found}) > 1:
+        names = ", ".join(f"{path} has {tokenizer.name}" for path, tokenizer in zip(paths, found))
+        raise UserError(f"--data: {names}; use one tokenizer for all")
+    return found[0]
 
 
 def find_tokenizer(data, place=None):
@@ -155,14 +154,11 @@ def step_size(config, flag, T, n_sequences, dp_size):
     """Returns (n, B) of a step that has as many tokens as the flag says. Raises UserError."""
     size, unit = getattr(config, flag), T * dp_size  # tokens
     if size % unit or not unit <= size <= n_sequences * T:
-        raise UserError(f"--{flag}: must be a multiple of {unit} (block_size {T} x {dp_size} "
-                        f"processes), from {unit} to {n_sequences * T}, the data's tokens")
+        raise UserError(f"--{flag}: give a multiple of {unit}, up to the data's {n_sequences * T}")
     share = size // unit  # sequences of a process
     if share < config.pp:
-        raise UserError(f"--pp {config.pp}: needs a sequence for each stage, but each process has "
-                        f"{share} in a step; give more sequences, or fewer stages")
+        raise UserError(f"--pp {config.pp}: must be at most {share}, the sequences of a process")
     B = min(config.batch_size, share // config.pp)  # so every stage has work
     if share % B:
-        raise UserError(f"--batch_size: each process has {share} sequences in a step; give a "
-                        f"divisor of {share}, at most {share // config.pp}")
+        raise UserError(f"--batch_size: give a divisor of {share}, at most {share // config.pp}")
     return share * dp_size, B

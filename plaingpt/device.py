@@ -116,8 +116,7 @@ def find_device(name, local_rank=0, world_size=1):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not torch.version.cuda
         name = "cuda" if n_gpus or Path("/dev/nvidia0").exists() and not hidden else name
     if name.startswith("cuda") and world_size > 1 and (":" in name or local_rank >= n_gpus > 0):
-        raise UserError(f"--device {name}: each process needs its own GPU, and there are {n_gpus}; "
-                        f"use --device cuda and at most --nproc_per_node={n_gpus}")
+        raise UserError(f"--device {name}: use cuda with at most --nproc_per_node={n_gpus}")
     what = f"--device {name}: torch {torch.__version__} cannot use it"
     with explaining(what, "try --device cpu", (RuntimeError, AssertionError)):
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
@@ -137,8 +136,7 @@ def choose_compile(wanted, device):
         compilers = os.environ.get("CC", "gcc clang cl").split()
         header = Path(sysconfig.get_path("include"), "Python.h")
         if not (any(map(shutil.which, compilers)) and header.exists()):
-            raise UserError("--compile: needs a C++ compiler and Python's headers (Debian: apt "
-                            "install g++ python3-dev); install them, or use --no-compile")
+            raise UserError("--compile: needs g++ and python3-dev; install them or --no-compile")
         print0("torch.compile: the first validation and micro-batch take a minute or more each")
     return wanted
 
@@ -216,8 +214,7 @@ def fit_batch_size(training, config, T, sizes, process):
             torch.cuda.reset_peak_memory_stats()  # bench.py reads them
             print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")
             return B
-    raise UserError("not even one sequence fits into memory; try --activation_checkpointing, "
-                    "--parallel fsdp or --tp with several GPUs, or a smaller model")
+    raise UserError("no sequence fits in memory; try --activation_checkpointing or a smaller model")
 
 
 def has_memory(training, B, T, process):

@@ -24,9 +24,8 @@ def load_gpt2(name):
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
     transformers.utils.logging.set_verbosity_error()
-    what = f"{name}: transformers cannot load a GPT-2 from it"
     # Transformers and its file formats raise exceptions of many kinds.
-    with explaining(what, "give a name such as gpt2, a directory, or a checkpoint"):
+    with explaining(f"{name}: transformers cannot load it", "use gpt2, a directory or checkpoint"):
         c = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         for key, value in GPT2.items():
             if getattr(c, key, None) != value:

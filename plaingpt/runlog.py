@@ -110,11 +110,9 @@ class RunLog:
         print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
                f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
         if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
-            print0(f"note: the run reads the training data {epochs} times, so the model may "
-                   "memorize them; more data, or a smaller --max_steps, would be better")
+            print0(f"note: the run reads the data {epochs} times; more data would be better")
         if n_val < 4096:
-            print0(f"note: the validation data have only {n_val:,} tokens, so their loss is "
-                   "inexact; for more: --val_fraction, or for shards fineweb.py --val_shards")
+            print0(f"note: only {n_val:,} validation tokens; raise --val_fraction or --val_shards")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
@@ -158,8 +156,7 @@ class RunLog:
         print0(text)
         self.rises = self.rises + 1 if val > self.figures.get("val", math.inf) else 0
         if self.rises == 3:
-            print0("note: the validation loss has risen three times in a row, so the model "
-                   "memorizes the training data; --keep_best keeps the best checkpoint")
+            print0("note: the validation loss has risen three times in a row; use --keep_best")
         self.write(step, **streams)
         return val
 

@@ -207,8 +207,8 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
         tmp_path, (before, f"{before}        self.mix = nn.Parameter({first})\n"),
         (size, f"{size}        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n"))
     _, err = run(tmp_path, "run", 1, status=2)
-    assert err == ("error: transformer.h.0.attn.mix has no first value; add a line for it to "
-                   "GPT.init_weight in model.py, such as nn.init.zeros_(p)\n")
+    assert err == ("error: transformer.h.0.attn.mix has no first value; add one to "
+                   "GPT.init_weight\n")
     edit_model(
         tmp_path, ("    def init_weight", "    @torch.no_grad()\n    def init_weight"),
         ('        if name.endswith("c_proj.weight"):\n', '        if name.endswith("mix"):\n'

@@ -138,8 +138,8 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
     with small_disk(tmp_path / "run", 2**20) as limits:  # a checkpoint takes 420 kB
         _, err = train(*flags, cwd=tmp_path, status=2, limits=limits)
     assert re.fullmatch(
-        r"error: run/model_00000\d.pt: cannot write \(.*\); the older checkpoints are complete: "
-        r"free some space, then continue with --resume\n", err), err
+        r"error: run/model_00000\d.pt: cannot write \(.*\); free some space, "
+        r"then continue with --resume\n", err), err
     for path in (tmp_path / "run").glob("model*"):
         load_checkpoint(path)  # all are complete, and there is no temporary file
     out, _ = train(*flags, "--resume", cwd=tmp_path)
@@ -225,9 +225,9 @@ def test_resumed_with_other_data(tmp_path, shards):
     np.save(longer, np.append(np.load(longer), np.uint16(7)))
     _, err = program(*flags, "--data", "other", "--max_steps", 4, cwd=tmp_path, status=2)
     assert re.fullmatch(
-        r"error: the run in run had other --data: the training split was 3,381 tokens with CRC-32 "
-        r"[0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; for a new run: --init_from run, "
-        r"not --resume\n", err), err
+        r"error: run had other data: the training split was 3,381 tokens with CRC-32 "
+        r"[0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; use --init_from, not --resume\n",
+        err), err
 
 
 # Gradient not finite
@@ -262,7 +262,7 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     torch.save(saved, tmp_path / "run" / "model_000002.pt")
     out, err = train("--log_dir", "run", "--resume", "--max_steps", 50, "--val_every", 0,
                      cwd=tmp_path, status=2)
-    assert err.startswith("error: no finite gradient in 10 steps in a row; continue with")
+    assert err.startswith("error: no finite gradient in 10 steps; use --resume")
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
@@ -342,7 +342,7 @@ CASES = {
         ("--epochs 5", "unknown flags: --epochs (use --max_steps)"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: No such ... or leave it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
-        ("--n_head 3", "--n_head 3 does not divide --n_embd 128 ... give a divisor"),
+        ("--n_head 3", "--n_head: must be a divisor of --n_embd, which is 128"),
         ("--vocab_size 100", "token id 1 ... leave out --vocab_size"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
@@ -364,7 +364,7 @@ CASES = {
     "generate.py": [
         (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
         ("--json no/where.json", "--json no/where.json: cannot write there ... give a file"),
-        ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); give a name such as"),
+        ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); use gpt2"),
     ],
     "fineweb.py": [
         ("--input missing.txt", "missing.txt: no such file; give files or a quoted glob"),

@@ -106,8 +106,8 @@ def test_small_data_get_a_note_each(tmp_path):
     (tmp_path / "t.txt").write_bytes((ROOT / "input.txt").read_bytes()[:3000])
     out, _ = train("--data", "t.txt", "--max_steps", 200, "--val_every", 20, "--n_embd", 128,
                    "--log_dir", "run", cwd=tmp_path)
-    assert "reads the training data 37 times" in out
-    assert "the validation data have only 300 tokens" in out
+    assert "reads the data 37 times" in out
+    assert "only 300 validation tokens" in out
     assert out.count("the validation loss has risen three times in a row") == 1
     out, _ = train("--log_dir", "run", cwd=tmp_path)  # input.txt
     assert "note: " not in out

@@ -232,12 +232,11 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
     for name, choice in (("zh", ["--tokenizer", d / "zh.json"]), ("en", [])):
         make_shards(d, tmp_path / name, *choice)
     program(*TINY, "--max_steps", 1, "--data", "en", "--log_dir", "a", cwd=tmp_path)
-    own, gpt2 = "tokens of tokenizer.json (8,000 ids, CRC-32 ", "but a those of gpt2"
     for flags, *messages in (
-            ("--data zh --init_from a", f"--data has {own}", gpt2),
-            ("--data zh --resume --log_dir a", f"--data has {own}", gpt2),
+            ("--data zh --init_from a", "--data: needs ids of gpt2"),
+            ("--data zh --resume --log_dir a", "--data: needs ids of gpt2"),
             (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; leave out --tokenizer"),
-            ("--data zh=0.5 en=0.5", "--data: en has tokens of gpt2, zh those of ")):
+            ("--data zh=0.5 en=0.5", "--data: zh has tokenizer.json (", ", en has gpt2; ")):
         _, err = program(*TINY, *flags.split(), cwd=tmp_path, status=2)
         assert err.startswith("error: ") and err.count("\n") == 1, err
         assert all(message in err for message in messages), err
