@@ -79,8 +79,7 @@ class Saver:
         Prints which settings have changed. Raises UserError if the checkpoint is from other data or
         another optimizer, or is beyond the last step.
         """
-        shape = asdict(self.model.config)
-        flags = [asdict(self.config), shape]
+        flags = {**asdict(self.config), **asdict(self.model.config)}
         check_equal(flags, "the processes have different flags; give all the same")
         if checkpoint is None:
             return 0, 0
@@ -102,7 +101,7 @@ class Saver:
             self.best_val = on_rank0(read_best_val, Path(place, "model_best.pt"))
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
-        for name, now in {**asdict(config), **shape}.items():
+        for name, now in flags.items():
             if name not in self.free and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
@@ -334,8 +333,7 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
         kept = {name: value for name, value in kept.items() if name not in given}
         print0(f"{have.n_embd} channels: {', '.join(f'{k} {v:g}' for k, v in kept.items())}")
     # A text without --tokenizer takes the tokenizer of the weights.
-    has_own = "tokenizer" in given or not sources.is_text
-    if has_own and sources.tokenizer.name != tokenizer.name:
+    if ("tokenizer" in given or not sources.is_text) and sources.tokenizer.name != tokenizer.name:
         raise UserError(f"--data: needs ids of {tokenizer.name}; give a text without --tokenizer")
     wrong = [f"{k} is {value}, not {getattr(g, k)}" for k, value in asdict(have).items()
              if k in given and value != getattr(g, k)]

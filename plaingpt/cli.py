@@ -74,8 +74,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
             group = parser.add_argument_group(groups[field.name])
-        options = read_annotation(field.name, field.type, field.default)
-        group.add_argument(f"--{field.name}", **options)
+        group.add_argument(f"--{field.name}", **read_annotation(field))
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
     try:
@@ -115,10 +114,10 @@ def marked(config, *marks):
             if {*marks} & {*get_args(field.type)[1:]}}
 
 
-def read_annotation(name, hint, default):
-    """Turns the annotation of a field into options for add_argument."""
-    kind, text, *limits = [part for part in get_args(hint) if part not in (FREE, REPEAT, EMPTY)]
-    text += "" if default is None or default is False else f" [{default}]"
+def read_annotation(field):
+    """Turns the annotation of a dataclass's field into options for add_argument."""
+    kind, text, *limits = [p for p in get_args(field.type) if p not in (FREE, REPEAT, EMPTY)]
+    text += "" if field.default is None or field.default is False else f" [{field.default}]"
     options = dict(help=text.replace("%", "%%"))
     if type(None) in get_args(kind):
         kind = get_args(kind)[0]
@@ -133,12 +132,12 @@ def read_annotation(name, hint, default):
 
     def convert(text):
         value = kind(text)
-        if value == "" and EMPTY not in get_args(hint):
-            raise UserError(f"--{name}: is empty; give a value, or leave out this flag")
+        if value == "" and EMPTY not in get_args(field.type):
+            raise UserError(f"--{field.name}: is empty; give a value, or leave out this flag")
         for limit in limits[0].split(" and ") if limits else []:
             words, bound = limit.rsplit(" ", 1)
             if not (math.isfinite(value) and COMPARE[words](value, float(bound))):
-                raise UserError(f"--{name} {value}: must be {limits[0]}")
+                raise UserError(f"--{field.name} {value}: must be {limits[0]}")
         return value
 
     convert.__name__ = kind.__name__  # argparse shows it in its message
@@ -197,8 +196,8 @@ def catch_stop_signals(message):
     with contextlib.ExitStack() as restore:
         for number in numbers:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                before = signal.signal(number, handle)
-                restore.callback(signal.signal, number, before)
+                # signal.signal returns the handler before it.
+                restore.callback(signal.signal, number, signal.signal(number, handle))
         yield received
 
 
@@ -343,7 +342,6 @@ def run_git(*command, place=None, data=None):
 
     place: the directory; by default this clone. data: the input of the command.
     """
-    place = place or Path(__file__).parent
     with explaining(f"git {command[0]}", "see --help", (OSError, subprocess.CalledProcessError)):
-        return subprocess.run(["git", "-C", place, *command], input=data, capture_output=True,
-                              check=True).stdout
+        return subprocess.run(["git", *command], cwd=place or Path(__file__).parent, input=data,
+                              capture_output=True, check=True).stdout

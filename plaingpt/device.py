@@ -184,10 +184,9 @@ def memory_advice(message):
         raise
 
 
-def batch_size_advice(batch_size):
+def batch_size_advice(B):
     """Returns memory_advice with the message for training and validation."""
-    return memory_advice(f"--batch_size {batch_size} does not fit into memory; try half of it, or "
-                         "--activation_checkpointing")
+    return memory_advice(f"--batch_size {B}: out of memory; try half or --activation_checkpointing")
 
 
 def fit_batch_size(training, config, T, sizes, process):

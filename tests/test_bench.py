@@ -62,4 +62,4 @@ def test_peers_print_a_row(tmp_path, with_peers, step):
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):
     _, err = program(*SMALL, "--batch_size", 10**12, cwd=tmp_path, program="bench.py", status=2)
-    assert re.fullmatch("error: --batch_size 10{12} does not fit into memory; try .*\n", err)
+    assert re.fullmatch("error: --batch_size 10{12}: out of memory; try .*\n", err)
