@@ -133,9 +133,8 @@ def choose_compile(wanted, device):
     if wanted is None:
         wanted = device.type == "cuda" and sys.platform != "win32"
     if wanted:
-        compilers = os.environ.get("CC", "gcc clang cl").split()
-        header = Path(sysconfig.get_path("include"), "Python.h")
-        if not (any(map(shutil.which, compilers)) and header.exists()):
+        has_compiler = any(map(shutil.which, os.environ.get("CC", "gcc clang cl").split()))
+        if not (has_compiler and Path(sysconfig.get_path("include"), "Python.h").exists()):
             raise UserError("--compile: needs g++ and python3-dev; install them or --no-compile")
         print0("torch.compile: the first validation and micro-batch take a minute or more each")
     return wanted
@@ -283,10 +282,9 @@ def prefetch(batches, device):
 
 def hardware_name(device):
     """The type and the name of the hardware, as people read them."""
-    name = f"{torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return f"{device.type}: {name}"
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
 
 
 # These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches
