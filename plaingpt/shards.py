@@ -65,9 +65,8 @@ class Tokens:
         parts = [open_ids(file)[max(first - begin, 0) : last - begin]
                  for file, begin in zip(self.files[i:j], self.starts[i:j])]
         ids = np.concatenate(parts)
-        if ids.max(initial=0) >= self.vocab_size:
-            raise UserError(f"{self.name}: token id {ids.max()} is outside the vocabulary of "
-                            f"{self.vocab_size}; leave out --vocab_size or correct --tokenizer")
+        if (top := ids.max(initial=0)) >= self.vocab_size:
+            raise UserError(f"{self.name}: id {top} is too large; check --tokenizer, --vocab_size")
         return ids
 
     def read_sequence(self, start, T):
@@ -88,8 +87,7 @@ class Tokens:
         """
         n = (len(self) - 1) // T
         if n < 1:
-            raise UserError(f"{self.name}: has {len(self)} tokens, fewer than block_size {T} + 1; "
-                            "give more data, or a smaller --block_size")
+            raise UserError(f"{self.name}: has {len(self)} tokens; give more than --block_size {T}")
         return n
 
     def fingerprint(self):

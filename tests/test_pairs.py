@@ -136,7 +136,7 @@ REFUSED = {
     '{"text": "a"}': "line 2: has text = 'a', but needs .* fineweb.py reads text",
     '{"prompt": "a", "response": ""}': "has prompt = 'a', response = '', but .* not empty",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
-    "text": "x.jsonl, line 2: not JSON",
+    "text": r"x.jsonl, line 2: is damaged \(not JSON",
 }
 
 
