@@ -185,22 +185,18 @@ def read_sample(config):
     return texts
 
 
-def train_vocabulary(texts, config):
-    """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) -> text of its JSON."""
-    library = require("tokenizers").ByteLevelBPETokenizer()
-    library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
-                                show_progress=sys.stderr.isatty())
-    library.add_special_tokens([END_OF_TEXT])  # gets the last id
-    return library.to_str(pretty=True)
-
-
 def main(argv=None):
     config = VocabularyConfig(**parse_flags(__doc__, VocabularyConfig, argv=argv))
     if not config.input:
         raise UserError("--input: is missing; give text files")
     check_output("--output", config.output, find_files(config.input))
     texts = read_sample(config)
-    text = train_vocabulary(texts, config)
+    # BPE merges the most frequent pairs first (Sennrich et al. 2016, arXiv:1508.07909).
+    library = require("tokenizers").ByteLevelBPETokenizer()
+    library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
+                                show_progress=sys.stderr.isatty())
+    library.add_special_tokens([END_OF_TEXT])  # gets the last id
+    text = library.to_str()
     cli.write_json(config.output, json.loads(text))
     sample = "".join(texts[::20])
     for each in (get_tokenizer(text), get_tokenizer("gpt2")):
