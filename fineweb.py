@@ -127,8 +127,7 @@ def encode_batch(batch, tokenizer):
     """
     good = [document for document in batch if document.text is not None]
     tokens = tokenizer.encode_documents([document.text for document in good])
-    continues = good and not good[0].begins
-    return batch, tokens[1:] if continues else tokens
+    return batch, tokens[1:] if good and not good[0].begins else tokens
 
 
 def encode_all(documents, tokenizer, n_threads):

@@ -83,16 +83,6 @@ def decode_new(ids, n_prompt, tokenizer, config):
     return text, ended
 
 
-def settled_part(text, stop):
-    """Returns the part of the text that later tokens cannot change.
-
-    It does not end with half a character, or with the start of `stop`.
-    """
-    text = text.rstrip("\ufffd")
-    held = max((n for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
-    return text[: len(text) - held]
-
-
 def write_texts(model, tokenizer, ids, config):
     """Continues a prompt num_samples times. Prints the texts, the first one while it grows.
 
@@ -112,7 +102,9 @@ def write_texts(model, tokenizer, ids, config):
             idx = torch.cat([idx, new], dim=1)
             rows = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
             texts, ended = zip(*rows)
-            part = settled_part(texts[0], config.stop or "")[len(shown) :]
+            # Later tokens may complete a character, or --stop.
+            settled = max(0, len(texts[0]) - len(config.stop or ""))
+            part = texts[0][:settled].rstrip("\ufffd")[len(shown) :]
             print(cli.visible(part), end="", flush=True)
             shown += part
             if all(ended):

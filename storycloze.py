@@ -17,9 +17,7 @@ Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
 
 from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, launch
 
-COLUMNS = {
-    **{f"inputsentence{i}": str for i in (1, 2, 3, 4)}, "sentencequiz1": str,
-    "sentencequiz2": str, "answerrightending": int | str}
+STORY = {f"inputsentence{i}": str for i in (1, 2, 3, 4)}
 
 
 def examples(records):
@@ -28,7 +26,8 @@ def examples(records):
         # The files of 2016 and 2018 spell the names of the columns differently.
         record = {str(name).lower().replace("_", "").replace("randomfifth", ""): value
                   for name, value in record.items()}
-        *story, a, b, label = get_fields(record, **COLUMNS)
+        *story, a, b, label = get_fields(record, **STORY, sentencequiz1=str, sentencequiz2=str,
+                                         answerrightending=int | str)
         yield choice(record, " ".join(story), [a, b], {"1": 0, "2": 1}.get(str(label)))
 
 

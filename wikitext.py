@@ -68,10 +68,9 @@ def report(examples, scores):
     nats = -scores.log_likelihood.sum()
     words = sum(example.counts["words"] for example in examples)
     n_bytes = sum(example.counts["bytes_before"] for example in examples)
-    return dict(
-        word_perplexity=perplexity(nats / words),
-        token_perplexity=perplexity(nats / scores.tokens.sum()),
-        bits_per_byte=nats / n_bytes / math.log(2))
+    return dict(word_perplexity=perplexity(nats / words),
+                token_perplexity=perplexity(nats / scores.tokens.sum()),
+                bits_per_byte=nats / n_bytes / math.log(2))
 
 
 BENCHMARK = Benchmark(

@@ -25,9 +25,7 @@ def encode_pair(where, record, tokenizer):
     """
     texts = [record.get(name) for name in ("prompt", "response")]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
-        fields = ", ".join(f"{name} = {value!r:.20}" for name, value in record.items())
-        raise UserError(f"{where}: has {fields}, but needs a text prompt and a response, not "
-                        "empty; docs/data.md shows how to write chats, and fineweb.py reads text")
+        raise UserError(f"{where}: needs a prompt and a response, not empty; see docs/data.md")
     if tokenizer.name == "bytes" and "\n" in "".join(texts):
         raise UserError(f"{where}: has a line break, which ends bytes; use --tokenizer gpt2")
     return [tokenizer.encode(text) for text in texts]

@@ -45,11 +45,10 @@ class Tokens:
     targets. None means that all are.
     """
 
-    def __init__(self, name, files, vocab_size, start=0, stop=None, counted=None):
+    def __init__(self, name, files, vocab_size, counted=None):
         self.name, self.files, self.vocab_size, self.counted = name, files, vocab_size, counted
         self.starts = np.cumsum([0] + [len(open_ids(file)) for file in files]).tolist()
-        self.start = start
-        self.stop = self.starts[-1] if stop is None else stop
+        self.start, self.stop = 0, self.starts[-1]
 
     def __len__(self):
         return self.stop - self.start
@@ -62,12 +61,10 @@ class Tokens:
         first, last = self.start + start, self.start + start + count
         i = bisect.bisect_right(self.starts, first) - 1
         j = bisect.bisect_left(self.starts, last)
-        parts = [open_ids(file)[max(first - begin, 0) : last - begin]
-                 for file, begin in zip(self.files[i:j], self.starts[i:j])]
-        ids = np.concatenate(parts)
-        if ids.max(initial=0) >= self.vocab_size:
-            raise UserError(f"{self.name}: token id {ids.max()} is outside the vocabulary of "
-                            f"{self.vocab_size}; leave out --vocab_size or correct --tokenizer")
+        ids = np.concatenate([open_ids(file)[max(first - begin, 0) : last - begin]
+                              for file, begin in zip(self.files[i:j], self.starts[i:j])])
+        if (top := ids.max(initial=0)) >= self.vocab_size:
+            raise UserError(f"{self.name}: id {top} is too large; check --tokenizer, --vocab_size")
         return ids
 
     def read_sequence(self, start, T):
@@ -88,8 +85,7 @@ class Tokens:
         """
         n = (len(self) - 1) // T
         if n < 1:
-            raise UserError(f"{self.name}: has {len(self)} tokens, fewer than block_size {T} + 1; "
-                            "give more data, or a smaller --block_size")
+            raise UserError(f"{self.name}: has {len(self)} tokens; give more than --block_size {T}")
         return n
 
     def fingerprint(self):
@@ -217,17 +213,17 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
         files, val_files, fraction = [ids], [], 0.1
     if not files:
         raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
-    names = [f"--data {path}, {split} split" for split in ("train", "val")]
-    train = Tokens(names[0], files, V)
+    train = Tokens(f"--data {path}, train split", files, V, counted)
+    val = Tokens(f"--data {path}, val split", val_files or files, V, counted)
     if val_files:
-        return train, Tokens(names[1], val_files, V)
+        return train, val
     n = len(train)
     cut = n - math.ceil(n * Fraction(str(val_fraction or fraction)))
     if n and not is_text_file(path):  # the part should begin with a document
         tokens = train.read(cut, min(2**20, (n - cut + 1) // 2))  # keeps at least half of the part
         cut += int(np.argmax(tokens == tokenizer.end_of_text))  # 0 if no document begins in them
-    if counted is not None:
-        cut -= cut % T  # between two sequences; the end_of_text there belongs to both splits
-        return (Tokens(names[0], files, V, 0, cut + 1, counted),
-                Tokens(names[1], files, V, cut, n, counted))
-    return Tokens(names[0], files, V, 0, cut), Tokens(names[1], files, V, cut, n)
+    train.stop = val.start = cut
+    if counted is not None:  # cuts between two sequences; both splits have the end_of_text there
+        val.start -= cut % T
+        train.stop = val.start + 1
+    return train, val

@@ -22,6 +22,8 @@ SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
 # a space or line break. The byte before it is printable ASCII, or it ends no Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 LONG_SPACE = 500_000
+# The libraries that read files raise these if a file is damaged.
+DAMAGE = (OSError, ValueError, RecursionError, NotImplementedError, csv.Error)
 
 
 @dataclass
@@ -74,10 +76,9 @@ def load_hub(dataset, name=None, split="train", patient=True):
                 requests.head(datasets.config.HF_ENDPOINT, timeout=5)
             except requests.RequestException:
                 datasets.config.HF_HUB_OFFLINE = True
-        data = datasets.load_dataset(dataset, name, split=split)
-    except Exception as error:  # network errors come from several libraries
-        raise UserError(f"{dataset}: {first_line(error.__cause__ or error)}; check the name and "
-                        "the network, or set HF_ENDPOINT to a mirror") from error
+        # Network errors come from several libraries.
+        with explaining(f"{dataset}: cannot be loaded", "check the name and the network"):
+            data = datasets.load_dataset(dataset, name, split=split)
     finally:
         datasets.config.HF_HUB_OFFLINE = offline  # the next data set asks the hub again
     files = [Path(file["filename"]) for file in data.cache_files]
@@ -152,14 +153,12 @@ def read_records(path):
 
     The file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
     """
-    path = place = Path(path)
-    try:
-        with open(path, "rb") as file:
-            for where, item in read_items(path, decompress(path, file)):
-                place = f"{path}, {where}"
-                yield where, parse_record(item)
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{place}: {first_line(error)}; correct it, or leave it out") from error
+    path = Path(path)
+    with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
+        for where, item in read_items(path, decompress(path, file)):
+            with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
+                record = parse_record(item)
+            yield where, record
 
 
 def read_documents(paths, text_key="text", cut=False):
@@ -169,10 +168,8 @@ def read_documents(paths, text_key="text", cut=False):
     .txt file in pieces. Joined, the GPT-2 tokens of the pieces are those of the whole document.
     """
     n_before = 0  # bytes of the files before this one
-    kinds = (OSError, ValueError, RecursionError, NotImplementedError)
     for path in paths:
-        with (explaining(f"{path}: cannot be read", "repair it, or leave it out", kinds),
-              open(path, "rb") as file):
+        with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
             for document in read_file(path, decompress(path, file), text_key, cut):
                 document.done = n_before + file.tell()
                 yield document

