@@ -13,7 +13,7 @@ After the settings, the row shows
 - the operations of the model per second, counted with full attention,
 - their share of the peak in the data sheet, if the GPU is a known one,
 - the peak memory of one process, on a GPU only that of its tensors,
-- the time of the first step, which includes compilation if --batch_size is given.
+- the time of the first step, which includes compilation.
 """
 
 import math
@@ -38,7 +38,7 @@ from train_gpt2 import RECIPES, TrainConfig, make_training, train_step
 @dataclass
 class BenchConfig:
     preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
-    batch_size: Annotated[int | None, "sequences [cuda: 64, or what fits; 4]", "above 0"] = None
+    batch_size: Annotated[int | None, "sequences [64 on cuda, otherwise 4]", "above 0"] = None
     block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
     steps: Annotated[int, "timed steps", "above 0"] = 10
     profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
@@ -65,14 +65,12 @@ def main(argv=None):
                  total_batch_size=B * T * process.dp_size)
     values = {**RECIPES[bench.preset], **given}
     config = TrainConfig(**{k: v for k, v in values.items() if hasattr(TrainConfig, k)})
-    [(n, micro_B)] = sizes = plan_steps(config, T, math.inf, process.dp_size)
-    training = make_training(gpt_config, config, process)
-    B = bench.batch_size or devices.fit_batch_size(training, config, T, sizes, process)
-    n, micro_B = B * process.dp_size, min(B, micro_B)
+    [(n, micro_B)] = plan_steps(config, T, math.inf, process.dp_size)
     torch.manual_seed(process.dp_rank)
     with devices.batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
         micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
+        training = make_training(gpt_config, config, process)
 
         def timed_step():
             start = time.perf_counter()

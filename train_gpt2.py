@@ -73,7 +73,7 @@ class TrainConfig:
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}", REPEAT] = 1337
     init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
-    batch_size: Annotated[int, "sequences in a micro-batch; cut to fit a GPU", "above 0", FREE] = 64
+    batch_size: Annotated[int, "sequences in a micro-batch of a process", "above 0", FREE] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
@@ -511,9 +511,6 @@ def main(argv=None):
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
     training = make_training(gpt_config, config, process, weights)
-    # Without --batch_size, a GPU takes the largest micro-batches that it has memory for.
-    B = given.get("batch_size") or devices.fit_batch_size(training, config, T, sizes, process)
-    config, sizes = replace(config, batch_size=B), [(n, min(B, own)) for n, own in sizes]
     saver = Saver(training, data, config, process)
     # Loads optimizers and scaler, but no learning rates. Returns (0, 0) in a new run.
     first_step, position = saver.restore(saved)
