@@ -7,17 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY,
-    assert_close_logs,
-    checkpoint,
-    names,
-    program,
-    read_log,
-    text_batch,
-    train,
-)
+from conftest import ROOT, TINY, assert_close_logs, checkpoint, names, program, read_log, train
 
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import (
@@ -135,6 +125,7 @@ def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
     for dtype, step in (("float16", 12), ("bfloat16", 14)):
         out, _ = train(*flags, "--max_steps", step, "--dtype", dtype, cwd=copy.parent)
         assert f"resumed from step {step - 2} " in out and "note: dtype changes from " in out
+        assert f"note: max_steps changes from {step - 2} to {step}\n" in out
 
 
 def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
@@ -161,17 +152,6 @@ def test_the_best_model_survives_a_resume(tmp_path):
         (tmp_path / "run" / f"model_{step:06d}.pt").unlink()
     train(*flags, "--max_steps", 16, "--resume", "--max_lr", 0.06, cwd=tmp_path)
     assert torch.load(best, weights_only=True)["step"] == 20
-
-
-def test_resume_reports_what_differs(copy):
-    _, err = train("--log_dir", "run", "--resume", "--n_layer", 3, "--n_embd", 64, status=2,
-                   cwd=copy.parent)
-    assert "n_layer is 2, not 3" in err and "n_embd is 32, not 64" in err
-    out, _ = train("--log_dir", "run", "--resume", "--max_steps", 12, "--dropout", 0.1,
-                   cwd=copy.parent)
-    assert "note: max_steps changes from 10 to 12" in out
-    assert "note: dropout changes from 0.0 to 0.1" in out
-    assert max(step for step, _ in read_log(copy)) == 12
 
 
 def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
@@ -220,8 +200,8 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     program(*flags, "--log_dir", "run", cwd=tmp_path)
     saved = checkpoint(tmp_path / "run", 2)
     assert saved["tokenizer"] == "gpt2" and saved["model_config"]["vocab_size"] == 50257
-    _, loss = model(*text_batch("val", 16, tokenizer="gpt2", shuffle=False))
-    assert float(read_log(tmp_path / "run")[0, "val"]) == pytest.approx(loss.item(), rel=1e-4)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(saved["model"][name], p.detach(), atol=1e-6, rtol=0)
     out, _ = program(*flags, "--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path)
     assert "resumed from step 2" in out
     program(*flags, "--data", "my.txt=0.5", f"{ROOT}/input.txt=0.5", "--log_dir", "mixed",

@@ -217,7 +217,6 @@ def test_training_logs_core(tmp_path):
 @pytest.mark.parametrize("flags, message", [
     ("", "error: .: has no core.yaml; give the eval_bundle, or a .jsonl file"),
     ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
-    ("--bundle missing", "missing: has no core.yaml; give the eval_bundle"),
     ("--bundle typed", "core.yaml: field 'continuation_delimiter' is missing or has a wrong type"),
     ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
     ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),

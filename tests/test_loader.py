@@ -73,14 +73,6 @@ def test_permute_is_uniform():
         assert abs(chi - degrees) < 5 * (2 * degrees)**0.5, (chi, degrees)
 
 
-def test_text_is_read_as_bytes_and_its_last_tenth_is_for_validation(tmp_path):
-    data = bytes(range(1, 256)) * 10
-    (tmp_path / "t.txt").write_bytes(data)
-    train, val = (open_tokens(tmp_path / "t.txt", split) for split in ("train", "val"))
-    assert bytes(train.read(0, len(train))) == data[:2295]
-    assert bytes(val.read(0, len(val))) == data[2295:]
-
-
 def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatch):
     """On MPS, the copy would read memory that is free by then."""
     (tmp_path / "t.txt").write_bytes(b"text\n" * 200)

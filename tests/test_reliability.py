@@ -313,7 +313,6 @@ def world(tmp_path_factory):
 
     (d / "empty.txt").write_text("")
     (d / "text.txt").write_text("A boat came. " * 999)
-    (d / "binary.txt").write_bytes(bytes(range(256)) * 9)
     (d / "latin.txt").write_bytes(b"caf\xe9\n")
     (d / "utf16.txt").write_text("A boat came. " * 999, "utf-16")
     (d / "no.parquet").write_text("no parquet")
@@ -347,7 +346,6 @@ CASES = {
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
         ("--data empty.txt", "has 0 tokens, fewer than block_size ... give more data"),
-        ("--data binary.txt", "--data binary.txt: is not a text; make shards: fineweb.py"),
         ("--data latin.txt --tokenizer gpt2", "latin.txt: is not UTF-8 ("),
         ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
         ("--data cut", "x_train_000000.npy: not a shard ... make it again"),
@@ -360,6 +358,7 @@ CASES = {
         ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3"),
         ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),
+        ("TINY --resume --n_layer 3 --n_embd 64", "n_layer is 2, not 3 ... n_embd is 32, not 64"),
     ],
     "generate.py": [
         (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
