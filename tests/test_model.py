@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, randomise
+from conftest import randomise
 
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.cli import UserError
@@ -29,15 +29,6 @@ def gpt2():
 def test_parameters(gpt2):
     assert sum(p.numel() for p in gpt2.parameters()) == 124_439_808
     assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
-
-
-def test_first_loss_on_real_tokens(gpt2):
-    text = (ROOT / "input.txt").read_text()
-    tokens = torch.tensor(get_tokenizer("gpt2").encode(text[:5000])[: 2 * 256 + 1])
-    with torch.no_grad():
-        _, loss = gpt2(tokens[:-1].view(2, 256), tokens[1:].view(2, 256))
-    # Uniform logits give log 50257 = 10.82. Logits of variance 768 * 0.02^2 add half of it.
-    assert loss.item() == pytest.approx(math.log(50257) + 768 * 0.02**2 / 2, abs=0.12)
 
 
 def test_initialization(gpt2):

@@ -130,12 +130,6 @@ def test_ids_equal_the_library(zh, kind):
     assert found.encode("caf\udce9") == found.encode("caf\ufffd")  # from a prompt in Latin-1
 
 
-def test_the_bytes_of_ids(zh):
-    """The sizes of the text behind ids. Special ids and padding stand for none."""
-    sizes = load_tokenizer(zh[0] / "zh.json").text_bytes(8100)
-    assert len(sizes) == 8100 and (sizes[:7999] > 0).all() and (sizes[7999:] == 0).all()
-
-
 @pytest.mark.parametrize("kind, unknown, options", [
     ("BertWordPiece", "[UNK]", {}), ("SentencePieceBPE", "<unk>", {}),
     ("SentencePieceUnigram", "<unk>", {"unk_token": "<unk>"})])
