@@ -4,14 +4,10 @@ Checks that splitting replaces no method or attribute of the model. FSDP wraps h
 register_fsdp_forward_method.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt2  # noqa: E402
-from model import GPT  # noqa: E402
-from plaingpt import parallel  # noqa: E402
-from plaingpt.cli import run_program  # noqa: E402
+import train_gpt2
+from model import GPT
+from plaingpt import parallel
+from plaingpt.cli import run_program
 
 split = parallel.split
 

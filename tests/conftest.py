@@ -1,6 +1,7 @@
 """Shared by the tests: small data, a tiny training run, and programs in new processes."""
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -160,6 +161,12 @@ def overfit(model, rows, last, steps=40, lr=0.01):
         model.loss(x, idx.gather(1, at)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def write_lines(path, records):
+    """Writes records as JSON lines -> path."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
 
 
 def write_bin(path, tokens):

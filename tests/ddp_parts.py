@@ -1,15 +1,12 @@
 """Compiles a model under DDP with small buckets, and checks what crosses from part to part."""
 
 import os
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import GPT, GPTConfig  # noqa: E402
+from model import GPT, GPTConfig
 
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

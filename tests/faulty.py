@@ -3,11 +3,9 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt2  # noqa: E402
-from plaingpt.cli import run_program  # noqa: E402
+import train_gpt2
+from plaingpt.cli import run_program
 
 MOMENTS = {  # the function during whose n-th call the signal arrives
     "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches

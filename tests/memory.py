@@ -5,15 +5,13 @@ are above what the process had before.
 """
 
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch._dynamo  # noqa: E402, F401  before memory is measured
+import torch._dynamo  # noqa: F401  before memory is measured
 
-import train_gpt2  # noqa: E402
-from plaingpt.checkpoint import Saver  # noqa: E402
-from plaingpt.cli import run_program  # noqa: E402
+import train_gpt2
+from plaingpt.checkpoint import Saver
+from plaingpt.cli import run_program
 
 load_weights, numbers = train_gpt2.load_weights, {}
 

@@ -4,14 +4,12 @@ Saves the results of rank R to FILE.R. Saves those of one process to FILE.0.
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch  # noqa: E402
+import torch
 
-from model import GPTConfig  # noqa: E402
-from plaingpt.device import start  # noqa: E402
-from train_gpt2 import TrainConfig, make_training, train_step  # noqa: E402
+from model import GPTConfig
+from plaingpt.device import start
+from train_gpt2 import TrainConfig, make_training, train_step
 
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 process = start("cpu", "float32", tp, pp)

@@ -1,15 +1,11 @@
 """Two steps of Muon under DDP. Each process prints the FLOPs of its second optimizer step."""
 
-import sys
-from pathlib import Path
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from model import GPTConfig  # noqa: E402
-from plaingpt.device import start  # noqa: E402
-from train_gpt2 import TrainConfig, make_training  # noqa: E402
+from model import GPTConfig
+from plaingpt.device import start
+from train_gpt2 import TrainConfig, make_training
 
 process = start("cpu", "float32")
 shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=32, vocab_size=256)

@@ -23,9 +23,7 @@ def with_peers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("peers")
     shutil.copy(ROOT / "bench.py", directory)
     subprocess.run(["git", "apply", ROOT / "experiments/peers.patch"], cwd=directory, check=True)
-    path = directory / "bench.py"
-    path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{path.read_text()}")
-    return path
+    return directory / "bench.py"
 
 
 def test_peers_compute_the_same_loss(with_peers):

@@ -146,15 +146,10 @@ def test_help_fits_80_columns(name, tmp_path):
 # Output and names
 
 
-def shell(command, cwd):
-    """Runs a program of this project with redirections. It must end with status 0."""
-    subprocess.run(["bash", "-c", f"{sys.executable} {ROOT}/{command}"], cwd=cwd, check=True,
-                   capture_output=True, timeout=120)
-
-
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
 def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
-    shell(f"train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}", tmp_path)
+    command = f"{sys.executable} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
 
 

@@ -218,7 +218,6 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
     assert (found - eval(first)).abs().max() < 0.01  # one step away from it
     if found.dim() == 0:
         for flags, n, sentence in (
-                (["--tp", 2], 2, "--tp: transformer.h.0.attn.mix is in no layer; make it"),
                 (["--parallel", "fsdp"], 2, "Change mix to a 1D tensor"),
                 (["--pp", 2], 4, "Change mix to a 1D tensor")):
             process, *_ = spawn(*TINY, *flags, processes=n, cwd=tmp_path,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import write_bin
+from conftest import CPU, write_bin
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -24,7 +24,6 @@ from plaingpt.shards import open_shard, open_splits
 from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig
 
-CPU = torch.device("cpu")
 # Keeps its Unicode tables out of the repository.
 set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))
 

@@ -16,13 +16,9 @@ from plaingpt.huggingface import save_gpt2
 from tokenizer import get_tokenizer
 
 
-def run_generate(*flags, **options):
-    return program("--device", "cpu", *flags, program="generate.py", **options)
-
-
 def generate_json(*flags, cwd):
     """Returns what --json writes."""
-    run_generate(*flags, "--json", "out.json", cwd=cwd)
+    program("--device", "cpu", *flags, "--json", "out.json", cwd=cwd, program="generate.py")
     return json.loads((cwd / "out.json").read_text(encoding="utf-8"))
 
 
@@ -122,21 +118,17 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
     assert texts[0] != texts[1]  # another seed
 
 
-@pytest.mark.parametrize("dtype, n", [
-    (torch.float32, 40),
-    (torch.bfloat16, 1),  # bfloat16 rounds away what decides between two tokens
-])
-def test_generation_equals_transformers(tmp_path, dtype, n):
-    """Greedy tokens of the same weights."""
+def test_the_first_token_in_bfloat16_equals_transformers(tmp_path):
+    """Later ones may differ by rounding. test_export.py compares whole texts in float32."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=300))
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)
     save_gpt2(model, tmp_path, get_tokenizer("bytes"))
-    peer = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=dtype).eval()
-    model.to(dtype).eval()
+    peer = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    model.to(torch.bfloat16).eval()
     for T in (3, 11, 7):
         idx = torch.randint(300, (2, T))  # (B, T)
-        expected = peer.generate(idx, max_new_tokens=n, do_sample=False, pad_token_id=0)
-        assert model.generate(idx, n, temperature=0).tolist() == expected.tolist()
+        expected = peer.generate(idx, max_new_tokens=1, do_sample=False, pad_token_id=0)
+        assert model.generate(idx, 1, temperature=0).tolist() == expected.tolist()

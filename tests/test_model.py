@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, randomise
+from conftest import randomise
 
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.cli import UserError
@@ -16,6 +17,7 @@ from plaingpt.sampling import KVCache, sample
 from tokenizer import get_tokenizer
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
+DROPOUT = replace(SMALL, dropout=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +29,6 @@ def gpt2():
 def test_parameters(gpt2):
     assert sum(p.numel() for p in gpt2.parameters()) == 124_439_808
     assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
-
-
-def test_first_loss_on_real_tokens(gpt2):
-    text = (ROOT / "input.txt").read_text()
-    tokens = torch.tensor(get_tokenizer("gpt2").encode(text[:5000])[: 2 * 256 + 1])
-    with torch.no_grad():
-        _, loss = gpt2(tokens[:-1].view(2, 256), tokens[1:].view(2, 256))
-    # Uniform logits give log 50257 = 10.82. Logits of variance 768 * 0.02^2 add half of it.
-    assert loss.item() == pytest.approx(math.log(50257) + 768 * 0.02**2 / 2, abs=0.12)
 
 
 def test_initialization(gpt2):
@@ -144,16 +137,10 @@ def test_sample_top_k_and_top_p_by_hand():
     assert reachable() == reachable(top_k=99) == {0, 1, 2, 3, 4}
     assert reachable(top_k=2) == reachable(top_p=0.69) == {1, 3}  # 0.4 + 0.3 >= 0.69
     assert reachable(top_p=0.72) == {1, 3, 4}
-    assert reachable(top_p=0.01) == reachable(temperature=0) == {1}
+    assert reachable(top_p=0.01) == reachable(temperature=0) == reachable(temperature=1e-38) == {1}
     cold = sample(probs.log().expand(2000, 5), torch.Generator().manual_seed(0), 0.5)
     share = (probs**2)[0, 1] / (probs**2).sum()  # at temperature 0.5: p^2, normalized
     assert (cold == 1).double().mean() == pytest.approx(share.item(), abs=0.04)
-
-
-def test_a_temperature_near_zero_is_greedy():
-    logits = torch.randn(4, 50)
-    ids = sample(logits, torch.Generator().manual_seed(0), 1e-38)
-    assert torch.equal(ids, logits.argmax(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("has_bfloat16, tolerance", [(True, 0), (False, 5e-5)])
@@ -186,10 +173,12 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
-    model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 16))
+    """The masks of dropout are the same when a block runs again."""
+    model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
 
     def run():
         kept = []
+        torch.manual_seed(5)
         with torch.autograd.graph.saved_tensors_hooks(
                 lambda t: kept.append(t.numel()) or t, lambda t: t):
             _, loss = model(idx, idx)
@@ -224,8 +213,6 @@ def test_a_mask_hides_tokens_also_with_activation_checkpointing():
 
 # Dropout
 
-DROPOUT = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200, dropout=0.3)
-
 
 def test_dropout_is_active_in_training_only():
     model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
@@ -250,16 +237,6 @@ def test_dropout_is_in_the_same_places_as_in_gpt2(monkeypatch):
     assert shapes == [(0.3, (2, 16, 32))] * 5 and weights == [0.3, 0.3]
     model.eval().hidden(idx)
     assert weights[2:] == [0.0, 0.0]
-
-
-def test_activation_checkpointing_has_the_same_dropout_masks():
-    model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
-    gradients = []
-    for model.activation_checkpointing in (False, True):
-        torch.manual_seed(5)
-        _, loss = model(idx, idx)
-        gradients.append(torch.autograd.grad(loss, model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
 def test_several_new_tokens_after_a_cache_need_a_mask():

@@ -1,7 +1,6 @@
 """Prompts and responses: their layout, a loss on the responses only, and the score of answers."""
 
 import gzip
-import json
 import math
 import random
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ALONE, CPU, MODEL, fresh, program, read_log, train
+from conftest import ALONE, CPU, MODEL, fresh, program, read_log, train, write_lines
 from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
@@ -26,9 +25,7 @@ BYTES = get_tokenizer("bytes")
 
 
 def write_pairs(path, pairs):
-    records = [dict(prompt=prompt, response=response) for prompt, response in pairs]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(path, [dict(prompt=prompt, response=response) for prompt, response in pairs])
 
 
 def letters(rng, least, most):

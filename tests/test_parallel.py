@@ -4,15 +4,12 @@ import re
 
 import pytest
 import torch
-from conftest import assert_close_logs, checkpoint, program, read_log
+from conftest import TINY, assert_close_logs, checkpoint, program, read_log
 
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
-SMALL = ("--preset baby --n_layer 3 --n_head 2 --n_embd 32 --block_size 32 --vocab_size 251 "
-         "--total_batch_size 512 --batch_size 4 --max_steps 8 --warmup_steps 2 --val_tokens 640 "
-         "--val_every 4 --sample_every 0 --sample_tokens 12 --dtype float32 --device cpu "
-         "--optimizer adamw --max_lr 4e-3 --grad_clip 0.5 --log_every 1 "
-         "--evals lambada=examples.jsonl").split()
+SMALL = [*TINY, *("--n_layer 3 --vocab_size 251 --max_steps 8 --val_tokens 640 --val_every 4 "
+                  "--grad_clip 0.5 --evals lambada=examples.jsonl").split()]
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
 RECOMPUTE = ["--activation_checkpointing"]
 WAYS = {"ddp": (2, []), "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP),
