@@ -101,8 +101,7 @@ def load_task(task, options):
     if task.chance is None:
         task.chance = float(np.mean([1 / len(e) if len(e) > 1 else 0 for e in examples]))
     for i, (example, item) in enumerate(zip(examples, items)):
-        others = solved[:i] + solved[i + 1 :]
-        example.shots = tuple(random.Random(1234 + i).sample(others, n))
+        example.shots = tuple(random.Random(1234 + i).sample(solved[:i] + solved[i + 1 :], n))
         example.counts = dict(task=task.label, item=i, where=item["where"], chance=task.chance)
     return examples
 
@@ -161,12 +160,11 @@ def report(examples, scores):
     greedy = evaluation.split(examples, scores.greedy)
     solved = {}  # {(task, chance): whether the answer to each item is right}
     for example, loss, is_greedy in zip(examples, losses, greedy):
-        facts = example.counts
         # min() as in nanochat, where NaN is the lowest loss only if it is the first.
         correct = min(range(len(loss)), key=loss.__getitem__) == example.label
         if len(loss) == 1:  # language_modeling
             correct = bool(is_greedy[0])
-        solved.setdefault((facts["task"], facts["chance"]), []).append(correct)
+        solved.setdefault((example.counts["task"], example.counts["chance"]), []).append(correct)
     tasks = {}
     for (task, chance), correct in solved.items():
         accuracy = sum(correct) / len(correct)

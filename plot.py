@@ -15,7 +15,6 @@ The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +57,7 @@ def group_runs(runs):
     """Groups {directory: (streams, facts)} -> {group: list of streams}. rms-1, rms-2 are in rms."""
     groups, named, ignored = {}, {}, cli.marked(TrainConfig, cli.FREE, cli.REPEAT)
     for name, (streams, facts) in runs.items():
-        config = facts.get("train_config", {})
-        same = {k: v for k, v in config.items() if k not in ignored}
+        same = {k: v for k, v in facts.get("train_config", {}).items() if k not in ignored}
         stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name)
         same.update(facts.get("model_config", {}), program=facts.get("program"))
         groups.setdefault((stem, repr(same)), {})[name] = streams
@@ -87,7 +85,7 @@ def compare(groups):
         if first:
             mean, half = unpaired_interval(first, losses)
             difference = f"{mean:+.4f}"
-            interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half < math.inf else ""
+            interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half < np.inf else ""
         first = first or losses
         steps = ", ".join(map(str, sorted({step for step, _ in ends})))
         rows.append((name, str(len(losses)), steps, f"{np.mean(losses):.4f}{spread}", difference,
@@ -129,9 +127,8 @@ def draw_group(panels, name, color, runs, x_kind):
             if len(runs) == 1:
                 panel.plot(x, values[0], color=color, alpha=0.15, linewidth=0.6)
             values = np.array([running_mean(row) for row in values])
-        mean, label = values.mean(axis=0), name
-        if panel_of(stream) != stream:
-            label = f"{name}, {LOSSES.get(stream, stream)}"
+        mean = values.mean(axis=0)
+        label = name if panel_of(stream) == stream else f"{name}, {LOSSES.get(stream, stream)}"
         number = re.search(r"_(\d+)$|$", stream)[1] or 0  # lines of higher numbers are lighter
         panel.plot(x, mean, color=color, linewidth=1.5 if noisy else 0.8, label=label,
                    marker="" if noisy or stream == "lr" else ".", alpha=8 / (8 + int(number)))
@@ -176,8 +173,8 @@ def draw(runs, x):
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # writes 0.0006, not 6 and 1e-4
-    first = next(iter(panels.values()))  # all panels share one legend
-    figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    handles = figure.axes[0].get_legend_handles_labels()  # all panels share one legend
+    figure.legend(*handles, loc="outside upper center", ncols=3)
     return figure
 
 

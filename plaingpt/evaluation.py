@@ -156,8 +156,8 @@ def forward(model, rows, L, device):
     # last, so no token sees it.
     mask = None
     if tokens[2].max() > 1:
-        mask = (part[:, None] == 0) | (part[:, None] == part[:, :, None])  # (B, L, L)
-        mask = mask.tril()[:, None]  # (B, 1, L, L)
+        # (B, 1, L, L)
+        mask = ((part[:, None] == 0) | (part[:, None] == part[:, :, None])).tril()[:, None]
     x = model.hidden(idx, pos=pos, mask=mask).flatten(0, 1)[at]  # (B, L, C) -> (M, C)
     chunks = []
     with torch.autocast(device.type, enabled=False):  # bfloat16 numbers near 100 are 0.5 apart
@@ -332,11 +332,10 @@ def main(benchmark, argv=None):
     with devices.memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
         scores = score(model, examples, rows, process, tokens)
     figures = benchmark.report(examples, scores)
-    facts = dict(
-        benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
-        **options, limit=config.limit or None, model=str(source),
-        tokenizer=tokenizer.name, dtype=process.dtype_name,
-        device=f"{process.world_size} x {process.device.type}", n_examples=len(examples))
+    facts = dict(benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
+                 **options, limit=config.limit or None, model=str(source), n_examples=len(examples),
+                 tokenizer=tokenizer.name, dtype=process.dtype_name,
+                 device=f"{process.world_size} x {process.device.type}")
     facts = {name: value for name, value in facts.items() if value is not None}
     for name, value in facts.items():
         print0(f"{name:<18} {value}")

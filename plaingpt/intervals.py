@@ -1,7 +1,5 @@
 """95 % intervals of Student's t for the difference between two groups of runs."""
 
-import math
-
 import numpy as np
 
 # The t of a 95 % interval with 1 to 10 degrees of freedom: the 0.975 quantile of Student's t.
@@ -21,10 +19,10 @@ def unpaired_interval(base, changed):
     """
     n, n_base = len(changed), len(base)
     df = n + n_base - 2  # degrees of freedom
-    half = math.inf
+    half = np.inf
     if df:
         variance = (np.var(changed) * n + np.var(base) * n_base) / df
-        half = t95(df) * math.sqrt(variance * (1 / n + 1 / n_base))
+        half = t95(df) * (variance * (1 / n + 1 / n_base)) ** 0.5
     return float(np.mean(changed) - np.mean(base)), half
 
 
@@ -42,6 +40,5 @@ def compare_pairs(base, changed, delta):
         verdict, reason = ("better" if mean < 0 else "worse"), "the interval is on one side of 0"
     with np.errstate(invalid="ignore"):  # equal losses have no correlation
         correlation = float(np.nan_to_num(np.corrcoef(base, changed)[0, 1]))
-    return dict(verdict=verdict, reason=reason, difference=mean, half=half, n=n,
-                unpaired_half=unpaired_interval(base, changed)[1], correlation=correlation,
-                pairs_needed=enough)
+    return dict(verdict=verdict, reason=reason, difference=mean, half=half, correlation=correlation,
+                n=n, pairs_needed=enough, unpaired_half=unpaired_interval(base, changed)[1])

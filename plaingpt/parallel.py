@@ -63,12 +63,11 @@ def split(model, config, process):
         # TP splits both layers, so they are tied again. The last stage of a pipeline has the matrix
         # under the name that it has on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
-    blocks = list(model.transformer.h)
     if config.compile:
-        for module in (*blocks, model.loss_fn):
+        for module in (*model.transformer.h, model.loss_fn):
             module.compile(dynamic=False, fullgraph=True)
     if process.dp_size > 1:
-        apply_fsdp(root, blocks, mesh, config.parallel == "fsdp", process)
+        apply_fsdp(root, model.transformer.h, mesh, config.parallel == "fsdp", process)
     whole.has_compared_gradients = config.tp == 1  # without TP, none are compared
     return whole
 
@@ -86,11 +85,7 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
     # Embeddings, norm and head are one group, in float32. After forward it stays whole, for logits
     # and loss, until a backward pass ends. Until then, named_parameters() gives whole tensors.
-    rest = [module for name, module in root.named_modules()
-            if name and ".h." not in name and list(module.parameters(recurse=False))]
-    if rest:  # a stage in the middle of a pipeline has only blocks
-        fsdp.fully_shard(rest, mesh=mesh, reshard_after_forward=False)
-    fsdp.fully_shard(root, mesh=mesh)
+    fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=False)
     # Validation and generation call this method and not forward.
     fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")
 
@@ -150,14 +145,9 @@ class Pipeline(nn.Module):
         self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
         keep_stage(part, self.index, self.n_stages)
         self.stage = Stage(part, process, self.is_last)
-
-    def named_parameters(self, *args, **kwargs):
-        """Yields the parameters of this process, with their names in the whole model."""
-        return self.part.named_parameters(*args, **kwargs)
-
-    def configure_optimizers(self, *args):
-        """Does what GPT.configure_optimizers does, for the parameters of this process."""
-        return self.part.configure_optimizers(*args)
+        # Both are for the parameters of this process, with their names in the whole model.
+        self.named_parameters = part.named_parameters
+        self.configure_optimizers = part.configure_optimizers
 
     def forward(self, micro_batches, mean_count, scaler):
         """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.
@@ -171,11 +161,6 @@ class Pipeline(nn.Module):
         if shape not in self.schedules:  # the batch may grow
             self.schedules[shape] = self.make_schedule(*shape, scaler)
         self.schedules[shape].step(x, targets=y, target=y, return_outputs=False)
-        if self.has_tied:
-            # Sums the gradient of embedding and head.
-            p = self.part.transformer.wte.weight
-            place_gradient(p)
-            dist.all_reduce(p.grad.to_local() if is_dtensor(p) else p.grad, group=self.tied_group)
         dist.broadcast(self.loss_sum, group=self.group, group_src=self.n_stages - 1)
         return self.loss_sum
 
@@ -231,11 +216,17 @@ class Pipeline(nn.Module):
         return result
 
     def total_norm(self, parameters):
-        """Returns the norm of the gradient of all stages. parameters: those of this stage."""
-        # The last stage's copy of the embedding has the same gradient as the first one's, and must
-        # not count twice.
-        copy = self.part.lm_head.weight if self.has_tied and self.is_last else None
-        squares = norm_of([p for p in parameters if p is not copy]) ** 2
+        """Sums the gradient of embedding and head. Returns the norm of the gradient of all stages.
+
+        parameters: those of this stage.
+        """
+        if self.has_tied:
+            tied = self.part.transformer.wte.weight
+            grad = tied.grad.to_local() if is_dtensor(tied) else tied.grad
+            dist.all_reduce(grad, group=self.tied_group)
+            if self.is_last:  # its copy has the same gradient as the first one, and counts once
+                parameters = [p for p in parameters if p is not tied]
+        squares = norm_of(parameters) ** 2
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
 
@@ -306,7 +297,10 @@ def clip_grad_norm(model, max_norm):
     """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     for p in parameters:
-        place_gradient(p)
+        # RowwiseParallel gives a gradient with all rows, but the parameter has only some of them.
+        # With torch 2.11, a gradient may also be a part of a sum over the TP group's processes.
+        if is_dtensor(p) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
     norm = model.total_norm(parameters) if isinstance(model, Pipeline) else norm_of(parameters)
     if not getattr(model, "has_compared_gradients", True) and norm.isfinite():
         compare_gradients(model)
@@ -319,16 +313,6 @@ def norm_of(parameters):
     """Returns the norm of the gradient of these parameters, on all processes."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     return norm.full_tensor() if is_dtensor(norm) else norm
-
-
-def place_gradient(p):
-    """Gives the gradient the placement of its parameter, and completes pending sums.
-
-    RowwiseParallel gives a gradient with all rows, but the parameter has only some of them. With
-    torch 2.11, a gradient may also be a part of a sum over the processes of the TP group.
-    """
-    if is_dtensor(p.grad) and p.grad.placements != p.placements:
-        p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def compare_gradients(model):

@@ -30,6 +30,7 @@ for step in range(2):  # the second time with the weights after a step
             losses=model.loss(h, y, reduction="none"), greedy=model.generate(x, 9, temperature=0),
             drawn=model.generate(x[:, :3], 9, top_k=9, top_p=0.9, seed=2))
     model.train()
-    found[step]["trained"] = train_step(training, x.numel(), micro_batches, 0.5, [], process)
+    n_targets = x.numel() * process.dp_size  # all processes have the same sequences
+    found[step]["trained"] = train_step(training, n_targets, micro_batches, 0.5, [], process)
 torch.save(found, f"{sys.argv[4]}.{process.rank}")
 process.barrier()
