@@ -199,7 +199,8 @@ def make_configs(given, sources):
             values[name] = min(values[name], most)
     if values["n_embd"] % values["n_head"]:
         raise UserError(f"--n_head: must be a divisor of --n_embd, which is {values['n_embd']}")
-    cli.check_useful(given, values)
+    if values["muon_lr"] and values["optimizer"] != "muon":
+        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return [kind(**{f.name: values[f.name] for f in fields(kind)})
@@ -382,9 +383,6 @@ def make_training(gpt_config, config, process, weights=None):
       of DDP's gradients is full, and DDP sends the bucket while the backward pass still computes.
     - DDP is last, because it registers hooks on the final parameters.
     """
-    if config.activation_checkpointing and gpt_config.dropout and process.device.type == "mps":
-        # The second forward would have other masks, and so wrong gradients (pytorch/pytorch#127676)
-        raise UserError("--activation_checkpointing: has no dropout on mps; give --dropout 0")
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing

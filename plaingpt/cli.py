@@ -29,22 +29,14 @@ from typing import get_args, get_origin
 OTHER_NAMES = dict(
     max_iters="--max_steps", lr_decay_iters="--max_steps", num_iterations="--max_steps",
     num_train_epochs="--max_steps", epochs="--max_steps", learning_rate="--max_lr", lr="--max_lr",
-    warmup_iters="--warmup_steps", decay_lr="--schedule", lr_scheduler_type="--schedule",
-    max_grad_norm="--grad_clip", gradient_accumulation_steps="--total_batch_size, in tokens",
-    per_device_train_batch_size="--batch_size", sequence_length="--block_size",
-    eval_interval="--val_every", eval_steps="--val_every", val_loss_every="--val_every",
-    eval_iters="--val_tokens, in tokens", log_interval="--log_every", logging_steps="--log_every",
-    save_steps="--save_every", dataset="--data", input_bin="--data", config="--preset",
-    model_type="--preset", out_dir="--log_dir, or --checkpoint", output_dir="--log_dir",
-    wandb_log="--wandb PROJECT", wandb_project="--wandb PROJECT", report_to="--wandb PROJECT",
-    start="--prompt", num_return_sequences="--num_samples", beta1="model.py", beta2="model.py",
-    adam_beta1="model.py", adam_beta2="model.py", bias="model.py")
-# Each flag does nothing if the flag after it has one of these values, which are a pattern. So it is
-# an error to give both. No value, as in (gpt2|bytes)?, means that the other flag is not given.
-USELESS = dict(muon_lr="optimizer=adamw", min_lr="schedule=constant", checkpoint="model=.+",
-               decay_steps="schedule=cosine|linear|constant", dataset="input=.+", name="input=.+",
-               end_of_text="tokenizer=(gpt2|bytes)?", rampup_batch_size="rampup_steps=0",
-               data="bundle=.+", tasks=r"bundle=.+\.jsonl", prompt="interactive=True")
+    warmup_iters="--warmup_steps", decay_lr="--schedule", max_grad_norm="--grad_clip",
+    gradient_accumulation_steps="--total_batch_size, in tokens", sequence_length="--block_size",
+    per_device_train_batch_size="--batch_size", eval_iters="--val_tokens, in tokens",
+    eval_interval="--val_every", eval_steps="--val_every", log_interval="--log_every",
+    logging_steps="--log_every", save_steps="--save_every", dataset="--data", input_bin="--data",
+    config="--preset", model_type="--preset", out_dir="--log_dir, or --checkpoint",
+    output_dir="--log_dir", wandb_log="--wandb PROJECT", wandb_project="--wandb PROJECT",
+    start="--prompt", beta1="model.py", beta2="model.py", bias="model.py")
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -86,16 +78,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
         unknown = [text for text in unknown if text.startswith("-")] or unknown  # not their values
         hints = [advise(text, parser._option_string_actions) for text in unknown]
         raise UserError(f"unknown flags: {', '.join(hints)}; see --help")
-    check_useful(vars(given), vars(given))
     return vars(given)
-
-
-def check_useful(given, values):
-    """Raises UserError if a given flag does nothing. given, values: {name: value} of flags."""
-    for name in sorted(USELESS.keys() & given.keys()):
-        other, pattern = USELESS[name].split("=")
-        if re.fullmatch(pattern, str(values.get(other, ""))):
-            raise UserError(f"--{name}: does nothing with this --{other}; leave one out")
 
 
 def advise(text, flags):

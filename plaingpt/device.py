@@ -213,9 +213,6 @@ def check_equal(value, message):
 
 def prefetch(batches, device):
     """Yields the same batches; a thread prepares the next one while the current one is used."""
-    if device.type == "mps":  # two threads on it may crash the process (pytorch/pytorch#197805)
-        yield from batches
-        return
     with ThreadPoolExecutor(1) as thread:
         if device.type == "cuda":  # otherwise, the thread would also take memory of GPU 0
             thread.submit(torch.cuda.set_device, device)

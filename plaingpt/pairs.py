@@ -25,7 +25,7 @@ def encode_pair(where, record, tokenizer):
     """
     texts = [record.get(name) for name in ("prompt", "response")]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
-        raise UserError(f"{where}: needs a prompt and a response, not empty; see docs/data.md")
+        raise UserError(f"{where}: needs a prompt and a response (docs/data.md), or use fineweb.py")
     if tokenizer.name == "bytes" and "\n" in "".join(texts):
         raise UserError(f"{where}: has a line break, which ends bytes; use --tokenizer gpt2")
     return [tokenizer.encode(text) for text in texts]

@@ -77,7 +77,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
             except requests.RequestException:
                 datasets.config.HF_HUB_OFFLINE = True
         # Network errors come from several libraries.
-        with explaining(f"{dataset}: cannot be loaded", "check the name and the network"):
+        with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
             data = datasets.load_dataset(dataset, name, split=split)
     finally:
         datasets.config.HF_HUB_OFFLINE = offline  # the next data set asks the hub again

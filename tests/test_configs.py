@@ -7,13 +7,9 @@ import pytest
 import torch
 from conftest import ROOT, program, read_log, train
 
-import core
-from fineweb import ShardConfig
-from generate import GenerateConfig
 from model import GPT, PRESETS, GPTConfig
 from plaingpt.cli import UserError, parse_flags
 from plaingpt.data import Sources, plan_steps
-from plaingpt.evaluation import EvalConfig
 from train_gpt2 import RECIPES, TrainConfig, choose_data, get_lr, make_configs
 
 
@@ -109,19 +105,9 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
 
 
-@pytest.mark.parametrize("kinds, several", [
-    ([TrainConfig], ["--optimizer adamw --muon_lr 1", "--schedule constant --min_lr 0",
-                     "--preset baby --decay_steps 9", "--rampup_batch_size 64"]),
-    ([ShardConfig], ["--input a --name x", "--input a --dataset x", "--end_of_text x"]),
-    ([GenerateConfig], ["--model gpt2 --checkpoint x", "--interactive --prompt x"]),
-    ([EvalConfig, core.Options], ["--model gpt2 --checkpoint x", "--bundle b --data x",
-                                  "--bundle b.jsonl --tasks x"])])
-def test_a_flag_that_another_one_makes_useless(kinds, several, shards):
-    for flags in map(str.split, several):
-        with pytest.raises(UserError, match=f"^{flags[-2]}: does nothing with this --.*leave one"):
-            given = parse_flags("", *kinds, argv=flags)
-            make_configs(given, Sources(choose_data(given)))
-    config_of("--preset", "baby", "--muon_lr", 1, "--schedule", "wsd", "--decay_steps", 9)
+def test_flags_that_do_nothing(shards):
+    with pytest.raises(UserError, match="--muon_lr needs --optimizer muon"):
+        config_of("--optimizer", "adamw", "--muon_lr", 1)
     with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
         Sources([str(shards)], None, 0.1)
     Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # holds out a part of the text

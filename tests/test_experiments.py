@@ -80,8 +80,9 @@ def plain(tmp_path_factory):
 def test_every_patch_is_here_and_short():
     patches = {path.stem: path.read_text() for path in ROOT.glob("experiments/*.patch")}
     assert patches.pop(ENTROPY).count("\n+") < 10
-    assert patches.keys() == {*LIMITS, "peers"}  # tests/test_bench.py has peers
-    del patches["peers"]
+    # tests/test_bench.py runs peers. No GPU has run fit-batch-size yet.
+    assert patches.keys() == {*LIMITS, "peers", "fit-batch-size"}
+    del patches["peers"], patches["fit-batch-size"]
     for name, patch in patches.items():
         hunks = patch[patch.index("@@"):].splitlines()
         assert sum(line.startswith(("+", "-")) for line in hunks) <= LIMITS[name], name

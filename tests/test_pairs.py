@@ -130,7 +130,7 @@ def test_only_the_responses_are_learned(tmp_path):
 
 
 REFUSED = {
-    '{"text": "a"}': "line 2: needs a prompt and a response, not empty; see docs/data.md",
+    '{"text": "a"}': "line 2: needs a prompt and a response .docs/data.md., or use fineweb.py",
     '{"prompt": "a", "response": ""}': "line 2: needs a prompt and a response",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
     "text": r"x.jsonl, line 2: is damaged \(not JSON",

@@ -21,17 +21,9 @@ from conftest import (
 )
 
 from model import GPT
-from plaingpt.cli import UserError
 from plaingpt.device import Process
 from plaingpt.parallel import grad_scaler
 from train_gpt2 import TrainConfig, Training, get_lr, make_training, train_step
-
-
-def test_mps_recomputes_no_dropout():
-    """PyTorch does not repeat the masks there."""
-    shape, config = replace(MODEL, dropout=0.1), TrainConfig(activation_checkpointing=True)
-    with pytest.raises(UserError, match="no dropout on mps; give --dropout 0$"):
-        make_training(shape, config, replace(ALONE, device=torch.device("mps")))
 
 
 def test_gradients_of_an_accumulated_step(tmp_path):
