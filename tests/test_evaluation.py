@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from conftest import ALONE, overfit, program, read_log, train
+from conftest import ALONE, overfit, program, read_log, train, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
@@ -86,12 +86,6 @@ TEXTS = [
     " = Gull =\n\nThe gull's cry, heard at 5.3 km, is \"loud\" (very).\n\n== Range ==\n\n"
     + "Gulls breed in 1,200 places.  " * 8 + "Gulls breed in 1,200 places.\n",
     " = Old Quay =\n\nThe Old Quay was built well-nigh 90 years ago; few counted.\n\n"]
-
-
-def write_lines(path, records):
-    """Writes records as JSON lines -> path."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def write_data(directory):
@@ -257,7 +251,7 @@ def test_a_plain_text_is_not_changed():
     assert "( b )" in example.endings[0]
 
 
-def test_wikitext_pages_are_joined_and_detokenized():
+def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     assert [wikitext.detokenize(page) for page in PAGES] == TEXTS
     whole = " \n" + "\n".join(PAGES)
     lines = [dict(text=line) for line in whole.splitlines(keepends=True)]
@@ -265,12 +259,9 @@ def test_wikitext_pages_are_joined_and_detokenized():
     hub = [dict(text="" if line.isspace() else line) for line in whole.splitlines(keepends=True)]
     for records in (lines, hub, [dict(text=whole)]):
         assert list(wikitext.pages(records)) == PAGES
-
-
-def test_windows_line_ends_do_not_change_wikitext(tmp_path):
-    path, pages = tmp_path / "a.txt", " \n" + "\n".join(PAGES)
-    path.write_bytes(pages.replace("\n", "\r\n").encode())
-    assert [e.endings[0] for e in evaluation.load_examples(wikitext.BENCHMARK, path)] == TEXTS
+    (tmp_path / "a.txt").write_bytes(whole.replace("\n", "\r\n").encode())  # as on Windows
+    found = evaluation.load_examples(wikitext.BENCHMARK, tmp_path / "a.txt")
+    assert [example.endings[0] for example in found] == TEXTS
 
 
 @pytest.mark.parametrize("text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x",
@@ -406,27 +397,20 @@ def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_pa
     assert "\n" not in str(error.value)
 
 
-@pytest.fixture(scope="module")
-def baby(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("baby")
-    train(cwd=directory)
-    return directory
-
-
-def test_the_newest_checkpoint_is_scored_on_data_of_any_format(baby, tiny):
-    """Scores the newest checkpoint under log/. JSON lines, Parquet and text give equal scores."""
+def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
+    """JSON lines, Parquet and text."""
     records = [{**r, "label": int(r["label"])} for r in hellaswag_records()]
-    pq.write_table(pa.Table.from_pylist(records), baby / "h.parquet")
+    (tmp_path / "h.parquet").write_bytes(parquet(records))
     texts = [r["text"] for r in lambada_records()]
-    (baby / "l.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    (tmp_path / "l.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     for name, other, n in (("hellaswag", "h.parquet", 20), ("lambada", "l.txt", 5)):
         results = []
         for data in (tiny[1][name], other):
-            out, _ = program("--data", data, "--json", "o.json", "--limit", 5, cwd=baby,
-                             program=f"{name}.py")
-            results.append(json.loads((baby / "o.json").read_text()))
+            flags = ["--checkpoint", "run", "--data", data, "--json", "o.json", "--limit", 5]
+            out, _ = program(*flags, cwd=tmp_path, program=f"{name}.py")
+            results.append(json.loads((tmp_path / "o.json").read_text()))
             assert f"note: {n} of {n} endings, with context, were cut to 33 tokens" in out
-        facts = dict(benchmark=name, data=other, model="log/baby/model_000010.pt",
+        facts = dict(benchmark=name, data=other, model="run/model_000010.pt",
                      tokenizer="bytes", n_examples=5)
         for fact, value in facts.items():
             assert results[1][fact] == value and re.search(rf"^{fact} +{value}$", out, re.M)
@@ -457,14 +441,15 @@ def hub(tmp_path, monkeypatch):
         yield requests
 
 
-def test_data_are_downloaded_from_the_hub_once(hub, baby):
+def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
+    flags = ["--json", "o.json", "--checkpoint", "run"]
     for name, n in (("hellaswag", 8), ("lambada", 4), ("wikitext", 1)):
-        out, _ = program("--json", "o.json", cwd=baby, program=f"{name}.py", online=True)
+        out, _ = program(*flags, cwd=tmp_path, program=f"{name}.py", online=True)
         assert re.search(rf"^n_examples +{n}$", out, re.M)
-        examples = json.loads((baby / "o.json").read_text())["examples"]
+        examples = json.loads((tmp_path / "o.json").read_text())["examples"]
         # HF_HUB_OFFLINE=1: reads the cache
-        program("--json", "o.json", cwd=baby, program=f"{name}.py")
-        assert json.loads((baby / "o.json").read_text())["examples"] == examples
+        program(*flags, cwd=tmp_path, program=f"{name}.py")
+        assert json.loads((tmp_path / "o.json").read_text())["examples"] == examples
     downloads = [path for command, path, _ in hub if command == "GET" and "/resolve/" in path]
     assert sum(".parquet" in path for path in downloads) == 3
 
