@@ -83,9 +83,9 @@ def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix,
 
 
 def test_large_ids_are_refused(tmp_path):
-    """Those of GPT-2's tokenizer, because these files name none."""
     for id, shown, name in ((65536, "65536", "x.idx"), (-1, "4294967295", "x.bin")):
         write_megatron(tmp_path / "x", [[1] * 500, [id] * 500], "<i4", 4)
+        assert Sources([str(tmp_path / name)]).tokenizer is GPT2  # these files name none
         _, err = program(*TINY, "--data", name, cwd=tmp_path, status=2)
         assert f" id {shown} is too large; check --tokenizer, --vocab_size\n" in err
 
