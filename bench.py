@@ -63,7 +63,7 @@ def main(argv=None):
     T = gpt_config.block_size = bench.block_size or gpt_config.block_size
     given.update(compile=devices.choose_compile(bench.compile, process.device), batch_size=B,
                  total_batch_size=B * T * process.dp_size)
-    values = {**RECIPES[bench.preset], **given}
+    values = {**RECIPES.get(bench.preset, {}), **given}
     config = TrainConfig(**{k: v for k, v in values.items() if hasattr(TrainConfig, k)})
     [(n, micro_B)] = plan_steps(config, T, math.inf, process.dp_size)
     torch.manual_seed(process.dp_rank)

@@ -122,7 +122,6 @@ BATCH_2M = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
 SMALL = dict(optimizer="muon", max_lr=8e-3, min_lr=0.0, schedule="linear", batch_size=16,
              warmup_steps=100, val_tokens=65536, eval_every=0, save_every=500, log_every=100)
 RECIPES = {
-    "gpt2": dict(),
     "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
     "gpt2-large": dict(max_lr=2.5e-4, batch_size=16),
     "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
@@ -177,7 +176,7 @@ def make_configs(given, sources):
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = choose_preset(given, sources)
-    recipe = {**PRESETS.get(preset, {}), **RECIPES[preset]}
+    recipe = {**PRESETS.get(preset, {}), **RECIPES.get(preset, {})}
     if preset == "mini":
         # Trains for ten epochs with the recipe's batch, but for at least 200 steps and at most
         # those of the recipe.
@@ -224,7 +223,6 @@ class DataLoaderLite:
 
     def __init__(self, sets, shares, T, seed=1337, shuffle=True):
         self.sets, self.shares = sets, shares
-        self.has_pairs = any(tokens.counted is not None for tokens in sets)
         self.T, self.seed, self.shuffle = T, seed, shuffle
         self.lengths = [tokens.count_sequences(T) for tokens in sets]  # in sequences
         # `turns` holds one period of the mixture: for each turn, the data set, and how many turns
@@ -245,7 +243,7 @@ class DataLoaderLite:
 
     def count_targets(self, position, n):
         """Returns how many targets of the n sequences from a position on count."""
-        if not self.has_pairs:
+        if all(tokens.counted is None for tokens in self.sets):  # without pairs, all count
             return n * self.T
         return sum(int((self.sequence(position + i)[1] != -100).sum()) for i in range(n))
 

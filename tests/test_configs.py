@@ -45,7 +45,7 @@ def test_presets_of_gpt3(preset, millions):
     with torch.device("meta"):
         model = GPT(GPTConfig(**PRESETS[preset]))
     assert round(sum(p.numel() for p in model.parameters()) / 10**6) == millions
-    config = TrainConfig(**RECIPES[preset])
+    config = TrainConfig(**RECIPES.get(preset, {}))
     assert 9.9e9 < config.total_batch_size * config.max_steps < 10.1e9
     assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=2e-3)
     assert config.total_batch_size % (8 * config.batch_size * 2048) == 0
