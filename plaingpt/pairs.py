@@ -42,8 +42,6 @@ def read_pairs(path, tokenizer, T):
         raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
     pairs = [encode_pair(f"--data {path}, {where}", record, tokenizer)
              for where, record in read_records(path)]
-    if not pairs:
-        raise UserError(f"--data {path}: has no pairs; give another file")
     random.Random(0).shuffle(pairs)
     end = tokenizer.end_of_text
     ids, counted, sizes = array("I", [end]), bytearray(1), [0]

@@ -145,9 +145,14 @@ class Pipeline(nn.Module):
         self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
         keep_stage(part, self.index, self.n_stages)
         self.stage = Stage(part, process, self.is_last)
-        # Both are for the parameters of this process, with their names in the whole model.
-        self.named_parameters = part.named_parameters
-        self.configure_optimizers = part.configure_optimizers
+
+    def named_parameters(self, *args, **kwargs):
+        """Yields the parameters of this process, with their names in the whole model."""
+        return self.part.named_parameters(*args, **kwargs)
+
+    def configure_optimizers(self, *args):
+        """Does what GPT.configure_optimizers does, for the parameters of this process."""
+        return self.part.configure_optimizers(*args)
 
     def forward(self, micro_batches, mean_count, scaler):
         """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.

@@ -144,12 +144,6 @@ def test_refused_pairs(tmp_path, line):
         read_pairs(tmp_path / "x.jsonl", BYTES, 8)
 
 
-def test_a_file_without_pairs(tmp_path):
-    (tmp_path / "x.jsonl").touch()
-    with pytest.raises(UserError, match="has no pairs; give another file"):
-        read_pairs(tmp_path / "x.jsonl", BYTES, 8)
-
-
 def test_long_pairs(tmp_path, capsys):
     path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
     read_pairs(path, BYTES, 16)
