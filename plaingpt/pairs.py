@@ -3,7 +3,7 @@
 A pair is end_of_text, prompt, response. Both texts are encoded separately, so that generate.py
 gives the same ids for the prompt. The response and the end_of_text after it are targets; other
 tokens do not count. A pair lies in one sequence of T tokens, and end_of_text fills the rest. For
-T = 8, this is the first sequence and the begin of the second one; <> is end_of_text:
+T = 8, this is the first sequence and the start of the second one; <> is end_of_text:
 
     token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1

@@ -113,7 +113,7 @@ def test_losses_equal_those_of_transformers(pairs):
 
 
 def test_only_the_responses_are_learned(tmp_path):
-    """Nobody can know the prompts, which are random. The loss is 0 only if they do not count."""
+    """No model can know random prompts. So the loss is 0 only if they do not count."""
     rng = random.Random(1)
     write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
     out, _ = train("--data", "p.jsonl", "--max_steps", 60, "--max_lr", 0.01, "--eval_every", 60,
