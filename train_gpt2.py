@@ -344,14 +344,14 @@ def draw_samples(model, data, config, process):
     With pairs, the model answers validation prompts, and the texts have the expected responses.
     """
     tokenizer, T = data.tokenizer, model.config.block_size
-    idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
-    n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
     pairs = [tokens.read_sequence(start, T) for tokens in data.val if tokens.counted is not None
              for start in range(0, len(tokens) - 1, T)[:2]]
     model.eval()
     with process.autocast, attention_for_many_shapes():
-        texts = [answer(model, x, y, tokenizer, idx.device) for x, y in pairs[:2]]
+        texts = [answer(model, x, y, tokenizer, process.device) for x, y in pairs[:2]]
         if not pairs:
+            idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
+            n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
             idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (2, 1 + n)
             texts = [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
     model.train()
