@@ -13,14 +13,14 @@ After the settings, the row shows
 - the operations of the model per second, counted with full attention,
 - their share of the peak in the data sheet, if the GPU is a known one,
 - the peak memory of one process, on a GPU only that of its tensors,
-- the time of the first step, which includes compilation.
+- the time of the first step, which includes compilation if --batch_size is given.
 """
 
 import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Literal
 
 import plaingpt.device as devices  # must come before torch, see plaingpt/__init__.py
@@ -28,49 +28,48 @@ import plaingpt.device as devices  # must come before torch, see plaingpt/__init
 # isort: split
 import torch
 
-from model import PRESETS, GPTConfig
+from model import GPTConfig
+from plaingpt import cli
 from plaingpt.checkpoint import whole_gpt
-from plaingpt.cli import parse_flags, print0, run_program
+from plaingpt.cli import print0
 from plaingpt.data import plan_steps
-from train_gpt2 import RECIPES, TrainConfig, make_training, train_step
+from plaingpt.presets import PRESETS
+from train_gpt2 import TrainConfig, make_training, train_step
 
 
 @dataclass
 class BenchConfig:
     preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
-    batch_size: Annotated[int | None, "sequences [64 on cuda, otherwise 4]", "above 0"] = None
-    block_size: Annotated[int | None, "tokens in a sequence [the preset's]", "above 0"] = None
+    batch_size: Annotated[int | None, "sequences [cuda: 64, or what fits; 4]", "above 0"] = None
     steps: Annotated[int, "timed steps", "above 0"] = 10
     profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
-    optimizer: Annotated[Literal["adamw", "muon"] | None, "[the preset's]"] = None
-    device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
-    dtype: Annotated[devices.Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [on for cuda only]"] = None
-    activation_checkpointing: Annotated[bool, "recompute activations to save memory"] = False
-    parallel: Annotated[Literal["ddp", "fsdp"], "replicate the model or shard it"] = "ddp"
-    tp: Annotated[int, "tensor parallel processes", "above 0"] = 1
-    pp: Annotated[int, "pipeline stages", "above 0"] = 1
+
+
+# These flags of train_gpt2.py are the same here.
+SHARED = make_dataclass("SHARED", [
+    (f.name, f.type, f.default) for f in (*fields(GPTConfig), *fields(TrainConfig))
+    if f.name in ("block_size", "optimizer", "device", "dtype", "compile", "parallel", "tp", "pp",
+                  "activation_checkpointing")])
 
 
 def main(argv=None):
-    given = parse_flags(__doc__, BenchConfig, argv=argv)
-    bench = BenchConfig(**given)
-    process = devices.start(bench.device, bench.dtype, bench.tp, bench.pp, bench.parallel)
+    given = cli.parse_flags(__doc__, BenchConfig, SHARED, argv=argv)
+    bench = cli.pick(BenchConfig, given)
+    values = {**PRESETS[bench.preset], **given}
+    gpt_config, config = cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)
+    process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     cuda = process.device.type == "cuda"
-    # The presets have no dropout, so all models compute the same.
-    gpt_config = GPTConfig(**PRESETS[bench.preset])
-    B = bench.batch_size or (64 if cuda else 4)
-    T = gpt_config.block_size = bench.block_size or gpt_config.block_size
-    given.update(compile=devices.choose_compile(bench.compile, process.device), batch_size=B,
-                 total_batch_size=B * T * process.dp_size)
-    values = {**RECIPES.get(bench.preset, {}), **given}
-    config = TrainConfig(**{k: v for k, v in values.items() if hasattr(TrainConfig, k)})
-    [(n, micro_B)] = plan_steps(config, T, math.inf, process.dp_size)
+    B, T = bench.batch_size or (64 if cuda else 4), gpt_config.block_size
+    config = replace(config, compile=devices.choose_compile(config.compile, process.device),
+                     batch_size=B, total_batch_size=B * T * process.dp_size)
+    [(n, micro_B)] = sizes = plan_steps(config, T, math.inf, process.dp_size)
+    training = make_training(gpt_config, config, process)
+    B = bench.batch_size or devices.fit_batch_size(training, config, T, sizes, process)
+    n, micro_B = B * process.dp_size, min(B, micro_B)
     torch.manual_seed(process.dp_rank)
     with devices.batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
         micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
-        training = make_training(gpt_config, config, process)
 
         def timed_step():
             start = time.perf_counter()
@@ -105,4 +104,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_program(main)
+    cli.run_program(main)

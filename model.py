@@ -33,25 +33,6 @@ class GPTConfig:
     dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
 
 
-# The sizes are from table 2 of the GPT-2 paper and table 2.1 of the GPT-3 paper. For 1.3B and 13B,
-# n_head x hs is not n_embd in that table. We corrected this.
-PRESETS = {
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
-    "gpt3-350m": dict(n_layer=24, n_head=16, n_embd=1024, block_size=2048),
-    "gpt3-760m": dict(n_layer=24, n_head=16, n_embd=1536, block_size=2048),
-    "gpt3-1.3b": dict(n_layer=24, n_head=16, n_embd=2048, block_size=2048),
-    "gpt3-2.7b": dict(n_layer=32, n_head=32, n_embd=2560, block_size=2048),
-    "gpt3-6.7b": dict(n_layer=32, n_head=32, n_embd=4096, block_size=2048),
-    "gpt3-13b": dict(n_layer=40, n_head=40, n_embd=5120, block_size=2048),
-    # These small models for a CPU are not in the papers.
-    "mini": dict(n_layer=4, n_head=3, n_embd=192, block_size=128),
-    "baby": dict(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256),  # ids are bytes
-}
-
-
 class CausalSelfAttention(nn.Module):
     """Each position attends to itself and the positions before it (Vaswani et al. 2017, 3.2)."""
 
@@ -114,12 +95,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. Raises ValueError if n_head does not divide n_embd."""
+    """The language model."""
 
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(f"n_head {config.n_head} does not divide n_embd {config.n_embd}")
         self.config = config
         # If True, the forward pass keeps only the input of each block. See hidden.
         self.activation_checkpointing = False

@@ -37,7 +37,7 @@ log/baby.1.
 
 import math
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -50,15 +50,16 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import GPT, PRESETS, GPTConfig
+from model import GPT, GPTConfig
 from plaingpt import cli, parallel
 from plaingpt.checkpoint import Saver, choose_start, load_newest, load_weights
 from plaingpt.cli import EMPTY, FREE, REPEAT, UserError, print0
 from plaingpt.data import Data, Sources, plan_steps
 from plaingpt.evaluation import load_evals, run_evals
 from plaingpt.order import hash_numbers, order_of_sets, permute
+from plaingpt.presets import PRESETS
 from plaingpt.runlog import RunLog
-from plaingpt.sampling import answer, attention_for_many_shapes
+from plaingpt.sampling import answer, attention_for_many_shapes, generate_tokens
 
 
 # Each field is a flag. FREE means that losses and scores do not depend on the flag (except for
@@ -66,14 +67,14 @@ from plaingpt.sampling import answer, attention_for_many_shapes
 # runs which differ in the flag repeat one experiment.
 @dataclass
 class TrainConfig:
-    preset: Annotated[Literal[("auto", *PRESETS, "finetune")], "auto fits data and device"] = "auto"
+    preset: Annotated[Literal[("auto", *PRESETS)], "auto fits data and device"] = "auto"
     data: Annotated[list[str] | None, "shards, text or pairs; a mixture: A=WEIGHT B=WEIGHT"] = None
     tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
     val_fraction: Annotated[float | None, "held out [0.01; text 0.1]", "above 0 and below 1"] = None
     shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}", REPEAT] = 1337
     init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
-    batch_size: Annotated[int, "sequences in a micro-batch of a process", "above 0", FREE] = 64
+    batch_size: Annotated[int, "sequences in a micro-batch; cut to fit a GPU", "above 0", FREE] = 64
     total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
     rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
     rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
@@ -114,28 +115,6 @@ class TrainConfig:
 # --help shows the flags in groups. Each key is the first flag of a group, each value its title.
 GROUPS = dict(n_layer="model", preset="preset and data", batch_size="batch and steps",
               optimizer="optimizer", val_every="evaluation", log_dir="output", device="hardware")
-# Learning rates and total batch sizes are those of the GPT-3 model of about that size (GPT-3 paper,
-# table 2.1), but gpt2-xl has half the batch of GPT-3 1.3B. The recipes of mini and baby are the
-# best ones that we measured on two CPU cores.
-BATCH_1M = dict(total_batch_size=2**20, max_steps=9537, warmup_steps=358)
-BATCH_2M = dict(total_batch_size=2**21, max_steps=4768, warmup_steps=179)
-SMALL = dict(optimizer="muon", max_lr=8e-3, min_lr=0.0, schedule="linear", batch_size=16,
-             warmup_steps=100, val_tokens=65536, eval_every=0, save_every=500, log_every=100)
-RECIPES = {
-    "gpt2-medium": dict(max_lr=3e-4, batch_size=32),
-    "gpt2-large": dict(max_lr=2.5e-4, batch_size=16),
-    "gpt2-xl": dict(max_lr=2e-4, batch_size=8),
-    "gpt3-350m": dict(max_lr=3e-4, batch_size=16),
-    "gpt3-760m": dict(max_lr=2.5e-4, batch_size=8),
-    "gpt3-1.3b": dict(max_lr=2e-4, batch_size=8, **BATCH_1M),
-    "gpt3-2.7b": dict(max_lr=1.6e-4, batch_size=4, **BATCH_1M),
-    "gpt3-6.7b": dict(max_lr=1.2e-4, batch_size=2, **BATCH_2M),
-    "gpt3-13b": dict(max_lr=1e-4, batch_size=1, **BATCH_2M),
-    "baby": dict(total_batch_size=1024, max_steps=2700, sample_every=900, **SMALL),
-    "mini": dict(total_batch_size=2048, max_steps=2500, **SMALL),
-    "finetune": dict(SMALL, optimizer="adamw", max_lr=5e-5, batch_size=4, total_batch_size=4096,
-                     max_steps=100, warmup_steps=10, dropout=0.1, log_every=10),
-}
 SHARDS = "edu_fineweb10B"
 TEXT = Path(__file__).with_name("input.txt")
 
@@ -176,7 +155,7 @@ def make_configs(given, sources):
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = choose_preset(given, sources)
-    recipe = {**PRESETS.get(preset, {}), **RECIPES.get(preset, {})}
+    recipe = {**PRESETS[preset]}
     if preset == "mini":
         # Trains for ten epochs with the recipe's batch, but for at least 200 steps and at most
         # those of the recipe.
@@ -202,8 +181,7 @@ def make_configs(given, sources):
         raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
-    return [kind(**{f.name: values[f.name] for f in fields(kind)})
-            for kind in (GPTConfig, TrainConfig)]
+    return cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)
 
 
 class DataLoaderLite:
@@ -352,8 +330,8 @@ def draw_samples(model, data, config, process):
         if not pairs:
             idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
             n = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
-            idx = model.generate(idx, n, temperature=0.8, top_k=50, seed=42)  # (2, 1 + n)
-            texts = [tokenizer.decode(ids[1:]).strip() for ids in idx.tolist()]
+            new = generate_tokens(model, idx, n, temperature=0.8, top_k=50, seed=42)
+            texts = [tokenizer.decode(ids).strip() for ids in torch.cat([*new], dim=1).tolist()]
     model.train()
     return texts
 
@@ -388,11 +366,11 @@ def make_training(gpt_config, config, process, weights=None):
     if is_split:
         # With FSDP, the GPT is the same, but each process has a shard of each tensor. With TP, each
         # process of a group has a part of each matrix; LayerNorms and positions stay whole. With
-        # PP, raw_model is a Pipeline, which has the methods of a GPT. Its first stage has the
-        # embeddings, its last stage has the head, and each stage has some of the blocks. A split
-        # model is never put into DDP. PyTorch's FSDP averages its gradients over the dp_size
-        # groups, also with --parallel ddp, where it shards nothing. Muon works on split matrices,
-        # too, but it communicates for each of them.
+        # PP, raw_model is a Pipeline. Like a GPT, it has the methods hidden, logits and loss. Its
+        # first stage has the embeddings, its last stage has the head, and each stage has some of
+        # the blocks. A split model is never put into DDP. PyTorch's FSDP averages its gradients
+        # over the dp_size groups, also with --parallel ddp, where it shards nothing. Muon works on
+        # split matrices, too, but it communicates for each of them.
         raw_model = parallel.split(raw_model, config, process)
     # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
     # which depend on the seed only: they are the same for any number of processes.
@@ -507,13 +485,16 @@ def main(argv=None):
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
     training = make_training(gpt_config, config, process, weights)
+    # Without --batch_size, a GPU takes the largest micro-batches that it has memory for.
+    B = given.get("batch_size") or devices.fit_batch_size(training, config, T, sizes, process)
+    config, sizes = replace(config, batch_size=B), [(n, min(B, own)) for n, own in sizes]
     saver = Saver(training, data, config, process)
     # Loads optimizers and scaler, but no learning rates. Returns (0, 0) in a new run.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
     batches = devices.prefetch(batches, process.device)  # a thread prepares the next step
-    step, raw_model, stopping, n_bad = first_step, training.raw_model, False, 0
+    step, raw_model, stopping = first_step, training.raw_model, False
     deadline = time.monotonic() + 60 * (config.max_minutes or math.inf)
     with (cli.catch_stop_signals("finishing this step") as signals,
           devices.batch_size_advice(config.batch_size)):
@@ -550,9 +531,6 @@ def main(argv=None):
             position += n
             log.write_step(step, n * T, time.perf_counter() - began, train=loss, lr=lr, norm=norm,
                            tokens=position * T)
-            n_bad = 0 if math.isfinite(norm) else n_bad + 1
-            if n_bad == 10:
-                raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
             step += 1
     log.finish(step)  # prints how the run has ended
     process.barrier()

@@ -81,6 +81,12 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     return vars(given)
 
 
+def pick(config, values):
+    """Makes a dataclass from a dict, which may have other keys, too."""
+    names = {field.name for field in dataclasses.fields(config)} & values.keys()
+    return config(**{name: values[name] for name in names})
+
+
 def advise(text, flags):
     """An unknown argument -> the same with what to use instead. flags: those of this program."""
     flag = text.split("=")[0]

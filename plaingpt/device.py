@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from plaingpt import parallel
 from plaingpt.cli import UserError, explaining, print0
 from plaingpt.muon import has_bfloat16
 
@@ -135,7 +136,7 @@ def choose_compile(wanted, device):
         has_compiler = any(map(shutil.which, os.environ.get("CC", "gcc clang cl").split()))
         if not (has_compiler and Path(sysconfig.get_path("include"), "Python.h").exists()):
             raise UserError("--compile: needs g++ and python3-dev; install them or --no-compile")
-        print0("torch.compile: the first validation and the first step take a minute or more each")
+        print0("torch.compile: the first validation and micro-batch take a minute or more each")
     return wanted
 
 
@@ -185,6 +186,58 @@ def memory_advice(message):
 def batch_size_advice(B):
     """Returns memory_advice with the message for training and validation."""
     return memory_advice(f"--batch_size {B}: out of memory; try half or --activation_checkpointing")
+
+
+def fit_batch_size(training, config, T, sizes, process):
+    """Finds the largest micro-batch that all GPUs have memory for -> its number of sequences.
+
+    All processes must call this before the first step. It begins with the largest B of `sizes`,
+    which is from plan_steps, and halves it. Each size that it tries divides the sequences that a
+    process has in a step. On a CPU, and with FSDP, TP or PP, it tries nothing and returns
+    config.batch_size: a process of a split model that runs out of memory would leave the others
+    waiting. Raises UserError if not even one sequence fits.
+    """
+    if process.device.type != "cuda" or config.parallel == "fsdp" or config.tp * config.pp > 1:
+        return config.batch_size
+    most, found = max(B for _, B in sizes), 0
+    halves = [B for B in (most >> i for i in range(most.bit_length()))
+              if not any(n // process.dp_size % min(B, own) for n, own in sizes)]
+    # To compile takes a minute for each size, so eager code searches first. Compiled code needs
+    # less memory, so it begins with the last size for which eager code has too little.
+    for stance in ("force_eager", "default"):
+        with torch.compiler.set_stance(stance):
+            left = range(max(0, found - 1), len(halves))
+            fitting = (i for i in left if has_memory(training, halves[i], T, process))
+            found = next(fitting, len(halves))
+    if found == len(halves):
+        raise UserError("no sequence fits into memory; try --activation_checkpointing, a smaller "
+                        "--preset, or more GPUs with --parallel fsdp")
+    torch.cuda.reset_peak_memory_stats()  # bench.py reads them
+    print0(f"--batch_size {halves[found]} fits into memory; warnings of OOM are from larger ones")
+    return halves[found]
+
+
+def has_memory(training, B, T, process):
+    """Returns whether all processes have memory to train with micro-batches of (B, T).
+
+    It runs two of them, beside as much memory as AdamW's moments will take. It leaves the gradients
+    and the random state as they are before a step.
+    """
+    torch.cuda.empty_cache()  # of the attempt before this one
+    n_fit = torch.zeros(())
+    parallel.set_gradient_sync(training.model, False)  # one process may fail, so none may wait
+    with (contextlib.suppress(torch.OutOfMemoryError),
+          torch.random.fork_rng(range(torch.cuda.device_count()))):
+        moments = [torch.empty_like(p) for p in training.raw_model.parameters() for _ in range(2)]
+        x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
+        for _ in range(2):  # the second one begins when there are gradients, as in a step
+            with process.autocast:
+                _, loss = training.model(x, y)
+            loss.backward()
+        del moments
+        n_fit += 1
+    training.raw_model.zero_grad()
+    return process.sum(n_fit) == process.dp_size
 
 
 def on_rank0(function, *args, **kwargs):

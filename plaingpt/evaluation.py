@@ -240,13 +240,6 @@ def bad_record(record, reason):
     return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
 
 
-def load_records(files):
-    """Yields the records of files, as dicts. Their field `where` is the place. Raises UserError."""
-    for file in files:
-        for where, record in read_records(file):
-            yield {**record, "where": f"{file}, {where}"}
-
-
 def load_examples(benchmark, path=None, limit=0, **options):
     """Loads the Examples of a file or of the hub. Raises UserError."""
     if benchmark.load:
@@ -254,7 +247,7 @@ def load_examples(benchmark, path=None, limit=0, **options):
     if not path and not benchmark.hub:
         raise UserError(f"no data; give a file, as {benchmark.name}.py --help explains")
     files = [path] if path else load_hub(**benchmark.hub, patient=False)[0]
-    found = [*benchmark.examples(load_records(files), **options)][: limit or None]
+    found = [*benchmark.examples(read_records(files), **options)][: limit or None]
     if not found:
         raise UserError(f"{path or benchmark.name}: has no example; see the program's --help")
     return found
@@ -288,7 +281,7 @@ def load_evals(config, tokenizer, gpt_config):
 def run_evals(evals, model, process, config, step):
     """Scores all benchmarks. Prints and returns {stream: figure}, equal on all processes.
 
-    evals: from load_evals. model: a GPT, or a Pipeline, which has its methods. config: TrainConfig.
+    evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
     """
     figures = {}
     tokens = min(config.batch_size * model.config.block_size, TOKENS[process.device.type])

@@ -27,13 +27,12 @@ import torch.nn as nn
 
 from plaingpt.cli import UserError, print0
 from plaingpt.loss import stream_dtype
-from plaingpt.sampling import generate_tokens
 
 
 def split(model, config, process):
     """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it.
 
-    All processes must call hidden, logits, loss and generate. All get the complete result. Raises
+    All processes must call hidden, logits and loss. All get the complete result. Raises
     UserError if tp or pp do not fit the model.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -129,8 +128,8 @@ class Pipeline(nn.Module):
     """A GPT whose blocks are in several processes. `part` is the GPT that this process has.
 
     It is called with the micro-batches of a step, and computes their gradients, too. hidden,
-    logits, loss and generate are for evaluation. On all processes, they return the same as the
-    methods of GPT.
+    logits and loss are for evaluation. On all processes, they return the same as the methods of
+    GPT.
     """
 
     def __init__(self, part, mesh, is_tied, process):
@@ -206,10 +205,6 @@ class Pipeline(nn.Module):
         """As GPT.loss: (B, T, C) and (B, T) -> scalar, or (B, T)."""
         shape = () if reduction == "mean" else targets.shape
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
-
-    def generate(self, idx, max_new_tokens, **options):
-        """As GPT.generate: (B, T) -> (B, T + max_new_tokens)."""
-        return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
     def on_stage(self, index, shape, method, *args, **kwargs):
         """Calls a method on one stage. Returns its result, of this shape, on all stages."""
@@ -356,7 +351,6 @@ def gather(model, parts, process):
     one, to save memory. All processes must call this.
     """
     is_pipeline, found = isinstance(model, Pipeline), {}
-    is_split = is_pipeline or any(map(is_dtensor, parts.values()))
     for stage in range(model.n_stages if is_pipeline else 1):
         shapes = [{name: (part.shape, part.dtype) for name, part in parts.items()}]
         if is_pipeline:
@@ -372,7 +366,7 @@ def gather(model, parts, process):
                 whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
                 dist.broadcast(whole, group=model.group, group_src=stage)
             if process.rank == 0:
-                found[name] = whole.cpu() if is_split else whole
+                found[name] = whole.cpu()
     return found
 
 

@@ -36,9 +36,9 @@ class RunLog:
         self.gpt_config, self.config, self.data, self.process = gpt_config, config, data, process
         self.writer = self.wandb = None  # TensorBoard's SummaryWriter; the module wandb
         self.pace = []  # seconds per token of the last ten steps
-        # `skipped` counts steps with a non-finite gradient. `rises` counts how many times in a row
-        # the validation loss has risen.
-        self.skipped = self.rises = 0
+        # `skipped` counts steps with a non-finite gradient, and `skipped_in_row` those in a row.
+        # `rises` counts how many times in a row the validation loss has risen.
+        self.skipped = self.skipped_in_row = self.rises = 0
         self.figures = {}  # the last value of each stream
         model = whole_gpt(gpt_config)
         self.n_parameters = sum(p.numel() for p in model.parameters())
@@ -169,12 +169,15 @@ class RunLog:
     def write_step(self, step, n_tokens, seconds, **streams):
         """Logs a step. Prints every log_every-th step, and those with a non-finite gradient.
 
+        The tenth of those in a row raises a UserError.
+
         streams: numbers by their name in log.txt: train (the loss), lr, norm, tokens.
         """
         c, tok_s, norm = self.config, n_tokens / seconds, streams["norm"]
         self.write(step, **streams, tok_s=tok_s)
         is_bad = not math.isfinite(norm)
         self.skipped += is_bad
+        self.skipped_in_row = self.skipped_in_row + 1 if is_bad else 0
         self.pace = [*self.pace[-9:], seconds / n_tokens]
         left = c.max_steps - step - 1  # steps
         # In a ramp, steps have fewer tokens than total_batch_size; the number grows linearly.
@@ -190,6 +193,8 @@ class RunLog:
                 f"{tok_s:,.0f} tok/s | lr {streams['lr']:.2e} | {seconds * 1000:.0f} ms | "
                 f"{flops / 1e12:.2f} TFLOP/s{mfu}"))
         cli.show_progress(step + 1, c.max_steps, progress)
+        if self.skipped_in_row == 10:
+            raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
 
     def finish(self, step):
         """Prints how the run has ended."""

@@ -89,5 +89,5 @@ def answer(model, x, y, tokenizer, device):
     first = int((y != -100).argmax())  # this position predicts the first token of the response
     n = y.tolist().index(tokenizer.end_of_text, first) + 1 - first  # tokens of the response
     idx = torch.from_numpy(x[None, : first + 1]).to(device)  # (1, first + 1)
-    ids = model.generate(idx, n, temperature=0)[0, 1:].tolist()
+    ids = torch.cat([idx, *generate_tokens(model, idx, n, temperature=0)], dim=1)[0, 1:].tolist()
     return f"{tokenizer.decode(ids)}\nexpected: {tokenizer.decode(y[first : first + n])}"

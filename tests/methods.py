@@ -9,6 +9,7 @@ import torch
 
 from model import GPTConfig
 from plaingpt.device import start
+from plaingpt.sampling import generate_tokens
 from train_gpt2 import TrainConfig, make_training, train_step
 
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -27,8 +28,9 @@ for step in range(2):  # the second time with the weights after a step
         h = model.hidden(x)  # (B, T, C)
         found[step] = dict(
             hidden=h, logits=model.logits(h[:, -1]), loss=model.loss(h, y),
-            losses=model.loss(h, y, reduction="none"), greedy=model.generate(x, 9, temperature=0),
-            drawn=model.generate(x[:, :3], 9, top_k=9, top_p=0.9, seed=2))
+            losses=model.loss(h, y, reduction="none"),
+            greedy=[*generate_tokens(model, x, 9, temperature=0)],
+            drawn=[*generate_tokens(model, x[:, :3], 9, top_k=9, top_p=0.9, seed=2)])
     model.train()
     n_targets = x.numel() * process.dp_size  # all processes have the same sequences
     found[step]["trained"] = train_step(training, n_targets, micro_batches, 0.5, [], process)

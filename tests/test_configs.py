@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import ROOT, program, read_log, train
 
-from model import GPT, PRESETS, GPTConfig
+from model import GPT, GPTConfig
 from plaingpt.cli import UserError, parse_flags
 from plaingpt.data import Sources, plan_steps
-from train_gpt2 import RECIPES, TrainConfig, choose_data, get_lr, make_configs
+from train_gpt2 import TrainConfig, choose_data, get_lr, make_configs
 
 
 def configs(*flags):
@@ -40,12 +40,12 @@ def test_gpt2_preset_is_the_published_recipe(shards):
 @pytest.mark.parametrize("preset, millions", [
     ("gpt3-350m", 356), ("gpt3-760m", 760), ("gpt3-1.3b", 1316), ("gpt3-2.7b", 2652),
     ("gpt3-6.7b", 6658), ("gpt3-13b", 12853)])
-def test_presets_of_gpt3(preset, millions):
+def test_presets_of_gpt3(preset, millions, shards):
     """GPT-3 paper, table 2.1: names, batches of 0.5M, 1M or 2M tokens, at most 10B tokens here."""
+    gpt_config, config = configs("--preset", preset, "--data", str(shards))
     with torch.device("meta"):
-        model = GPT(GPTConfig(**PRESETS[preset]))
+        model = GPT(gpt_config)
     assert round(sum(p.numel() for p in model.parameters()) / 10**6) == millions
-    config = TrainConfig(**RECIPES.get(preset, {}))
     assert 9.9e9 < config.total_batch_size * config.max_steps < 10.1e9
     assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=2e-3)
     assert config.total_batch_size % (8 * config.batch_size * 2048) == 0

@@ -1,15 +1,20 @@
 """plaingpt/device.py: devices and their errors, and the thread that prepares batches."""
 
+import json
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, ROOT
+from conftest import ALONE, CPU, MODEL, ROOT, TINY, read_log
 
+import plaingpt.device as devices
+import train_gpt2
+from model import GPT
 from plaingpt.cli import UserError
 from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch
 
@@ -60,6 +65,59 @@ def test_out_of_memory_gives_a_one_sentence_error():
         with pytest.raises(UserError, match="^too large; choose a smaller one$"):
             with memory_advice("too large; choose a smaller one"):
                 error()
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """Turns the CPU into a GPU with memory for a number of sequences -> (that number, sizes tried).
+
+    The search runs the model on the CPU. Test and search use both lists.
+    """
+    most, tried, forward = [4], [], GPT.forward
+    has_memory, fit = devices.has_memory, devices.fit_batch_size
+
+    def limited(model, idx, targets=None):
+        torch.rand(1)
+        if len(idx) > most[0] and model.lm_head.weight.grad is not None:  # in the second pass
+            raise torch.OutOfMemoryError
+        return forward(model, idx, targets)
+
+    monkeypatch.setattr(GPT, "forward", limited)
+    monkeypatch.setattr(devices, "has_memory", lambda training, B, T, _:
+                        tried.append(B) or has_memory(training, B, T, ALONE))
+    monkeypatch.setattr(devices, "fit_batch_size", lambda *args: fit(
+        *args[:-1], replace(args[-1], device=torch.device("cuda"))))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    return most, tried
+
+
+@pytest.mark.parametrize("sizes, most, tried", [
+    ([(64, 16)], 16, [16, 16]),
+    ([(64, 16)], 4, [16, 8, 4, 8, 4]),  # compiled code begins with one that eager code cannot
+    ([(45, 15)], 8, [15, 3, 15, 3]),  # 7 does not divide 45
+    ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # 4 does not divide the ramp's 6
+    ([(2, 2)], 0, [2, 1, 1])])
+def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, tried):
+    small_gpu[0][0], config = most, train_gpt2.TrainConfig()
+    training, state = train_gpt2.make_training(MODEL, config, ALONE), torch.get_rng_state()
+    args = training, config, 32, sizes, ALONE
+    if most:
+        assert devices.fit_batch_size(*args) == tried[-1]
+    else:
+        with pytest.raises(UserError, match="^no sequence fits .* with --parallel fsdp$"):
+            devices.fit_batch_size(*args)
+    assert small_gpu[1] == tried and torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in training.raw_model.parameters())
+
+
+def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    i, ramp = TINY.index("--batch_size"), ["--rampup_steps", "4", "--rampup_batch_size", "256"]
+    train_gpt2.main([*TINY, *ramp, "--dropout", "0.1", "--log_dir", "given"])
+    assert not small_gpu[1]
+    train_gpt2.main([*TINY[:i], *TINY[i + 2 :], *ramp, "--dropout", "0.1", "--log_dir", "found"])
+    assert small_gpu[1] == [16, 8, 4, 8, 4] and read_log("found") == read_log("given")
+    assert json.loads(Path("found/run.json").read_text())["train_config"]["batch_size"] == 4
 
 
 def test_sums_of_one_process_stay_where_they_are():

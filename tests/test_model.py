@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import randomise
 
-from model import GPT, PRESETS, GPTConfig
+from model import GPT, GPTConfig
 from plaingpt.cli import UserError
 from plaingpt.huggingface import load_gpt2, save_gpt2
 from plaingpt.muon import Muon
@@ -23,7 +23,7 @@ DROPOUT = replace(SMALL, dropout=0.3)
 @pytest.fixture(scope="module")
 def gpt2():
     torch.manual_seed(1337)
-    return GPT(GPTConfig(**PRESETS["gpt2"]))
+    return GPT(GPTConfig())
 
 
 def test_parameters(gpt2):
