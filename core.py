@@ -31,7 +31,8 @@ import yaml  # comes with the package datasets
 
 import plaingpt.evaluation as evaluation
 from plaingpt.cli import EMPTY, UserError, print0, run_program
-from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, load_records
+from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields
+from plaingpt.text import read_records
 
 
 @dataclass
@@ -74,7 +75,7 @@ def find_tasks(path, names):
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
     chance = {row["Eval Task"]: 0.01 * float(row["Random baseline"])
-              for row in load_records([path / "eval_meta_data.csv"])}
+              for row in read_records([path / "eval_meta_data.csv"])}
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
@@ -89,7 +90,7 @@ def find_tasks(path, names):
 
 def load_task(task, options):
     """Loads a Task -> Examples of its items. Raises UserError."""
-    items = list(load_records([task.file]))
+    items = list(read_records([task.file]))
     random.Random(1337).shuffle(items)
     items = items[: options.max_per_task or None]
     n = task.num_fewshot if options.num_fewshot is None else options.num_fewshot

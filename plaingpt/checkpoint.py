@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt import parallel
+from plaingpt import cli, parallel
 from plaingpt.cli import FREE, UserError, explaining, marked, print0, replacing, writing
 from plaingpt.device import check_equal, memory_advice, on_rank0
 from tokenizer import get_tokenizer, load_tokenizer
@@ -55,7 +55,7 @@ class Saver:
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
             model=weights, optimizer=moments, scaler=self.scaler.state_dict(), step=step,
-            position=position, best_val=self.best_val, tokenizer=self.data.tokenizer.source,
+            position=position, tokenizer=self.data.tokenizer.source,
             model_code=self.model_code, model_config=asdict(model.config),
             train_config={k: v for k, v in settings.items() if k not in self.free})
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
@@ -97,8 +97,8 @@ class Saver:
             set_moments(optimizer, moments_by_name(saved[kind]))
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
-        if config.keep_best:  # model_best.pt may be newer than the checkpoint
-            self.best_val = on_rank0(read_best_val, Path(place, "model_best.pt"))
+        losses = on_rank0(cli.read_streams, Path(place, "log.txt")).get("val", {})
+        self.best_val = min((v for s, v in losses.items() if 0 < s <= step), default=math.inf)
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in flags.items():
@@ -194,7 +194,8 @@ def check_file(path, remedy):
 def convert_nanogpt(found):
     """Dict of a checkpoint of nanoGPT or build-nanogpt -> one like ours, but without optimizers.
 
-    Raises ValueError unless its ids are GPT-2's. Their vocabulary of 50,304 has unused ids.
+    Raises ValueError unless its ids are GPT-2's. Their vocabulary of 50,304 has unused ids, which
+    are cut off.
     """
     shape = found.get("model_args") or getattr(found.get("config"), "__dict__", {})
     if shape.get("vocab_size") not in (50257, 50304):
@@ -202,18 +203,10 @@ def convert_nanogpt(found):
     config = GPTConfig(vocab_size=50257, **{name: shape[name] for name in (
         "block_size", "n_layer", "n_head", "n_embd")})
     given = {name.removeprefix("_orig_mod."): w for name, w in found["model"].items()}
-    weights = {name: given[name].float() if name in given else torch.zeros(p.shape)
+    weights = {name: given[name].float()[: len(p)] if name in given else torch.zeros(p.shape)
                for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)
                if name in given or name.endswith(".bias")}  # bias=False; others must be there
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        weights[name] = weights[name][:50257]  # (vocab_size, C)
     return dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
-
-
-def read_best_val(path):
-    """Returns the validation loss of a checkpoint, or infinity if there is no such file."""
-    with explaining(f"{path}: cannot be read", "delete it"):
-        return float(read_file(path)["best_val"]) if path.exists() else math.inf
 
 
 def hash_of_code(paths):

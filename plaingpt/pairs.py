@@ -18,11 +18,12 @@ from plaingpt.cli import UserError, print0
 from plaingpt.text import read_records
 
 
-def encode_pair(where, record, tokenizer):
+def encode_pair(record, tokenizer):
     """Returns the ids of the prompt and of the response in a record, two lists. Raises UserError.
 
-    where: the place of the record, for the message.
+    The field `where` of the record is its place, for the message.
     """
+    where = f"--data {record['where']}"
     texts = [record.get(name) for name in ("prompt", "response")]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
         raise UserError(f"{where}: needs a prompt and a response (docs/data.md), or use fineweb.py")
@@ -40,8 +41,7 @@ def read_pairs(path, tokenizer, T):
     """
     if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
         raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
-    pairs = [encode_pair(f"--data {path}, {where}", record, tokenizer)
-             for where, record in read_records(path)]
+    pairs = [encode_pair(record, tokenizer) for record in read_records([path])]
     random.Random(0).shuffle(pairs)
     end = tokenizer.end_of_text
     ids, counted, sizes = array("I", [end]), bytearray(1), [0]

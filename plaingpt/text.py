@@ -69,18 +69,14 @@ def load_hub(dataset, name=None, split="train", patient=True):
     import datasets
     import requests  # `datasets` needs this package, too
 
-    offline = datasets.config.HF_HUB_OFFLINE
-    try:
-        if not (patient or offline):
-            try:
-                requests.head(datasets.config.HF_ENDPOINT, timeout=5)
-            except requests.RequestException:
-                datasets.config.HF_HUB_OFFLINE = True
-        # Network errors come from several libraries.
-        with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
-            data = datasets.load_dataset(dataset, name, split=split)
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline  # the next data set asks the hub again
+    if not (patient or datasets.config.HF_HUB_OFFLINE):
+        try:
+            requests.head(datasets.config.HF_ENDPOINT, timeout=5)
+        except requests.RequestException:
+            datasets.config.HF_HUB_OFFLINE = True  # until this program ends
+    # Network errors come from several libraries.
+    with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
+        data = datasets.load_dataset(dataset, name, split=split)
     files = [Path(file["filename"]) for file in data.cache_files]
     return files, data.num_rows, files[0].parent.name if files else None
 
@@ -148,17 +144,17 @@ def parse_record(item):
     return item
 
 
-def read_records(path):
-    """Yields (where, record): a place such as "line 7", and a dict. Raises UserError.
+def read_records(paths):
+    """Yields the records of files, as dicts. Their field `where` is the place. Raises UserError.
 
-    The file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
+    A file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
     """
-    path = Path(path)
-    with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
-        for where, item in read_items(path, decompress(path, file)):
-            with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
-                record = parse_record(item)
-            yield where, record
+    for path in map(Path, paths):
+        with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
+            for where, item in read_items(path, decompress(path, file)):
+                with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
+                    record = parse_record(item)
+                yield {**record, "where": f"{path}, {where}"}
 
 
 def read_documents(paths, text_key="text", cut=False):

@@ -69,26 +69,17 @@ def is_gpt2(settings):
 
 def build(token_bytes, special):
     """Bytes of each id, {text: id} of special tokens -> the tokenizer.json of "gpt2" or "bytes"."""
+    bpe_encode = require("tiktoken._educational").bpe_encode
     letters = {byte: c for c, byte in BYTE_OF.items()}
     names = ["".join(map(letters.get, token)) for token in token_bytes]
-    ids = dict(zip(names, range(len(names) - len(special))))
-    merges = [split_token(name, ids) for name in ids if len(name) > 1]
-    library = require("tokenizers").ByteLevelBPETokenizer(ids, merges)
+    ranks, merges = {}, []
+    for token in token_bytes[: len(names) - len(special)]:
+        if len(token) > 1:  # it merges the two tokens into which the earlier ones split it
+            merges.append(tuple(names[i] for i in bpe_encode(ranks, token, visualise=None)))
+        ranks[token] = len(ranks)
+    library = require("tokenizers").ByteLevelBPETokenizer(dict(zip(names, ranks.values())), merges)
     library.add_special_tokens([*special])
     return json.loads(library.to_str())
-
-
-def split_token(token, ids):
-    """Returns the two tokens whose merge gives this token.
-
-    BPE merges first the pair whose merge has the lowest id.
-    """
-    parts = [*token]
-    while len(parts) > 2:
-        merged = [ids.get(left + right, len(ids)) for left, right in zip(parts, parts[1:])]
-        i = merged.index(min(merged))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return tuple(parts)
 
 
 def read_settings(place, end_of_text=None):

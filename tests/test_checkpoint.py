@@ -30,7 +30,7 @@ def test_what_a_run_writes(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
     saved = checkpoint(tmp_path / "run", 2)
     assert {*saved} == {"model", "model_code", "optimizer", "scaler", "step", "position",
-                        "model_config", "train_config", "tokenizer", "best_val"}
+                        "model_config", "train_config", "tokenizer"}
     assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
     GPT(GPTConfig(**saved["model_config"])).load_state_dict(saved["model"])  # no prefixes
     assert not {"batch_size", "rank", "world_size"} & {*saved["train_config"]}

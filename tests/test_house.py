@@ -129,16 +129,10 @@ def runs_at_import(statement):
 @pytest.mark.parametrize("path", PRODUCT, ids=str)
 def test_importing_a_file_does_nothing(path):
     """Except for plaingpt/__init__.py, which everything imports first: it sets OpenMP's environment
-    before torch is imported, and refuses another model.py before that is imported."""
+    before torch is imported."""
     found = [ast.unparse(statement) for statement in parsed[path].body if runs_at_import(statement)]
     if path == Path("plaingpt/__init__.py"):
-        assert found.pop(0) == "os.environ.setdefault('GOMP_SPINCOUNT', '10000')"
-        (loop,) = (node for node in parsed[path].body if isinstance(node, ast.For))
-        assert found.pop() == ast.unparse(loop) and len(loop.body) == 2
-        assert isinstance(loop.body[0], ast.Assign)  # of the two paths
-        refusal = loop.body[1]
-        assert isinstance(refusal, ast.If) and not refusal.orelse
-        assert [type(each) for each in refusal.body] == [ast.Raise]
+        assert found.pop() == "os.environ.setdefault('GOMP_SPINCOUNT', '10000')"
     assert not found
 
 
