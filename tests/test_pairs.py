@@ -130,8 +130,9 @@ def test_only_the_responses_are_learned(tmp_path):
 
 
 REFUSED = {
-    '{"text": "a"}': "line 2: needs a prompt and a response .docs/data.md., or use fineweb.py",
-    '{"prompt": "a", "response": ""}': "line 2: needs a prompt and a response",
+    '{"text": "a"}': "line 2: needs prompt and response texts; see docs/data.md or fineweb.py",
+    '{"prompt": "a", "response": ""}': "line 2: needs prompt and response texts",
+    '{"prompt": "1+1=", "response": 2}': "line 2: needs prompt and response texts",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
     "text": r"x.jsonl, line 2: is damaged \(not JSON",
 }
@@ -144,6 +145,12 @@ def test_refused_pairs(tmp_path, line):
         read_pairs(tmp_path / "x.jsonl", BYTES, 8)
 
 
+def test_a_file_without_pairs(tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(UserError, match="x.json: has no pairs; give another file"):
+        read_pairs(tmp_path / "x.json", BYTES, 8)
+
+
 def test_long_pairs(tmp_path, capsys):
     path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
     read_pairs(path, BYTES, 16)
@@ -151,3 +158,6 @@ def test_long_pairs(tmp_path, capsys):
         capsys.readouterr().out
     with pytest.raises(UserError, match="10 of 10 pairs have more than 4 tokens"):
         read_pairs(path, BYTES, 4)
+    read_pairs(write_pairs(path, [("a", "b" * 5)] * 199 + [("a", "b" * 30)]), BYTES, 16)
+    assert "1 of 200 pairs have more than 16 tokens and are left out; --block_size 32" in \
+        capsys.readouterr().out  # never a shorter one, although few are long
