@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ALONE, CPU, MODEL, fresh, program, read_log, train, write_lines
+from conftest import ALONE, CPU, MODEL, ROOT, fresh, program, read_log, train, write_lines
 from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
@@ -127,6 +127,14 @@ def test_only_the_responses_are_learned(tmp_path):
     write_pairs(tmp_path / "q.jsonl", [("abc", "yes"), ("abc", "ye"), ("abc", "yes!")])
     out, _ = program("--data", "q.jsonl", "--checkpoint", "run", cwd=tmp_path, program="answers.py")
     assert "acc                0.3333 ± 0.2722" in out
+
+
+def test_only_pairs_end_at_a_line_break(pairs):
+    """The data decide this, not the weights of --init_from, which may be from other data."""
+    for path, source in ((pairs, "lines"), (ROOT / "input.txt", "bytes")):
+        for before in ("bytes", "lines"):
+            data = Data(Sources([str(path)]), get_tokenizer(before), MODEL)
+            assert data.tokenizer.source == source
 
 
 REFUSED = {
