@@ -124,6 +124,10 @@ def test_only_the_responses_are_learned(tmp_path):
     out, _ = program("--checkpoint", "run", "--prompt", "abc", "--temperature", 0, cwd=tmp_path,
                      program="generate.py")
     assert out.strip().endswith("---\nabcyes")  # a line break ends the text
+    program("--checkpoint", "run", "--output", "hf", cwd=tmp_path, program="export.py")
+    hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
+    ids = hf.generate(torch.tensor([[*b"\nabc"]]), do_sample=False, max_length=32)
+    assert bytes(ids[0].tolist()) == b"\nabcyes\n"  # it stops there, too
     write_pairs(tmp_path / "q.jsonl", [("abc", "yes"), ("abc", "ye"), ("abc", "yes!")])
     out, _ = program("--data", "q.jsonl", "--checkpoint", "run", cwd=tmp_path, program="answers.py")
     assert "acc                0.3333 ± 0.2722" in out
