@@ -128,9 +128,10 @@ def test_only_the_responses_are_learned(tmp_path):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     ids = hf.generate(torch.tensor([[*b"\nabc"]]), do_sample=False, max_length=32)
     assert bytes(ids[0].tolist()) == b"\nabcyes\n"  # it stops there, too
-    write_pairs(tmp_path / "q.jsonl", [("abc", "yes"), ("abc", "ye"), ("abc", "yes!")])
+    # The last response has half of a surrogate pair, which is no UTF-8.
+    write_pairs(tmp_path / "q.jsonl", [("abc", r) for r in ("yes", "ye", "yes!", "yes\ud83d")])
     out, _ = program("--data", "q.jsonl", "--checkpoint", "run", cwd=tmp_path, program="answers.py")
-    assert "acc                0.3333 ± 0.2722" in out
+    assert "acc                0.2500 ± 0.2165" in out
 
 
 def test_only_pairs_end_at_a_line_break(pairs):
