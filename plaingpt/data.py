@@ -50,13 +50,15 @@ class Data:
     """
 
     def __init__(self, sources, tokenizer, gpt_config):
-        self.tokenizer, self.shares = tokenizer, list(sources.shares.values())
+        self.shares = list(sources.shares.values())
         shape = gpt_config.vocab_size, gpt_config.block_size
         splits = [open_splits(path, tokenizer, sources.val_fraction, *shape)
                   for path in sources.shares]
         self.train, self.val = map(list, zip(*splits))
-        if tokenizer.name == "bytes" and any(tokens.counted is not None for tokens in self.val):
-            self.tokenizer = get_tokenizer("lines")  # a line break ends a text
+        # In pairs, a line break ends a text. Without pairs, it does not, whatever the weights of
+        # --init_from were trained on.
+        kind = "lines" if any(tokens.counted is not None for tokens in self.val) else "bytes"
+        self.tokenizer = get_tokenizer(kind) if tokenizer.name == "bytes" else tokenizer
         names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
         unique = len({*names}) == len(names)
         self.names = names if unique else [re.sub(r"\s", "%20", path) for path in sources.shares]

@@ -25,7 +25,7 @@ from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
 from plaingpt.cli import UserError, print0
 from plaingpt.sampling import attention_for_many_shapes
-from plaingpt.text import load_hub, read_records
+from plaingpt.text import clean_text, load_hub, read_records
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
 # A forward pass has so many tokens. The caches of a CPU are small.
@@ -199,7 +199,8 @@ def score(model, examples, rows, process, tokens_per_forward):
         log_likelihood=sums[0],  # of the ending, in nats
         tokens=sums[1].astype(int),  # all of the ending, unless it was cut
         # of the ending, with the white space at its start
-        bytes=np.array([len(e.encode()) for x in examples for e in x.endings * len(x.contexts)]),
+        bytes=np.array([len(clean_text(e).encode()) for x in examples
+                        for e in x.endings * len(x.contexts)]),
         greedy=sums[2] == sums[1],  # whether every token is the likeliest one
         last_greedy=sums[3] > 0)  # whether the last token is, given the correct earlier ones
 

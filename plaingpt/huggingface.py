@@ -51,9 +51,9 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
         n_positions=c.block_size, n_ctx=c.block_size,  # llama.cpp reads n_ctx, the old name
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        # Pipelines put the prefix before a prompt, as generate.py does. For bytes, no token means
-        # the end of a text.
-        bos_token_id=end, eos_token_id=end if tokenizer.special else None,
+        # Pipelines put the prefix before a prompt, as generate.py does. In bytes, no token means
+        # the end of a text, but after training on pairs ("lines"), a line break does.
+        bos_token_id=end, eos_token_id=None if tokenizer.source == "bytes" else end,
         prefix=tokenizer.decode([end])))
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")

@@ -26,7 +26,7 @@ def encode_pair(record, tokenizer):
     where = f"--data {record['where']}"
     texts = [record.get(name) for name in ("prompt", "response")]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
-        raise UserError(f"{where}: needs a prompt and a response (docs/data.md), or use fineweb.py")
+        raise UserError(f"{where}: needs prompt and response texts; see docs/data.md or fineweb.py")
     if tokenizer.name == "bytes" and "\n" in "".join(texts):
         raise UserError(f"{where}: has a line break, which ends bytes; use --tokenizer gpt2")
     return [tokenizer.encode(text) for text in texts]
@@ -54,9 +54,9 @@ def read_pairs(path, tokenizer, T):
             counted += bytes(fill + len(prompt)) + b"\1" * (len(response) + 1)
     n_long, size = sum(size > T for size in sizes), sorted(sizes)[-(-len(pairs) * 99 // 100)]
     message = (f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
-               f"out; --block_size {1 << (size - 1).bit_length()} keeps 99% of them")
+               f"out; --block_size {1 << max(T, size - 1).bit_length()} keeps 99% of them")
     if n_long == len(pairs):
-        raise UserError(message)
+        raise UserError(message if pairs else f"--data {path}: has no pairs; give another file")
     if n_long:
         print0(f"note: {message}")
     fill = -(len(ids) - 1) % T

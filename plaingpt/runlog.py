@@ -86,7 +86,6 @@ class RunLog:
         """
         c, g, process = self.config, self.gpt_config, self.process
         n_train = sum(map(len, self.data.train))
-        n_val = min(map(len, self.data.val))  # of the smallest set
         commit = untracked = changes = b""
         with contextlib.suppress(UserError):  # a copy of the files may be without git
             commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
@@ -111,7 +110,7 @@ class RunLog:
                f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
         if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
             print0(f"note: the run reads the data {epochs} times; more data would be better")
-        if n_val < 4096:
+        if (n_val := min(map(len, self.data.val))) < 4096:  # of the smallest set
             print0(f"note: only {n_val:,} validation tokens; raise --val_fraction or --val_shards")
 
     def write(self, step, **values):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ALONE, CPU, MODEL, fresh, program, read_log, train, write_lines
+from conftest import ALONE, CPU, MODEL, ROOT, fresh, program, read_log, train, write_lines
 from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
@@ -124,14 +124,28 @@ def test_only_the_responses_are_learned(tmp_path):
     out, _ = program("--checkpoint", "run", "--prompt", "abc", "--temperature", 0, cwd=tmp_path,
                      program="generate.py")
     assert out.strip().endswith("---\nabcyes")  # a line break ends the text
-    write_pairs(tmp_path / "q.jsonl", [("abc", "yes"), ("abc", "ye"), ("abc", "yes!")])
+    program("--checkpoint", "run", "--output", "hf", cwd=tmp_path, program="export.py")
+    hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
+    ids = hf.generate(torch.tensor([[*b"\nabc"]]), do_sample=False, max_length=32)
+    assert bytes(ids[0].tolist()) == b"\nabcyes\n"  # it stops there, too
+    # The last response has half of a surrogate pair, which is no UTF-8.
+    write_pairs(tmp_path / "q.jsonl", [("abc", r) for r in ("yes", "ye", "yes!", "yes\ud83d")])
     out, _ = program("--data", "q.jsonl", "--checkpoint", "run", cwd=tmp_path, program="answers.py")
-    assert "acc                0.3333 ± 0.2722" in out
+    assert "acc                0.2500 ± 0.2165" in out
+
+
+def test_only_pairs_end_at_a_line_break(pairs):
+    """The data decide this, not the weights of --init_from, which may be from other data."""
+    for path, source in ((pairs, "lines"), (ROOT / "input.txt", "bytes")):
+        for before in ("bytes", "lines"):
+            data = Data(Sources([str(path)]), get_tokenizer(before), MODEL)
+            assert data.tokenizer.source == source
 
 
 REFUSED = {
-    '{"text": "a"}': "line 2: needs a prompt and a response .docs/data.md., or use fineweb.py",
-    '{"prompt": "a", "response": ""}': "line 2: needs a prompt and a response",
+    '{"text": "a"}': "line 2: needs prompt and response texts; see docs/data.md or fineweb.py",
+    '{"prompt": "a", "response": ""}': "line 2: needs prompt and response texts",
+    '{"prompt": "1+1=", "response": 2}': "line 2: needs prompt and response texts",
     '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
     "text": r"x.jsonl, line 2: is damaged \(not JSON",
 }
@@ -144,6 +158,12 @@ def test_refused_pairs(tmp_path, line):
         read_pairs(tmp_path / "x.jsonl", BYTES, 8)
 
 
+def test_a_file_without_pairs(tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(UserError, match="x.json: has no pairs; give another file"):
+        read_pairs(tmp_path / "x.json", BYTES, 8)
+
+
 def test_long_pairs(tmp_path, capsys):
     path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
     read_pairs(path, BYTES, 16)
@@ -151,3 +171,6 @@ def test_long_pairs(tmp_path, capsys):
         capsys.readouterr().out
     with pytest.raises(UserError, match="10 of 10 pairs have more than 4 tokens"):
         read_pairs(path, BYTES, 4)
+    read_pairs(write_pairs(path, [("a", "b" * 5)] * 199 + [("a", "b" * 30)]), BYTES, 16)
+    assert "1 of 200 pairs have more than 16 tokens and are left out; --block_size 32" in \
+        capsys.readouterr().out  # never a shorter one, although few are long
