@@ -205,7 +205,9 @@ def hash_of_program():
     root = Path(__file__).parents[1]
     files = {Path(module.__file__) for module in [*sys.modules.values()]
              if getattr(module, "__file__", None)}
-    return hash_of_code(sorted(f for f in files if f.parent in (root, root / "plaingpt")))
+    # A virtual environment may be in the clone, too.
+    own = [f for f in files if root in f.parents and "site-packages" not in f.parts]
+    return hash_of_code(sorted(own))
 
 
 def move_aside(directory):
