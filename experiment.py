@@ -29,7 +29,6 @@ import inspect
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -108,7 +107,7 @@ def make_copy(name, commit, changes=b"", files=()):
         cli.run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
-def train(runs, title="training"):
+def train(runs, title="training; after Ctrl-C, the same command continues"):
     """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
 
     runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. Ctrl-C reaches
@@ -131,7 +130,6 @@ def train(runs, title="training"):
             raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
-    title = f"{title}; after Ctrl-C, the same command continues"
     with ThreadPoolExecutor(slots) as pool:
         list(tqdm(pool.map(train_one, range(len(runs))), title, len(runs)))  # waits for each run
 
@@ -140,15 +138,13 @@ def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
     train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], "one step")
     for side in sides:
-        facts = cli.read_json(side.directory("asked") / "run.json")
-        facts |= facts["model_config"] | facts["fingerprints"]
-        side.facts = facts.pop("train_config") | facts
+        said = cli.read_json(side.directory("asked") / "run.json")
+        side.facts = said | said.pop("train_config") | said["model_config"] | said["fingerprints"]
         known = {name: value for name, value in side.facts.items() if name not in OTHER_FACTS}
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     for name in ("validation split", "val_tokens", "block_size"):
-        old, new = [side.facts[name] for side in sides]
-        if old != new:
-            raise UserError(f"the losses do not compare: {name} was {old} and is {new}")
+        if len({side.facts[name] for side in sides}) > 1:
+            raise UserError(f"the losses do not compare: the change has another {name}")
 
 
 def choose_rates(sides, rates):
@@ -222,8 +218,7 @@ def check(side, base, seeds):
     code = f"import sys, torch\n{inspect.getsource(audit)}\naudit(*{arguments!r})" if new else ""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
-        error = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]
-        return f"a model cannot be scored on the data of the base ({error})"
+        return f"the base cannot score a model ({(done.stderr.splitlines() or ['killed'])[-1]})"
     return next(filter(None, map(find_fault, seeds)), None)
 
 
@@ -232,10 +227,8 @@ def compare(sides, config):
     ask(sides)
     if config.rates:
         choose_rates(sides, config.rates)
-    base, changed = sides
-    facts = dict(keys=[base.key, changed.key],
-                 parameters=[side.facts["parameters"] for side in sides])
-    if base.key == changed.key:
+    facts = dict(keys=[s.key for s in sides], parameters=[s.facts["parameters"] for s in sides])
+    if sides[0].key == sides[1].key:
         reason = "only comments, layout or docstrings have changed"
         return dict(facts, verdict="equal", difference=0.0, half=0.0, n=0, reason=reason)
     seeds = range(1, config.seeds + 1)
@@ -252,9 +245,8 @@ def compare(sides, config):
                  time_ratio=float(np.median(ratios)) if ratios else None)
     cli.print0("computing the losses again")
     for side in sides:
-        if reason := check(side, base, seeds):
-            facts.update(verdict="invalid", reason=reason)
-            continue  # keeps the models, which are computed again
+        if reason := check(side, sides[0], seeds):
+            return dict(facts, verdict="invalid", reason=reason)  # keeps the models, see check
         for seed in seeds[:-1]:
             for path in side.directory(seed).glob("model_*.pt"):
                 path.unlink()
@@ -297,8 +289,7 @@ def main():
     cli.lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    flags = shlex.split(config.flags)
-    sides = [Side("base", flags), Side("changed", flags + more)]
+    sides = [Side("base", config.flags.split()), Side("changed", config.flags.split() + more)]
     try:
         make_copy("base", commit)
         make_copy("changed", commit, changes, files)

@@ -203,8 +203,7 @@ class RunLog:
 def hash_of_program():
     """Returns a hash of the files of this clone that the program has imported. See hash_of_code."""
     root = Path(__file__).parents[1]
-    files = {Path(module.__file__) for module in [*sys.modules.values()]
-             if getattr(module, "__file__", None)}
+    files = {Path(getattr(m, "__file__", None) or "/") for m in [*sys.modules.values()]}
     # A virtual environment may be in the clone, too.
     own = [f for f in files if root in f.parents and "site-packages" not in f.parts]
     return hash_of_code(sorted(own))

@@ -15,7 +15,7 @@ from plaingpt.intervals import compare_pairs, t95, unpaired_interval
 
 FLAGS = ("--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
          "--total_batch_size 128 --batch_size 8 --val_tokens 512 --dtype float32 --device cpu "
-         "--data 'input.txt'")
+         "--data input.txt")
 UNTRACKED = ["idea.py", "\u60f3\u6cd5.py", ".#model.py"]
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 
@@ -148,9 +148,9 @@ def test_nothing_cheats_the_score(clone):
 
 
 @pytest.mark.parametrize("flags, reason", [
-    (["--val_tokens", "256"], "val_tokens was 512 and is 256"),
-    (["--val_fraction", "0.2"], "validation split was 2,000 tokens"),
-    (["--block_size", "32"], "block_size was 16 and is 32")])
+    (["--val_tokens", "256"], "another val_tokens"),
+    (["--val_fraction", "0.2"], "another validation split"),
+    (["--block_size", "32"], "another block_size")])
 def test_losses_of_other_data_do_not_compare(clone, flags, reason):
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
 
