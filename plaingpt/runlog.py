@@ -54,9 +54,8 @@ class RunLog:
         with cli.writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, cli.lock(directory, "--log_dir"))
-            old = read_log(self.path) if step > 0 else []
-            kept = [line for line in old
-                    if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
+            kept = [line for line in read_log(self.path) if line[0] < step
+                    or 0 < step == line[0] and line[1] not in STEP_STREAMS]
             self.known = {line[:2]: float(line[2]) for line in kept if line[0] == step}
             with cli.replacing(self.path) as file:
                 file.writelines(f"{s} {stream} {v}\n".encode() for s, stream, v in kept)
