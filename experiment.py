@@ -48,7 +48,7 @@ from plaingpt.cli import EMPTY, UserError
 from plaingpt.intervals import compare_pairs
 
 ROOT = Path(__file__).resolve().parent
-LAB = ROOT / "log" / "experiments"
+LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
 # The first ledger has the experiments of docs/experiments.md.
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
@@ -107,7 +107,7 @@ def make_copy(name, commit, changes=b"", files=()):
         cli.run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
-def train(runs, title="training"):
+def train(runs, title="training; after Ctrl-C, the same command continues"):
     """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
 
     runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. Ctrl-C reaches
@@ -123,15 +123,13 @@ def train(runs, title="training"):
         place.mkdir(parents=True, exist_ok=True)
         gpu = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
         command = [sys.executable, LAB / side.name / "train_gpt2.py", *gpu, *side.flags, *flags]
-        command += [*QUIET, "--log_dir", place]
-        with open(place / "output.txt", "w") as output:
-            done = subprocess.run(command, stdout=output, stderr=output)
+        with open(place / "output.txt", "w") as file:
+            done = subprocess.run([*command, *QUIET, "--log_dir", place], stdout=file, stderr=file)
         if done.returncode:
             lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
             raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
-    title = f"{title}; after Ctrl-C, the same command continues"
     with ThreadPoolExecutor(slots) as pool:
         list(tqdm(pool.map(train_one, range(len(runs))), title, len(runs)))  # waits for each run
 
@@ -140,10 +138,13 @@ def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
     train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], "one step")
     for side in sides:
-        facts = cli.read_json(side.directory("asked") / "run.json")
-        side.facts = {**facts.pop("train_config"), **facts}
+        said = cli.read_json(side.directory("asked") / "run.json")
+        side.facts = said | said.pop("train_config") | said["model_config"] | said["fingerprints"]
         known = {name: value for name, value in side.facts.items() if name not in OTHER_FACTS}
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    for name in ("validation split", "val_tokens", "block_size"):
+        if len({side.facts[name] for side in sides}) > 1:
+            raise UserError(f"the losses do not compare: the change has another {name}")
 
 
 def choose_rates(sides, rates):
@@ -156,7 +157,8 @@ def choose_rates(sides, rates):
         with contextlib.suppress(UserError):  # a large rate may diverge
             train([run for run in runs if run[0].last(run[1]) is None])
     for side in sides:
-        losses = {rate: side.last(f"rate{rate}") or math.inf for rate in rates}
+        # min returns inf instead of NaN, which is not below it.
+        losses = {rate: min(math.inf, side.last(f"rate{rate}") or math.inf) for rate in rates}
         best = min(losses, key=losses.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
         cli.print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
@@ -202,19 +204,22 @@ def audit(base, changed, facts, places):
 
 def check(side, base, seeds):
     """Returns why the losses of a side's runs do not count, or None. See audit."""
-    new = [str(side.directory(seed)) for seed in seeds if side.last(seed, "audit") is None]
-    arguments = [str(LAB / "base"), str(LAB / side.name), base.facts, new]
+    def find_fault(seed):
+        logged, found = side.last(seed), side.last(seed, "audit")
+        if found is None or not abs(found - logged) <= TOLERANCE * found:  # NaN is a fault, too
+            return f"the log has a loss of {logged:.4f}, but the logits give {found or 0:.4f}"
+        if not side.last(seed, "later") <= TOLERANCE:
+            return "the logits of a position depend on later tokens"
+
+    # A run with a fault is computed again, because the base may be another one by now.
+    new = [str(side.directory(seed)) for seed in seeds if find_fault(seed)]
+    facts = dict(base.facts, max_steps=side.facts["max_steps"])
+    arguments = [str(LAB / "base"), str(LAB / side.name), facts, new]
     code = f"import sys, torch\n{inspect.getsource(audit)}\naudit(*{arguments!r})" if new else ""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
-        return f"a model cannot be scored on the data of the base ({done.stderr.splitlines()[-1]})"
-    for seed in seeds:
-        logged, found = side.last(seed), side.last(seed, "audit")
-        if side.last(seed, "later") > TOLERANCE:
-            return "the logits of a position depend on later tokens"
-        if abs(found - logged) > TOLERANCE * found:
-            return f"the log has a loss of {logged:.4f}, but the logits give {found:.4f}"
-    return None
+        return f"the base cannot score a model ({(done.stderr.splitlines() or ['killed'])[-1]})"
+    return next(filter(None, map(find_fault, seeds)), None)
 
 
 def compare(sides, config):
@@ -222,10 +227,8 @@ def compare(sides, config):
     ask(sides)
     if config.rates:
         choose_rates(sides, config.rates)
-    base, changed = sides
-    facts = dict(keys=[base.key, changed.key],
-                 parameters=[side.facts["parameters"] for side in sides])
-    if base.key == changed.key:
+    facts = dict(keys=[s.key for s in sides], parameters=[s.facts["parameters"] for s in sides])
+    if sides[0].key == sides[1].key:
         reason = "only comments, layout or docstrings have changed"
         return dict(facts, verdict="equal", difference=0.0, half=0.0, n=0, reason=reason)
     seeds = range(1, config.seeds + 1)
@@ -242,8 +245,8 @@ def compare(sides, config):
                  time_ratio=float(np.median(ratios)) if ratios else None)
     cli.print0("computing the losses again")
     for side in sides:
-        if reason := check(side, base, seeds):
-            facts.update(verdict="invalid", reason=reason)
+        if reason := check(side, sides[0], seeds):
+            return dict(facts, verdict="invalid", reason=reason)  # keeps the models, see check
         for seed in seeds[:-1]:
             for path in side.directory(seed).glob("model_*.pt"):
                 path.unlink()
@@ -256,11 +259,10 @@ def describe(entry):
     return ("{date}  {change}: {verdict}; " + figures + "{reason}").format(**entry)
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else len(argv)
-    given = cli.parse_flags(__doc__, ExperimentConfig, argv=argv[:end], rest="PATCH")
-    patches, more, config = given.pop("PATCH"), argv[end + 1 :], ExperimentConfig(**given)
+def main():
+    end = [*sys.argv, "--"].index("--")
+    given = cli.parse_flags(__doc__, ExperimentConfig, argv=sys.argv[1:end], rest="PATCH")
+    patches, more, config = given.pop("PATCH"), sys.argv[end + 1 :], ExperimentConfig(**given)
     ledger = [json.loads(line) for path in LEDGERS if path.exists() for line in open(path)]
     if config.list:
         return cli.print0("\n".join(map(describe, ledger)))
@@ -270,15 +272,19 @@ def main(argv=None):
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
     names = [Path(path).stem for path in patches]
     if not patches:
-        changes = cli.run_git("diff", "--binary", commit)
-        files = cli.run_git("ls-files", "--others", "--exclude-standard", "*.py", place=ROOT)
-        files = files.decode().splitlines()
+        # The settings of git may want other prefixes or another program.
+        prefixes = "--src-prefix=a/", "--dst-prefix=b/"
+        changes = cli.run_git("diff", "--binary", "--no-ext-diff", *prefixes, commit)
+        names = cli.run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
+        # The link by which Emacs locks model.py has this end, too, but leads to no file.
+        files = [name for name in os.fsdecode(names).split("\0") if (ROOT / name).is_file()]
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
     entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config),
                  change=config.name or " ".join([*names, *more]),
                  patch=hashlib.sha256(changes).hexdigest()[:12])
+    cli.check_output("--json", config.json)
     LAB.mkdir(parents=True, exist_ok=True)
     cli.lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run

@@ -54,9 +54,8 @@ class RunLog:
         with cli.writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, cli.lock(directory, "--log_dir"))
-            old = read_log(self.path) if step > 0 else []
-            kept = [line for line in old
-                    if line[0] < step or line[0] == step and line[1] not in STEP_STREAMS]
+            kept = [line for line in read_log(self.path) if line[0] < step
+                    or 0 < step == line[0] and line[1] not in STEP_STREAMS]
             self.known = {line[:2]: float(line[2]) for line in kept if line[0] == step}
             with cli.replacing(self.path) as file:
                 file.writelines(f"{s} {stream} {v}\n".encode() for s, stream, v in kept)
@@ -207,9 +206,10 @@ class RunLog:
 def hash_of_program():
     """Returns a hash of the files of this clone that the program has imported. See hash_of_code."""
     root = Path(__file__).parents[1]
-    files = {Path(module.__file__) for module in [*sys.modules.values()]
-             if getattr(module, "__file__", None)}
-    return hash_of_code(sorted(f for f in files if f.parent in (root, root / "plaingpt")))
+    files = {Path(getattr(m, "__file__", None) or "/") for m in [*sys.modules.values()]}
+    # A virtual environment may be in the clone, too.
+    own = [f for f in files if root in f.parents and "site-packages" not in f.parts]
+    return hash_of_code(sorted(own))
 
 
 def move_aside(directory):

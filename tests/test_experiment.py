@@ -3,17 +3,20 @@
 import json
 import math
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 from conftest import program
 from test_experiments import copy_program
 
+import experiment as lab
 from plaingpt.intervals import compare_pairs, t95, unpaired_interval
 
 FLAGS = ("--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
          "--total_batch_size 128 --batch_size 8 --val_tokens 512 --dtype float32 --device cpu "
          "--data input.txt")
+UNTRACKED = ["idea.py", "\u60f3\u6cd5.py", ".#model.py"]
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 
 
@@ -62,7 +65,8 @@ def git(directory, *command):
 def clone(tmp_path_factory):
     directory = tmp_path_factory.mktemp("clone")
     copy_program(directory)
-    (directory / ".gitignore").write_text("log/*\n__pycache__/\n*.json\n")
+    (directory / ".gitignore").write_text("/log\n__pycache__/\n*.json\n")
+    (directory / "log").symlink_to(tmp_path_factory.mktemp("larger-disk"))
     git(directory, "init")
     git(directory, "add", ".")
     git(directory, "commit", "-m", "base")
@@ -80,7 +84,8 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
                          cwd=clone, program=clone / "experiment.py", status=STATUS[verdict])
     finally:
         (clone / file).write_text(text)
-        (clone / "idea.py").unlink(missing_ok=True)
+        for name in UNTRACKED:
+            (clone / name).unlink(missing_ok=True)
     found = json.loads((clone / "o.json").read_text())
     *_, line, printed = out.splitlines()
     assert json.loads(printed) == found and f": {verdict}; " in line or verdict == "failed", out
@@ -136,6 +141,58 @@ def test_nothing_cheats_the_score(clone):
     for file, old, new, reason in CHEATS:
         found = experiment(clone, "invalid", file=file, old=old, new=new)
         assert reason in found["reason"]
+        # The models stay: their losses are computed again when another base validates like them.
+        for seed in (1, 2):
+            run = clone / "log/experiments/runs" / f"{found['keys'][1]}-{seed}"
+            assert (run / "model_000040.pt").exists()
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["--val_tokens", "256"], "another val_tokens"),
+    (["--val_fraction", "0.2"], "another validation split"),
+    (["--block_size", "32"], "another block_size")])
+def test_losses_of_other_data_do_not_compare(clone, flags, reason):
+    assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
+
+
+def test_a_longer_run_is_a_change(clone):
+    found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "80"])
+    assert found["n"] == 2 and found["difference"] < 0
+
+
+def test_names_of_untracked_files_and_settings_of_git(clone):
+    """Emacs locks a file with a link that leads nowhere. git quotes names that are not ASCII."""
+    (clone / UNTRACKED[1]).write_text("x = 1\n")
+    (clone / UNTRACKED[2]).symlink_to("me@host.1234")
+    git(clone, "config", "diff.noprefix", "true")
+    git(clone, "config", "diff.external", "true")
+    line = "class MLP("
+    found = experiment(clone, "equal", old=line, new=f"# a comment\n{line}")
+    assert "docstrings" in found["reason"]
+
+
+def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
+    copy_program(tmp_path)
+    code = ("import sys; sys.path.insert(0, '.'); import ideas.mix, plaingpt.runlog as runlog; "
+            "print(runlog.hash_of_program())")
+    (tmp_path / "ideas").mkdir()
+    hashes = []
+    for text in ("x = 1", "x = 1  # a comment", "x = 2"):
+        (tmp_path / "ideas" / "mix.py").write_text(text)
+        hashes.append(subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True,
+                                     capture_output=True, text=True).stdout)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_diverged_rate_is_not_the_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(lab, "LAB", tmp_path)
+    monkeypatch.setattr(lab, "ask", lambda sides: None)
+    for rate, loss in ((1.0, "nan"), (0.5, "2.0")):
+        (tmp_path / "runs" / f"key-rate{rate}").mkdir(parents=True)
+        (tmp_path / "runs" / f"key-rate{rate}" / "log.txt").write_text(f"8 val {loss}\n")
+    side = lab.Side("base", [], dict(max_steps=8), "key")
+    lab.choose_rates([side], [1.0, 0.5])
+    assert side.flags == ["--max_lr", "0.5"]
 
 
 def test_a_change_that_fails(clone):
@@ -157,6 +214,7 @@ def test_a_change_that_fails(clone):
 @pytest.mark.parametrize("flags, sentence", [
     ([], "nothing is changed; edit model.py, give a patch, or give flags behind --"),
     (["--base", "nowhere", "--", "--seed", "3"], "git rev-parse (fatal: Needed a single revision)"),
+    (["--json", "no/v.json", "--", "--seed", "3"], "--json no/v.json: cannot write there; give"),
     (["no.patch"], "no.patch: no such patch; give a file"),
     (["--seeds", "1"], "--seeds 1: must be at least 2")])
 def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):
