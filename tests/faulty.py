@@ -15,15 +15,14 @@ MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
     "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
     "gradient": (train_gpt2.parallel, "clip_grad_norm", 3),  # gets one that is not finite
 }
-moment = sys.argv.pop(1)
-owner, name, n = MOMENTS[moment]
+owner, name, n = MOMENTS[sys.argv.pop(1)]
 function, calls = getattr(owner, name), 0
 
 
 def interrupted(*args, **kwargs):
     global calls
     calls += 1
-    if calls == n and moment == "gradient":
+    if calls == n and name == "clip_grad_norm":
         args[0].transformer.ln_f.bias.grad.fill_(math.nan)
     elif calls == n:
         os.kill(os.getpid(), signal.SIGINT)
