@@ -87,7 +87,7 @@ def test_resume_after_kills_at_random_times(tmp_path):
 # Row: `fineweb.py` is killed | the same command gives the shards of a run without kills
 
 
-SHARDS = ["--output_dir", "out", "--shard_size", 10_000, "--input"]
+SHARDS = ["--output_dir", "out", "--shard_size", 10_000, "--num_proc", 1, "--input"]
 
 
 @pytest.fixture(scope="module")
