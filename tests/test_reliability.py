@@ -87,14 +87,14 @@ def test_resume_after_kills_at_random_times(tmp_path):
 # Row: `fineweb.py` is killed | the same command gives the shards of a run without kills
 
 
-SHARDS = ["--output_dir", "out", "--shard_size", 10_000, "--num_proc", 1, "--input"]
+SHARDS = ["--output_dir", "out", "--shard_size", 6000, "--num_proc", 1, "--input"]
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     """A directory with a.jsonl and what fineweb.py makes of it: 88 shards in out/."""
     d = tmp_path_factory.mktemp("lines")
-    write_lines(d / "a.jsonl", [{"text": TEXT}] * 20)
+    write_lines(d / "a.jsonl", [{"text": TEXT}] * 12)
     program(*SHARDS, d / "a.jsonl", cwd=d, program="fineweb.py")
     return d
 
@@ -223,7 +223,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     flags = [*SHARDS, lines / "a.jsonl"]
     program(*flags, "--max_shards", 1, cwd=tmp_path, program="fineweb.py")
     _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2,
-                     limits={resource.RLIMIT_FSIZE: 19_000})  # bytes, fewer than in a shard
+                     limits={resource.RLIMIT_FSIZE: 11_000})  # bytes, fewer than in a shard
     assert re.search(r"error: out/out_train_000001\.npy: cannot write \(File too large\); .*"
                      "the same command continues", err)
     assert names(tmp_path / "out") == ["out_val_000000.npy", "progress.json"]
