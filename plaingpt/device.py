@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+# This import comes before torch, which ignores Ctrl-C while it imports numpy itself.
+import numpy  # noqa: F401
 import torch
 import torch.distributed as dist
 

@@ -148,9 +148,8 @@ def read_index(path):
     version, code, n = struct.unpack_from("<QBQ", data, 9)
     if data[:9] != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON_TYPES:
         raise ValueError(f"{path.name} does not begin with MMIDIDX, version 1, and type 4 or 8")
-    sizes = np.frombuffer(data, "<i4", n, 34)
-    # The sequences are one after the other in X.bin.
-    return MEGATRON_TYPES[code], int(sizes.sum(dtype=np.int64))
+    # The sequences are one after the other in X.bin, so the lengths of all are added.
+    return MEGATRON_TYPES[code], int(np.frombuffer(data, "<i4", n, 34).sum(dtype=np.int64))
 
 
 def is_text_file(path):

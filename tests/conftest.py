@@ -113,6 +113,10 @@ def stopped_at(out):
     return int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
 
 
+def everything_in(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 def names(directory, pattern="*"):
     """The sorted names of the files in a directory. changes.patch depends on the clone."""
     return sorted(path.name for path in directory.glob(pattern) if path.name != "changes.patch")

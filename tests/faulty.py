@@ -1,5 +1,6 @@
-"""Runs train_gpt2.py and sends it SIGTERM at a fixed moment: faulty.py MOMENT FLAGS…"""
+"""Runs train_gpt2.py with Ctrl-C, or a bad gradient, at a fixed moment: faulty.py MOMENT FLAGS…"""
 
+import math
 import os
 import signal
 import sys
@@ -7,10 +8,12 @@ import sys
 import train_gpt2
 from plaingpt.cli import run_program
 
-MOMENTS = {  # the function during whose n-th call the signal arrives
+MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
+    "start": (train_gpt2, "make_training", 1),
     "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
+    "gradient": (train_gpt2.parallel, "clip_grad_norm", 3),  # gets one that is not finite
 }
 owner, name, n = MOMENTS[sys.argv.pop(1)]
 function, calls = getattr(owner, name), 0
@@ -19,8 +22,10 @@ function, calls = getattr(owner, name), 0
 def interrupted(*args, **kwargs):
     global calls
     calls += 1
-    if calls == n:
-        os.kill(os.getpid(), signal.SIGTERM)
+    if calls == n and name == "clip_grad_norm":
+        args[0].transformer.ln_f.bias.grad.fill_(math.nan)
+    elif calls == n:
+        os.kill(os.getpid(), signal.SIGINT)
     return function(*args, **kwargs)
 
 

@@ -54,10 +54,6 @@ def test_tokens_of_nanogpt_and_llm_c(tmp_path):
             assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
     with pytest.raises(UserError, match="train.bin: is a shard; give its directory"):
         open_splits(tmp_path / "train.bin", get_tokenizer("gpt2"))
-    (tmp_path / "c" / "meta.pkl").write_bytes(b"never read")
-    ids.tofile(tmp_path / "c" / "train.bin")
-    with pytest.raises(UserError, match="ids of characters, so give its input.txt as --data"):
-        open_splits(tmp_path / "c", get_tokenizer("gpt2"))
 
 
 @pytest.fixture
