@@ -34,9 +34,9 @@ OTHER_NAMES = {
     "--val_every": "eval_interval eval_steps", "--wandb, with a project": "wandb_log wandb_project",
     "--log_every": "log_interval logging_steps", "--batch_size": "per_device_train_batch_size",
     "--model, or --checkpoint": "init_from model_type m", "--preset": "config model_type model",
-    "--checkpoint": "out_dir log_dir", "--grad_clip": "max_grad_norm", "--save_every": "save_steps",
-    "--log_dir": "out_dir", "--data": "dataset input_bin", "--block_size": "sequence_length",
-    "--prompt": "start", "--schedule": "decay_lr", "the code of model.py": "beta1 beta2 bias"}
+    "--checkpoint": "out_dir log_dir", "--prompt": "start", "code in model.py": "beta1 beta2 bias",
+    "--block_size": "sequence_length", "--grad_clip": "max_grad_norm", "--save_every": "save_steps",
+    "--log_dir": "out_dir", "--data": "dataset input_bin", "--schedule": "decay_lr"}
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -93,10 +93,9 @@ def advise(text, flags):
     flag = text.split("=")[0]
     if not text.startswith("-"):
         return f"{text} (settings are flags; quote a value with spaces)"
-    known = {name.lstrip("-"): name for name in flags}
-    for ours, theirs in OTHER_NAMES.items():
-        if ours.split(",")[0] in flags or not ours.startswith("--"):
-            known |= dict.fromkeys(theirs.split(), ours)
+    known = {name: ours for ours, names in OTHER_NAMES.items() for name in names.split()
+             if ours.split(",")[0] in flags or not ours.startswith("--")}
+    known |= {name.lstrip("-"): name for name in flags}
     close = difflib.get_close_matches(flag.lstrip("-"), known, 1, 0.7)
     return f"{flag} (use {known[close[0]]})" if close else f"{flag} (not here)"
 

@@ -32,7 +32,7 @@ def test_flags_of_other_trainers():
     for pair in ("config/train_gpt2.py (settings are flags; ", "--max_iters (use --max_steps)",
                  "--lr_decay_iters (use --max_steps)", "--eval_interval (use --val_every)",
                  "--eval_iters (use --val_tokens, ", "--val_max_steps (use --val_tokens, ",
-                 "--out_dir (use --log_dir)", "--beta2 (use the code of model.py)",
+                 "--out_dir (use --log_dir)", "--beta2 (use code in model.py)",
                  "--warmup_iters (use --warmup_steps)", "_decay_frac (use --min_lr)",
                  "accumulation_steps (use --total_batch_size, in tokens)"):
         assert pair in str(error.value)
