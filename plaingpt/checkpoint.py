@@ -192,7 +192,7 @@ def check_file(path, remedy):
 
 
 def convert_nanogpt(found):
-    """Dict of a checkpoint of nanoGPT or build-nanogpt -> one like ours, but without optimizers.
+    """Dict of a checkpoint of nanoGPT or build-nanogpt -> one with the model as we store it.
 
     Raises ValueError unless its ids are GPT-2's. Their vocabulary of 50,304 has unused ids, which
     are cut off.
@@ -206,7 +206,7 @@ def convert_nanogpt(found):
     weights = {name: given[name].float()[: len(p)] if name in given else torch.zeros(p.shape)
                for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)
                if name in given or name.endswith(".bias")}  # bias=False; others must be there
-    return dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
+    return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
 def hash_of_code(paths):
@@ -254,7 +254,7 @@ def read_weights(name):
     path = Path([name, *checkpoints(name)][-1])  # the newest checkpoint, if name is a run
     if path.is_file():
         checkpoint = load_checkpoint(path)
-        if "train_config" not in checkpoint:
+        if "model_args" in checkpoint:  # nanoGPT wrote it; build-nanogpt's GELU is ours
             print0("note: nanoGPT's GELU is exact, ours uses tanh: a logit may differ by 0.01")
         return unpack(checkpoint)
     if name in ("scratch", "resume"):  # nanoGPT's words

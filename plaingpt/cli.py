@@ -25,18 +25,18 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import get_args, get_origin
 
-# Flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer, with what to use here.
-OTHER_NAMES = dict(
-    max_iters="--max_steps", lr_decay_iters="--max_steps", num_iterations="--max_steps",
-    num_train_epochs="--max_steps", epochs="--max_steps", learning_rate="--max_lr", lr="--max_lr",
-    warmup_iters="--warmup_steps", decay_lr="--schedule", max_grad_norm="--grad_clip",
-    gradient_accumulation_steps="--total_batch_size, in tokens", sequence_length="--block_size",
-    per_device_train_batch_size="--batch_size", eval_iters="--val_tokens, in tokens",
-    eval_interval="--val_every", eval_steps="--val_every", log_interval="--log_every",
-    logging_steps="--log_every", save_steps="--save_every", dataset="--data", input_bin="--data",
-    config="--preset", model_type="--preset", out_dir="--log_dir, or --checkpoint",
-    output_dir="--log_dir", wandb_log="--wandb PROJECT", wandb_project="--wandb PROJECT",
-    start="--prompt", beta1="model.py", beta2="model.py", bias="model.py")
+# {our flag: the flags of nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer that mean it}.
+# A program suggests only flags that it has. A name that is almost ours needs no entry.
+OTHER_NAMES = {
+    "--max_steps": "max_iters lr_decay_iters num_iterations num_train_epochs epochs",
+    "--total_batch_size, in tokens": "gradient_accumulation_steps", "--max_lr": "learning_rate lr",
+    "--val_tokens, in tokens": "eval_iters val_max_steps", "--min_lr": "learning_rate_decay_frac",
+    "--val_every": "eval_interval eval_steps", "--wandb, with a project": "wandb_log wandb_project",
+    "--log_every": "log_interval logging_steps", "--batch_size": "per_device_train_batch_size",
+    "--model, or --checkpoint": "init_from model_type m", "--preset": "config model_type model",
+    "--checkpoint": "out_dir log_dir", "--prompt": "start", "code in model.py": "beta1 beta2 bias",
+    "--block_size": "sequence_length", "--grad_clip": "max_grad_norm", "--save_every": "save_steps",
+    "--log_dir": "out_dir", "--data": "dataset input_bin", "--schedule": "decay_lr"}
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -75,8 +75,9 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
         text = str(error).removeprefix("argument ").replace("ignored explicit", "takes no")
         raise UserError(f"{text}; see --help") from error
     if unknown:
-        unknown = [text for text in unknown if text.startswith("-")] or unknown  # not their values
-        hints = [advise(text, parser._option_string_actions) for text in unknown]
+        # Values of unknown flags are left out, but not nanoGPT's config/train_gpt2.py.
+        named = [text for text in unknown if text.startswith("-") or text.endswith(".py")]
+        hints = [advise(text, parser._option_string_actions) for text in named or unknown]
         raise UserError(f"unknown flags: {', '.join(hints)}; see --help")
     return vars(given)
 
@@ -92,8 +93,10 @@ def advise(text, flags):
     flag = text.split("=")[0]
     if not text.startswith("-"):
         return f"{text} (settings are flags; quote a value with spaces)"
-    known = OTHER_NAMES | {name[2:]: name for name in flags}
-    close = difflib.get_close_matches(flag[2:], known, 1, 0.7)
+    known = {name: ours for ours, names in OTHER_NAMES.items() for name in names.split()
+             if ours.split(",")[0] in flags or not ours.startswith("--")}
+    known |= {name.lstrip("-"): name for name in flags}
+    close = difflib.get_close_matches(flag.lstrip("-"), known, 1, 0.7)
     return f"{flag} (use {known[close[0]]})" if close else f"{flag} (not here)"
 
 

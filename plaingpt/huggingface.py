@@ -25,7 +25,7 @@ def load_gpt2(name):
     transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
     transformers.utils.logging.set_verbosity_error()
     # Transformers and its file formats raise exceptions of many kinds.
-    with explaining(f"{name}: transformers cannot load it", "use gpt2, a directory or checkpoint"):
+    with explaining(f"{name}: transformers cannot load it", "use gpt2, an export, or a .pt file"):
         c = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         for key, value in GPT2.items():
             if getattr(c, key, None) != value:

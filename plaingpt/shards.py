@@ -125,7 +125,7 @@ def open_shard(path):
         magic, version, n = np.fromfile(path, "<i4", 3).tolist()
         if path.name in ("train.bin", "val.bin") and (magic, version) not in BIN_TYPES:
             if path.with_name("meta.pkl").exists():
-                raise ValueError("nanoGPT's ids of characters, so give its input.txt as --data")
+                raise UserError(f"{path}: has ids of characters; give their input.txt as --data")
             return np.memmap(path, "<u2", "r")
         if (magic, version) not in BIN_TYPES:
             raise ValueError("its header does not begin with llm.c's magic number and version")

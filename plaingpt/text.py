@@ -47,7 +47,7 @@ def find_files(patterns):
     paths = [*{path.resolve(): path for path in paths}.values()]  # lists each file once
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give files or a quoted glob")
+            raise UserError(f"{path}: no such file; give files, a glob or a split's directory")
         if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES):
             raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths

@@ -102,7 +102,7 @@ def test_arguments_without_a_flag():
     ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
     ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "
      "see --help"),
-    ("--config=x --compile no.py", "unknown flags: --config (use --preset); see --help"),
+    ("--config=x --compile no", "unknown flags: --config (not here); see --help"),
     ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
     ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
 ])

@@ -10,10 +10,12 @@ import torch
 from conftest import program, randomise, write_bin
 
 import train_gpt2
+from bench import BenchConfig
 from generate import GenerateConfig
 from model import GPT, GPTConfig
 from plaingpt.checkpoint import load_model, load_newest
 from plaingpt.cli import OTHER_NAMES, UserError, parse_flags
+from plaingpt.evaluation import EvalConfig
 from plaingpt.shards import open_splits
 from tokenizer import get_tokenizer
 
@@ -22,24 +24,39 @@ SHAPE = dict(block_size=8, n_layer=2, n_head=2, n_embd=4)
 
 def test_flags_of_other_trainers():
     """The README of nanoGPT: its flags in one command, each with its name here."""
-    flags = ("--max_iters=2000 --lr_decay_iters=2000 --eval_interval=250 --eval_iters=20 "
-             "--beta2=0.9 --out_dir=out --gradient_accumulation_steps=4")
+    flags = ("config/train_gpt2.py --max_iters=2000 --lr_decay_iters=2000 --eval_interval=250 "
+             "--eval_iters=20 --beta2=0.9 --out_dir=out --gradient_accumulation_steps=4 "
+             "--warmup_iters=9 --val_max_steps=20 --learning_rate_decay_frac=0.1")
     with pytest.raises(UserError) as error:
         parse_flags("", GPTConfig, train_gpt2.TrainConfig, argv=[*flags.split(), "--seed", "1"])
-    for pair in ("--max_iters (use --max_steps)", "--lr_decay_iters (use --max_steps)",
-                 "--eval_interval (use --val_every)", "--eval_iters (use --val_tokens, ",
-                 "--out_dir (use --log_dir", "--beta2 (use model.py",
-                 "accumulation_steps (use --total_batch_size, in tokens"):
+    for pair in ("config/train_gpt2.py (settings are flags; ", "--max_iters (use --max_steps)",
+                 "--lr_decay_iters (use --max_steps)", "--eval_interval (use --val_every)",
+                 "--eval_iters (use --val_tokens, ", "--val_max_steps (use --val_tokens, ",
+                 "--out_dir (use --log_dir)", "--beta2 (use code in model.py)",
+                 "--warmup_iters (use --warmup_steps)", "_decay_frac (use --min_lr)",
+                 "accumulation_steps (use --total_batch_size, in tokens)"):
         assert pair in str(error.value)
-    with pytest.raises(UserError, match=r"--start \(use --prompt\), --out_dir \(use "):
-        parse_flags("", GenerateConfig, argv=["--start=hi", "--out_dir", "x", "--top_k", "1"])
+
+
+@pytest.mark.parametrize("config, flags, message", [
+    (GenerateConfig, "--start=hi --out_dir x --top_k 1",
+     "--start (use --prompt), --out_dir (use --checkpoint)"),
+    (GenerateConfig, "--log_dir=log/baby --init_from=gpt2-xl",
+     "--log_dir (use --checkpoint), --init_from (use --model, or --checkpoint)"),
+    (EvalConfig, "-m gpt2 -x 1", "-m (use --model, or --checkpoint), -x (not here)"),
+    (BenchConfig, "--max_iters=9 --model_type=gpt2",
+     "--max_iters (not here), --model_type (use --preset)"),
+])
+def test_a_program_suggests_only_its_own_flags(config, flags, message):
+    with pytest.raises(UserError) as error:
+        parse_flags("", config, argv=flags.split())
+    assert str(error.value) == f"unknown flags: {message}; see --help"
 
 
 def test_the_table_of_flags_names_flags_that_exist():
     configs = (GPTConfig, train_gpt2.TrainConfig, GenerateConfig)
     ours = {field.name for config in configs for field in dataclasses.fields(config)}
-    named = re.findall(r"--(\w+)", " ".join(OTHER_NAMES.values()))
-    assert {*named} <= ours and not ours & OTHER_NAMES.keys()
+    assert {*re.findall(r"--(\w+)", " ".join(OTHER_NAMES))} <= ours
 
 
 def test_tokens_of_nanogpt_and_llm_c(tmp_path):
@@ -87,7 +104,8 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
     loaded, tokenizer = load_model(str(path))
     idx = torch.randint(50257, (2, 8))
     torch.testing.assert_close(loaded(idx)[0], model(idx)[0])
-    assert tokenizer.name == "gpt2" and "GELU is exact" in capsys.readouterr().out
+    assert tokenizer.name == "gpt2"
+    assert ("GELU is exact" in capsys.readouterr().out) == (trainer == "nanogpt")
     with pytest.raises(UserError, match="another program wrote it; use --init_from"):
         load_newest(tmp_path)
     program("--checkpoint", path, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")

@@ -526,7 +526,8 @@ CASES = {
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); use gpt2"),
     ],
     "fineweb.py": [
-        ("--input missing.txt", "missing.txt: no such file; give files or a quoted glob"),
+        ("--input missing.txt",
+         "missing.txt: no such file; give files, a glob or a split's directory"),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
