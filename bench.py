@@ -13,7 +13,7 @@ After the settings, the row shows
 - the operations of the model per second, counted with full attention,
 - their share of the peak in the data sheet, if the GPU is a known one,
 - the peak memory of one process, on a GPU only that of its tensors,
-- the time of the first step, which includes compilation if --batch_size is given.
+- the time of the first step; it includes compilation if --batch_size is given.
 """
 
 import math
