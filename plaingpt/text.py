@@ -1,7 +1,7 @@
 """Reads texts from files and from the Hugging Face hub, as a stream of records or documents.
 
 Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a
-document that may not be cut, and a benchmark's .csv or text file are read whole.
+document that may not be cut, a .csv file, and a benchmark's text file are read whole.
 """
 
 import codecs
@@ -48,7 +48,7 @@ def find_files(patterns):
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give files or a quoted glob")
-        if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES):
+        if kind_of(path)[0] not in (".jsonl", ".json", ".csv", ".txt", *TABLES):
             raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths
 
