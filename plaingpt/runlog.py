@@ -67,11 +67,12 @@ class RunLog:
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
         if self.wandb:
             runs = sorted(directory.glob("wandb/*run-*-*"))  # wandb/run-{time}-{id}
-            run = self.wandb.init(
-                project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
-                resume="allow", name=directory.name, dir=directory,
-                config={**asdict(config), **asdict(self.gpt_config)},
-                settings=self.wandb.Settings(console="off"))
+            with cli.explaining("--wandb", "first run wandb login", self.wandb.Error):
+                run = self.wandb.init(
+                    project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
+                    resume="allow", name=directory.name, dir=directory,
+                    config={**asdict(config), **asdict(self.gpt_config)},
+                    settings=self.wandb.Settings(console="off"))
             weakref.finalize(self, run.finish)  # runs at the end of main
         # Publishes these values again, because purge_step has removed them.
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
@@ -86,7 +87,6 @@ class RunLog:
         """
         c, g, process = self.config, self.gpt_config, self.process
         n_train = sum(map(len, self.data.train))
-        n_val = min(map(len, self.data.val))  # of the smallest set
         commit = untracked = changes = b""
         with contextlib.suppress(UserError):  # a copy of the files may be without git
             commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
@@ -111,8 +111,9 @@ class RunLog:
                f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
         if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
             print0(f"note: the run reads the data {epochs} times; more data would be better")
-        if n_val < 4096:
-            print0(f"note: only {n_val:,} validation tokens; raise --val_fraction or --val_shards")
+        if (n_val := min(map(len, self.data.val))) < 4096:  # of the smallest set
+            print0(f"note: only {n_val:,} validation tokens; raise --val_fraction, or make shards "
+                   "again with a larger --val_shards")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
