@@ -154,7 +154,7 @@ def read_records(path):
     The file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
     """
     path = Path(path)
-    with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
+    with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
         for where, item in read_items(path, decompress(path, file)):
             with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
                 record = parse_record(item)
@@ -169,7 +169,7 @@ def read_documents(paths, text_key="text", cut=False):
     """
     n_before = 0  # bytes of the files before this one
     for path in paths:
-        with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
+        with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
             for document in read_file(path, decompress(path, file), text_key, cut):
                 document.done = n_before + file.tell()
                 yield document
