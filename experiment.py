@@ -16,7 +16,7 @@ editing. Finished runs are used again. The exit status is the verdict:
   0  better     the 95 % interval of the mean difference is below 0
   3  equal      the interval is between -delta and delta
   4  worse      the interval is above 0
-  5  undecided  none of these; the verdict says how many pairs would decide
+  5  undecided  none of these; the verdict says how many pairs may decide
   6  invalid    the losses in the log are not those of the model
   7  failed     the change does not apply, or a run failed
 

@@ -196,12 +196,11 @@ def main(argv=None):
     library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
                                 show_progress=sys.stderr.isatty())
     library.add_special_tokens([END_OF_TEXT])  # gets the last id
-    text = library.to_str()
-    cli.write_json(config.output, json.loads(text))
+    cli.write_json(config.output, json.loads(library.to_str()))
     sample = "".join(texts[::20])
-    for each in (get_tokenizer(text), get_tokenizer("gpt2")):
-        ratio = len(sample.encode()) / len(each.encode(sample))
-        cli.print0(f"{each.name}: {ratio:.2f} bytes per token of the training text")
+    for place in (config.output, "gpt2"):
+        ratio = len(sample.encode()) / len(load_tokenizer(place).encode(sample))
+        cli.print0(f"{place}: {ratio:.2f} bytes per token of the training text")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def find_tokenizer(data, place=None):
     """
     path, own = Path(data), None
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
-        raise UserError(f"--data {data}: not found; give a text file or a directory of shards")
+        raise UserError(f"--data {data}: not found; give a text file, or run fineweb.py")
     if (path / "progress.json").exists():
         print0(f"note: {path} is not complete; fineweb.py is still running, or was interrupted")
     given = load_tokenizer(place) if place else None

@@ -299,7 +299,7 @@ def run_evals(evals, model, process, config, step):
 class EvalConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
     model: Annotated[str | None, "or GPT-2 from Hugging Face: name or directory"] = None
-    data: Annotated[str | None, ".jsonl, .csv, .parquet or text file [from the hub]"] = None
+    data: Annotated[str | None, ".jsonl, .csv, .parquet or text file [the hub's, if any]"] = None
     limit: Annotated[int, "number of examples; 0: all", "at least 0"] = 0
     tokens_per_forward: Annotated[int | None, "[16384; on a CPU 2048]", "at least 1"] = None
     device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"

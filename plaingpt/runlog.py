@@ -66,11 +66,12 @@ class RunLog:
             self.writer = tensorboard.SummaryWriter(directory, purge_step=step)
         if self.wandb:
             runs = sorted(directory.glob("wandb/*run-*-*"))  # wandb/run-{time}-{id}
-            run = self.wandb.init(
-                project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
-                resume="allow", name=directory.name, dir=directory,
-                config={**asdict(config), **asdict(self.gpt_config)},
-                settings=self.wandb.Settings(console="off"))
+            with cli.explaining("--wandb", "first run wandb login", self.wandb.Error):
+                run = self.wandb.init(
+                    project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
+                    resume="allow", name=directory.name, dir=directory,
+                    config={**asdict(config), **asdict(self.gpt_config)},
+                    settings=self.wandb.Settings(console="off"))
             weakref.finalize(self, run.finish)  # runs at the end of main
         # Publishes these values again, because purge_step has removed them.
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
@@ -110,7 +111,7 @@ class RunLog:
         if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
             print0(f"note: the run reads the data {epochs} times; more data would be better")
         if (n_val := min(map(len, self.data.val))) < 4096:  # of the smallest set
-            print0(f"note: only {n_val:,} validation tokens; raise --val_fraction or --val_shards")
+            print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; give more data")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""

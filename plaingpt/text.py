@@ -1,7 +1,7 @@
 """Reads texts from files and from the Hugging Face hub, as a stream of records or documents.
 
 Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a
-document that may not be cut, and a benchmark's .csv or text file are read whole.
+document that may not be cut, a .csv file, and a benchmark's text file are read whole.
 """
 
 import codecs
@@ -48,7 +48,7 @@ def find_files(patterns):
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give files, a glob or a split's directory")
-        if kind_of(path)[0] not in (".jsonl", ".json", ".txt", *TABLES):
+        if kind_of(path)[0] not in (".jsonl", ".json", ".csv", ".txt", *TABLES):
             raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths
 
@@ -150,7 +150,7 @@ def read_records(paths):
     A file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
     """
     for path in map(Path, paths):
-        with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
+        with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
             for where, item in read_items(path, decompress(path, file)):
                 with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
                     record = parse_record(item)
@@ -165,7 +165,7 @@ def read_documents(paths, text_key="text", cut=False):
     """
     n_before = 0  # bytes of the files before this one
     for path in paths:
-        with explaining(f"{path}: cannot be read", "correct it", DAMAGE), open(path, "rb") as file:
+        with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
             for document in read_file(path, decompress(path, file), text_key, cut):
                 document.done = n_before + file.tell()
                 yield document

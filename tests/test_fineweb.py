@@ -107,6 +107,16 @@ def fineweb_py(*flags, directory="out", shard_size=SHARD, **options):
                    program="fineweb.py", **options)
 
 
+def test_csv_and_jsonl_give_the_same_shards(tmp_path):
+    texts = ["one, two", 'a "quote"\nand a line', "\u6d77\u6e2f"]
+    rows = "".join('{},"{}"\n'.format(i, text.replace('"', '""')) for i, text in enumerate(texts))
+    (tmp_path / "a.csv").write_text(f"id,text\n{rows}", "utf-8-sig")
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    for kind in ("csv", "jsonl"):
+        fine("--input", tmp_path / f"a.{kind}", directory=tmp_path / kind)
+    assert shards_in(tmp_path / "csv") == shards_in(tmp_path / "jsonl") == reference(texts)
+
+
 NAMES = ["jsonl.jsonl", "ascii.jsonl", "jsonl.json", "array.json", "windows.jsonl",
          "jsonl.jsonl.gz", "jsonl.JSONL.zst", "array.json.gz", "table.parquet", "groups.parquet",
          "large.parquet", "binary.parquet", "text.txt", "text.txt.gz", "text.txt.zst"]

@@ -304,7 +304,7 @@ def test_programs_load_files_safely_and_never_call_a_shell():
 @pytest.mark.parametrize("flags, message", [
     ("--init_from evil.pt", "evil.pt: not a readable checkpoint ... give another"),
     ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
-    ("--data nano", "nano/train.bin: not a shard (nanoGPT's ids of characters")])
+    ("--data nano", "nano/train.bin: has ids of characters")])
 def test_code_in_a_file_does_not_run(world, flags, message):
     fails(world, "train_gpt2.py", flags, message)  # also compares all files: there is no MARK
 
@@ -500,12 +500,12 @@ CASES = {
     # program: [(flags, parts of the message)]
     "train_gpt2.py": [
         ("--epochs 5", "unknown flags: --epochs (use --max_steps)"),
-        ("--evals hellaswag=missing.jsonl", "missing.jsonl: cannot be read ( ... correct it"),
+        ("--evals hellaswag=missing.jsonl", "missing.jsonl: cannot be read ( ... check it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head: must be a divisor of --n_embd, which is 128"),
         ("--vocab_size 100", " id 1 ... check --tokenizer, --vocab_size"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
-        ("--data missing.txt", "--data missing.txt: not found; give a text file or a directory"),
+        ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
         ("--data empty.txt", "has 0 tokens; give more than --block_size"),
         ("--data text.txt=1e99999999", "=1e99999999: give a weight from 1e-99 to 1e99, such"),
         ("--data own", "own: tokenizer.json is not that of the shards, bytes; move it away"),
@@ -531,8 +531,8 @@ CASES = {
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
-        ("--input no.parquet", "no.parquet: cannot be read ( ... correct it"),
-        ("--input cut.jsonl.gz", "cut.jsonl.gz: cannot be read ( ... correct it"),
+        ("--input no.parquet", "no.parquet: cannot be read ( ... check it"),
+        ("--input cut.jsonl.gz", "cut.jsonl.gz: cannot be read ( ... check it"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
     ],
     "hellaswag.py": [("--checkpoint no.pt", "no checkpoint in no.pt")],

@@ -96,7 +96,7 @@ def test_small_data_get_a_note_each(tmp_path):
     out, _ = train("--data", "t.txt", "--max_steps", 200, "--val_every", 20, "--n_embd", 128,
                    "--log_dir", "run", cwd=tmp_path)
     assert "reads the data 37 times" in out
-    assert "only 300 validation tokens" in out
+    assert "only 300 validation tokens, so the loss is inexact" in out
     assert out.count("the validation loss has risen three times in a row") == 1
     out, _ = train("--log_dir", "run", cwd=tmp_path)  # input.txt
     assert "note: " not in out
@@ -163,6 +163,14 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
     assert len(ids) == 1 and settings == ["6", "12"] and samples == {5, 6, 10, 12}
     log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
     assert found == pytest.approx(log, rel=1e-6)
+
+
+def test_wandb_without_a_login_is_one_sentence(tmp_path):
+    env = dict(HOME=str(tmp_path), WANDB_API_KEY="", WANDB_SILENT="true", WANDB_MODE="online",
+               WANDB_BASE_URL="http://127.0.0.1:9")
+    err = train("--wandb", "boats", cwd=tmp_path, env=env, status=2)[1]
+    assert "error: --wandb (" in err and "; first run wandb login" in err
+    assert "Traceback" not in err
 
 
 def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
