@@ -111,7 +111,7 @@ class RunLog:
         if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
             print0(f"note: the run reads the data {epochs} times; more data would be better")
         if (n_val := min(map(len, self.data.val))) < 4096:  # of the smallest set
-            print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; give more data")
+            print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet."""
