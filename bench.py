@@ -40,20 +40,20 @@ from train_gpt2 import TrainConfig, make_training, train_step
 @dataclass
 class BenchConfig:
     preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
-    batch_size: Annotated[int | None, "sequences [cuda: 64, or what fits; 4]", "above 0"] = None
+    batch_size: Annotated[int | None, "sequences [GPU: up to 64; CPU: 4]", "above 0"] = None
     steps: Annotated[int, "timed steps", "above 0"] = 10
     profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
 
 
 # These flags of train_gpt2.py are the same here.
-SHARED = make_dataclass("SHARED", [
+SharedConfig = make_dataclass("SharedConfig", [
     (f.name, f.type, f.default) for f in (*fields(GPTConfig), *fields(TrainConfig))
     if f.name in ("block_size", "optimizer", "device", "dtype", "compile", "parallel", "tp", "pp",
                   "activation_checkpointing")])
 
 
 def main(argv=None):
-    given = cli.parse_flags(__doc__, BenchConfig, SHARED, argv=argv)
+    given = cli.parse_flags(__doc__, BenchConfig, SharedConfig, argv=argv)
     bench = cli.pick(BenchConfig, given)
     values = {**PRESETS[bench.preset], **given}
     gpt_config, config = cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)

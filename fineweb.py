@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plaingpt import cli
-from plaingpt.cli import UserError, print0
+from plaingpt.cli import OR, UserError, print0
 from plaingpt.shards import find_shards, read_meta
 from plaingpt.text import find_files, load_hub, read_documents
 from tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ SHOWN = 5  # damaged records that are shown
 @dataclass
 class ShardConfig:
     input: Annotated[list[str] | None, "files or quoted globs of your own text"] = None
-    dataset: Annotated[str, "of the Hugging Face hub, or of the mirror in HF_ENDPOINT"] = FINEWEB
+    dataset: Annotated[str, "of the Hugging Face hub or a mirror, HF_ENDPOINT", OR] = FINEWEB
     name: Annotated[str | None, "configuration of --dataset [sample-10BT of FineWeb-Edu]"] = None
     text_key: Annotated[str, "field or column that holds the text"] = "text"
     tokenizer: Annotated[str, "tokenizer.json, its directory, or a name of the hub"] = "gpt2"

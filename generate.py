@@ -26,9 +26,9 @@ from plaingpt.sampling import attention_for_many_shapes, generate_tokens
 @dataclass
 class GenerateConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
-    model: Annotated[str | None, "or GPT-2 of Hugging Face: a name or a directory"] = None
+    model: Annotated[str | None, "or GPT-2 of Hugging Face: name or directory", cli.OR] = None
     prompt: Annotated[str | None, "text to continue [start from nothing]", cli.EMPTY] = None
-    interactive: Annotated[bool, "read prompts from the terminal"] = False
+    interactive: Annotated[bool, "read prompts from the terminal", cli.OR] = False
     num_samples: Annotated[int, "texts per prompt", "at least 1"] = 1
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
     stop: Annotated[str | None, "end a text before this text"] = None

@@ -177,8 +177,9 @@ def make_configs(given, sources):
             values[name] = min(values[name], most)
     if values["n_embd"] % values["n_head"]:
         raise UserError(f"--n_head: must be a divisor of --n_embd, which is {values['n_embd']}")
-    if values["muon_lr"] and values["optimizer"] != "muon":
-        raise UserError("--muon_lr needs --optimizer muon; --max_lr sets the rate of AdamW")
+    for flag, other, need in (("muon_lr", "optimizer", "muon"), ("decay_steps", "schedule", "wsd")):
+        if values[flag] and values[other] != need:
+            raise UserError(f"--{flag}: needs --{other} {need}; leave it out, or change both")
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)

@@ -305,11 +305,8 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
     """
     g, source = gpt_config, config.log_dir if checkpoint else config.init_from
     if not source:
-        n_vocab = sources.tokenizer.n_vocab
-        if given.get("vocab_size", 0) > n_vocab:
-            raise UserError(f"--vocab_size: the data have {n_vocab} ids; leave out this flag")
-        vocab_size = given.get("vocab_size", n_vocab)
-        return replace(g, vocab_size=vocab_size), None, sources.tokenizer, {}
+        n_vocab = given.get("vocab_size", sources.tokenizer.n_vocab)  # more ids are never used
+        return replace(g, vocab_size=n_vocab), None, sources.tokenizer, {}
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
     have, kept = replace(have, dropout=g.dropout), {}
     if checkpoint:  # a new --max_steps does not change what was derived from the old one

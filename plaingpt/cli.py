@@ -1,8 +1,8 @@
 """The command line of every program, its errors, and small helpers for terminals and files.
 
 A field of a configuration dataclass is a flag. Its annotation has the type, the help text and the
-range. After them, FREE or REPEAT may say what a change of the flag means, and EMPTY that an empty
-value means something:
+range. After them, FREE or REPEAT may say what a change of the flag means, EMPTY that an empty value
+means something, and OR that the flag cannot be given together with the one before it:
 
   max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
   tp: Annotated[int, "tensor parallel processes", "above 0", FREE] = 1
@@ -40,7 +40,7 @@ OTHER_NAMES = {
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
-FREE, REPEAT, EMPTY = "free", "repeat", "empty"
+FREE, REPEAT, EMPTY, OR = "free", "repeat", "empty", "or"
 COMPARE = {"above": gt, "below": lt, "at least": ge, "at most": le}
 
 
@@ -66,7 +66,9 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
             group = parser.add_argument_group(groups[field.name])
-        group.add_argument(f"--{field.name}", **read_annotation(field))
+        if OR not in get_args(field.type):
+            either = group.add_mutually_exclusive_group()
+        either.add_argument(f"--{field.name}", **read_annotation(field))
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
     try:
@@ -108,7 +110,7 @@ def marked(config, *marks):
 
 def read_annotation(field):
     """Turns the annotation of a dataclass's field into options for add_argument."""
-    kind, text, *limits = [p for p in get_args(field.type) if p not in (FREE, REPEAT, EMPTY)]
+    kind, text, *limits = [p for p in get_args(field.type) if p not in (FREE, REPEAT, EMPTY, OR)]
     text += "" if field.default is None or field.default is False else f" [{field.default}]"
     options = dict(help=text.replace("%", "%%"))
     if type(None) in get_args(kind):

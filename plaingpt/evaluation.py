@@ -23,7 +23,7 @@ import torch
 import plaingpt.device as devices
 from plaingpt import cli
 from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, print0
+from plaingpt.cli import OR, UserError, print0
 from plaingpt.sampling import attention_for_many_shapes
 from plaingpt.text import clean_text, load_hub, read_records
 
@@ -298,7 +298,7 @@ def run_evals(evals, model, process, config, step):
 @dataclass
 class EvalConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
-    model: Annotated[str | None, "or GPT-2 from Hugging Face: name or directory"] = None
+    model: Annotated[str | None, "or GPT-2 from Hugging Face: name or directory", OR] = None
     data: Annotated[str | None, ".jsonl, .csv, .parquet or text file [the hub's, if any]"] = None
     limit: Annotated[int, "number of examples; 0: all", "at least 0"] = 0
     tokens_per_forward: Annotated[int | None, "[16384; on a CPU 2048]", "at least 1"] = None

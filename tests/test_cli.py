@@ -13,7 +13,7 @@ from conftest import ROOT, TEXT, TINY, names, program, train
 import fineweb
 import plot
 import tokenizer
-from plaingpt.cli import EMPTY, UserError, parse_flags, print0, run_program, show_progress
+from plaingpt.cli import EMPTY, OR, UserError, parse_flags, print0, run_program, show_progress
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Config:
     shuffle: Annotated[bool, "a switch"] = True
     compile: Annotated[bool | None, "a switch or none"] = None
     name: Annotated[str, "a text"] = "auto"
-    start: Annotated[str | None, "a text that may be empty", EMPTY] = None
+    start: Annotated[str | None, "a text that may be empty", EMPTY, OR] = None
 
 
 def run_source(source, cwd, status):
@@ -98,6 +98,7 @@ def test_arguments_without_a_flag():
     ("--n many", "--n: invalid int value: 'many'; see --help"),
     ("--n", "--n: expected one argument; see --help"),
     ("--name=", "--name: is empty; give a value, or leave out this flag"),
+    ("--start a --name b", "--name: not allowed with argument --start; see --help"),
     ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),
     ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
     ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "

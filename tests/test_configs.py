@@ -106,8 +106,10 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
 
 
 def test_flags_that_do_nothing(shards):
-    with pytest.raises(UserError, match="--muon_lr needs --optimizer muon"):
+    with pytest.raises(UserError, match="--muon_lr: needs --optimizer muon"):
         config_of("--optimizer", "adamw", "--muon_lr", 1)
+    with pytest.raises(UserError, match="--decay_steps: needs --schedule wsd"):
+        config_of("--decay_steps", 9)
     with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
         Sources([str(shards)], None, 0.1)
     Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # holds out a part of the text

@@ -25,7 +25,7 @@ def generate_json(*flags, cwd):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("generate")
-    train("--max_steps", 2, "--save_every", 1, cwd=directory)
+    train("--max_steps", 2, "--save_every", 1, "--vocab_size", 300, cwd=directory)  # 44 unused ids
     return directory
 
 
