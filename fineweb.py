@@ -205,8 +205,8 @@ def main(argv=None):
     documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
     print0(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
            f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
-    if n_val < facts["shards"]:
-        print0(f"to train on it: python train_gpt2.py --data {directory}")
+    print0(f"to train on it: python train_gpt2.py --data {directory}" if n_val < facts["shards"]
+           else "no shard is for training; give more text, or a smaller --shard_size")
 
 
 if __name__ == "__main__":
