@@ -6,7 +6,6 @@ import math
 import re
 import sys
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,7 +27,7 @@ from plaingpt.cli import UserError
 from plaingpt.device import Process
 from plaingpt.evaluation import Example, make_rows, perplexity, score
 from plaingpt.huggingface import save_gpt2
-from plaingpt.text import clean_text, load_hub
+from plaingpt.text import clean_text
 from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig
 
@@ -452,21 +451,6 @@ def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
         assert json.loads((tmp_path / "o.json").read_text())["examples"] == examples
     downloads = [path for command, path, _ in hub if command == "GET" and "/resolve/" in path]
     assert sum(".parquet" in path for path in downloads) == 3
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    """`datasets` then uses only its cache, until the program ends."""
-    def load_dataset(*args, **options):
-        offline.append(datasets.config.HF_HUB_OFFLINE)
-        raise ConnectionError("not in the cache")
-
-    offline = []
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"a/b: cannot be loaded \(not in the cache"):
-        load_hub("a/b", patient=False)
-    assert offline == [True]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, program, read_log, spawn
+from conftest import ROOT, checkpoint, program, read_log, spawn
 
 from plaingpt.evaluation import Row, forward
 
@@ -50,17 +50,13 @@ def run(directory, name, steps, *flags, **options):
                    program=directory / "train_gpt2.py", **options)
 
 
-def weights(directory, step):
-    return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)["model"]
-
-
 def assert_split_run_matches(directory, way, whole, *flags):
     """Five steps on two processes. whole: (log, stdout) of the run of one process."""
     out, _ = run(directory, way, 5, *WAYS[way], *flags, processes=2)
     for key, value in read_log(directory / way).items():
         assert float(value) == pytest.approx(float(whole[0][key]), rel=1e-5), (way, key)
     assert out[out.index("--- sample 0"):out.index("done:")].strip() in whole[1]
-    found, expected = (weights(directory / name, 5) for name in (way, "run"))
+    found, expected = (checkpoint(directory / name, 5)["model"] for name in (way, "run"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
@@ -214,7 +210,7 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
         ('        if name.endswith("c_proj.weight"):\n', '        if name.endswith("mix"):\n'
          f'            p.copy_({first})\n        elif name.endswith("c_proj.weight"):\n'))
     run(tmp_path, "run", 1)
-    found = weights(tmp_path / "run", 1)["transformer.h.0.attn.mix"]
+    found = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.0.attn.mix"]
     assert (found - eval(first)).abs().max() < 0.01  # one step away from it
     if found.dim() == 0:
         for flags, n, sentence in (

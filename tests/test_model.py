@@ -157,19 +157,11 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     assert sorted(names[0] + names[1]) == sorted(n for n, _ in model.named_parameters())
     assert [g["lr"] for o in (muon, adamw) for g in o.param_groups] == [2e-3, 1e-3, 1e-3]
     p = model.transformer.h[0].mlp.c_fc.weight
-    before, q = p.detach().double().clone(), torch.nn.Parameter(p.detach().clone())
+    q = torch.nn.Parameter(p.detach().clone())
     p.grad = q.grad = torch.randn(128, 32)
     muon.step()
     torch.optim.Muon([q], 2e-3, 0.1, adjust_lr_fn="match_rms_adamw").step()
     torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
-    # The first momentum has the direction of the gradient. The nearest orthogonal matrix to U S V'
-    # is U V'. The iteration brings its singular values to 0.7 ... 1.2. An orthogonal
-    # matrix of shape (128, 32) has an RMS of 1/sqrt(128). Updates of AdamW have about 0.2.
-    U, _, V = torch.linalg.svd(p.grad.double(), full_matrices=False)
-    step = (before * (1 - 2e-3 * 0.1) - p.detach().double()) / (2e-3 * 0.2 * math.sqrt(128))
-    S = U.T @ step @ V.T
-    assert (S.diagonal() > 0.6).all() and (S.diagonal() < 1.3).all()
-    assert (S - S.diagonal().diag()).abs().max() < 0.1
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
