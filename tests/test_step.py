@@ -26,21 +26,6 @@ from plaingpt.parallel import grad_scaler
 from train_gpt2 import TrainConfig, Training, get_lr, make_training, train_step
 
 
-def test_gradients_of_an_accumulated_step(tmp_path):
-    """16 sequences give the same gradient in one batch, in 8 micro-batches and on two processes."""
-    flags = ["--max_steps", 1, "--grad_clip", 0]
-    train(*flags, "--log_dir", "one", "--batch_size", 2, cwd=tmp_path)
-    train(*flags, "--log_dir", "two", "--batch_size", 4, cwd=tmp_path, processes=2)
-    model = fresh(MODEL)
-    model(*text_batch("train", 16))[1].backward()
-    for name in ("one", "two"):
-        moments = checkpoint(tmp_path / name, 1)["optimizer"]["adamw"]
-        for name, p in model.named_parameters():
-            # The first moment after one step from zero is (1 - 0.9) times the gradient.
-            gradient = moments[f"{name}.exp_avg"] / 0.1
-            torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-7)
-
-
 def text_step(step):
     return text_batch("train", 16, position=16 * step)
 
