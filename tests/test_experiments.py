@@ -7,7 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, checkpoint, program, read_log, spawn
+from conftest import ROOT, TINY, checkpoint, program, randomise, read_log, spawn
 
 from plaingpt.evaluation import Row, forward
 
@@ -16,10 +16,9 @@ LIMITS = {"inverse-sqrt": 8, "lion": 25, "no-residual-scaling": 7, "qknorm": 5, 
           "rmsnorm": 6, "rotary": 25, "untied": 1, "value-residual": 20, "z-loss": 10}
 ENTROPY = "attention-entropy"  # logs a figure; not with --pp
 # Four micro-batches a step. A sample and a passage are longer than the context of 16 bytes.
-TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 --total_batch_size 256 "
-        "--batch_size 4 --max_lr 4e-3 --warmup_steps 2 --schedule constant --val_every 5 "
-        "--val_tokens 64 --eval_every 5 --evals lambada=words.txt --sample_every 5 --save_every 5 "
-        "--keep 0 --sample_tokens 20 --dtype float32 --device cpu --optimizer adamw").split()
+SMALL = [*TINY, *("--n_embd 16 --block_size 16 --total_batch_size 256 --schedule constant "
+                  "--val_tokens 64 --eval_every 5 --evals lambada=words.txt --sample_every 5 "
+                  "--sample_tokens 20 --save_every 5 --keep 0").split()]
 WAYS = dict(tp=["--tp", 2], pp=["--pp", 2], fsdp=["--parallel", "fsdp"])
 # A layer that a reader may add to attention or to the MLP.
 SCALE = """class Scale(nn.Module):
@@ -46,7 +45,7 @@ def copy_program(directory):
 
 def run(directory, name, steps, *flags, **options):
     """Trains with the copied program -> (stdout, stderr) of rank 0."""
-    return program(*TINY, "--log_dir", name, "--max_steps", steps, *flags, cwd=directory,
+    return program(*SMALL, "--log_dir", name, "--max_steps", steps, *flags, cwd=directory,
                    program=directory / "train_gpt2.py", **options)
 
 
@@ -123,10 +122,8 @@ def test_a_stream_of_ones_own(tmp_path):
 
 def check_positions(module):
     """Samples with a cache equal samples without; endings may share a row."""
-    torch.manual_seed(0)
-    model = module["GPT"](module["GPTConfig"](2, 2, 16, 16, 256)).requires_grad_(False).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
+    model = randomise(module["GPT"](module["GPTConfig"](2, 2, 16, 16, 256)))
+    model.requires_grad_(False).eval()
     idx = out = torch.randint(256, (3, 5))
     for _ in range(20):  # beyond the context
         out = torch.cat([out, model(out[:, -16:])[0][:, -1:].argmax(-1)], dim=1)
@@ -172,7 +169,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path, sh
 def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
     copy_with_scale(tmp_path, **edits)
     # Only rank 0: if it ends early, the other one may lose its connection.
-    process, _ = spawn(*TINY, "--max_steps", 5, *WAYS["tp"], processes=2, cwd=tmp_path,
+    process, _ = spawn(*SMALL, "--max_steps", 5, *WAYS["tp"], processes=2, cwd=tmp_path,
                        program=tmp_path / "train_gpt2.py")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and err.splitlines()[-1] == f"error: --tp: {message}"
@@ -186,7 +183,7 @@ def test_gradients_are_compared_in_the_first_step_that_has_finite_ones(tmp_path)
     scaler = dict(scale=2.0**27, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
                   _growth_tracker=0)
     torch.save(torch.load(path) | dict(scaler=scaler), path)
-    process, _ = spawn(*TINY, "--max_steps", 30, *WAYS["tp"], "--dtype", "float16", "--resume",
+    process, _ = spawn(*SMALL, "--max_steps", 30, *WAYS["tp"], "--dtype", "float16", "--resume",
                        "--log_dir", "run", processes=2, cwd=tmp_path,
                        program=tmp_path / "train_gpt2.py")
     out, err = process.communicate(timeout=60)
@@ -216,7 +213,7 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
         for flags, n, sentence in (
                 (["--parallel", "fsdp"], 2, "Change mix to a 1D tensor"),
                 (["--pp", 2], 4, "Change mix to a 1D tensor")):
-            process, *_ = spawn(*TINY, *flags, processes=n, cwd=tmp_path,
+            process, *_ = spawn(*SMALL, *flags, processes=n, cwd=tmp_path,
                                 program=tmp_path / "train_gpt2.py")
             assert sentence in process.communicate(timeout=60)[1]  # others may lose the connection
         run(tmp_path, "pp", 1, "--pp", 2, processes=2)

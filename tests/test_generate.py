@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import program, spawn, train
+from conftest import program, randomise, spawn, train
 
 import generate
 from generate import GenerateConfig, ask_prompts, write_texts
@@ -121,10 +121,7 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
 def test_the_first_token_in_bfloat16_equals_transformers(tmp_path):
     """Later ones may differ by rounding. test_export.py compares whole texts in float32."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=300))
-    for p in model.parameters():
-        p.data += 0.2 * torch.randn_like(p)
+    model = randomise(GPT(GPTConfig(2, 2, 32, block_size=64, vocab_size=300)))
     save_gpt2(model, tmp_path, get_tokenizer("bytes"))
     peer = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     model.to(torch.bfloat16).eval()
