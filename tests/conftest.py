@@ -40,6 +40,8 @@ MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
 CPU = torch.device("cpu")
 ALONE = Process(0, 1, 0, 1, CPU, torch.float32)
 TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
+WORDS = ("the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
+         "antidisestablishmentarian gulls").split()
 
 
 STARTED = []  # the processes of a test

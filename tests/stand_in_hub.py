@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 COMMIT = "c0ffee" + "0" * 34
 
 
@@ -63,6 +66,13 @@ class Hub(BaseHTTPRequestHandler):
         if data is None:
             return self.reply(404, X_Error_Code="EntryNotFound")
         self.reply(200, data, ETag=f'"{hashlib.sha256(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+
+
+def parquet(records):
+    """Dicts -> the bytes of a .parquet file."""
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(records), file)
+    return file.getvalue().to_pybytes()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import overfit, program, read_log, train, write_lines
+from conftest import WORDS, overfit, program, read_log, train, write_lines
 
 import core
 from model import GPT, GPTConfig
@@ -19,8 +19,6 @@ from plaingpt.huggingface import save_gpt2
 from tokenizer import get_tokenizer
 
 T = 96  # context of the tiny model; some prompts below are longer
-WORDS = ("the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
-         "antidisestablishmentarian gulls").split()
 KINDS = dict(m="multiple_choice", s="schema", l="language_modeling")
 # Some tasks of the public bundle: name, number of solved examples in a prompt, kind.
 TASKS = [task.split() for task in (

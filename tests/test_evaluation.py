@@ -7,15 +7,13 @@ import re
 import sys
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from conftest import ALONE, overfit, program, read_log, train, write_lines
+from conftest import WORDS, overfit, program, read_log, train, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_in_hub import stand_in_hub
+from stand_in_hub import parquet, stand_in_hub
 
 import hellaswag
 import lambada
@@ -32,8 +30,6 @@ from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig
 
 T = 48  # context of the tiny model; some rows below are longer
-WORDS = ("the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
-         "antidisestablishmentarian gulls").split()
 
 
 def some_words(rng, n):
@@ -366,13 +362,12 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in rng.integers(2, 60, 80)]
     examples = [evaluation.Example([text], [" a", " bcd"]) for text in texts]
-    rows = evaluation.make_rows(examples, get_tokenizer("bytes"), model.config)
     hidden, shapes, found = model.hidden, set(), {}
     model.hidden = lambda idx, **kwargs: shapes.add(idx.shape[1]) or hidden(idx, **kwargs)
     for multiple in (1, 64):
         shapes.clear()
         monkeypatch.setitem(evaluation.ROUND, "cpu", multiple)
-        scores = evaluation.score(model, examples, rows, ALONE, 64)
+        scores = scores_of(model, examples, tokens=64)
         found[multiple] = scores.log_likelihood, len(shapes)
     np.testing.assert_allclose(found[64][0], found[1][0], rtol=1e-5)
     assert found[64][1] == 1 < 20 < found[1][1]
@@ -414,12 +409,6 @@ def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
         for fact, value in facts.items():
             assert results[1][fact] == value and re.search(rf"^{fact} +{value}$", out, re.M)
         assert results[0]["examples"] == results[1]["examples"]
-
-
-def parquet(records):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(records), sink)
-    return sink.getvalue().to_pybytes()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, everything_in, program
-from stand_in_hub import COMMIT, stand_in_hub
+from stand_in_hub import COMMIT, parquet, stand_in_hub
 
 import fineweb
 from plaingpt import text
@@ -260,21 +260,16 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
     assert everything_in(out) == before
 
 
-def parquet(documents):
-    file = io.BytesIO()
-    pq.write_table(pa.table({"text": documents, "n": range(len(documents))}), file)
-    return file.getvalue()
-
-
 def test_reads_a_dataset_from_the_hub(documents, tmp_path):
     """The real `datasets` with a local hub: a named configuration, and later no network."""
     documents = documents[:1500]
+    rows = [dict(text=document, n=i) for i, document in enumerate(documents)]
     configs = dict(default="data", **{"sample-10BT": "sample/10BT"})
     readme = "".join(f"- config_name: {k}\n  data_files: {v}/*\n" for k, v in configs.items())
     files = {"README.md": f"---\nconfigs:\n{readme}---\n".encode(),
-             "data/0.parquet": parquet(["wrong"]),
-             "sample/10BT/000.parquet": parquet(documents[:700]),
-             "sample/10BT/001.parquet": parquet(documents[700:])}
+             "data/0.parquet": parquet([dict(text="wrong")]),
+             "sample/10BT/000.parquet": parquet(rows[:700]),
+             "sample/10BT/001.parquet": parquet(rows[700:])}
     with stand_in_hub({"HuggingFaceFW/fineweb-edu": files}) as (url, requests):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_secret")
         online = dict(cwd=tmp_path, env=env, online=True)
