@@ -143,6 +143,7 @@ def test_only_pairs_end_at_a_line_break(pairs):
 
 
 REFUSED = {
+    "": "x.jsonl: has no pairs; give another file",
     '{"text": "a"}': "line 2: needs prompt and response texts; see docs/data.md or fineweb.py",
     '{"prompt": "a", "response": ""}': "line 2: needs prompt and response texts",
     '{"prompt": "1+1=", "response": 2}': "line 2: needs prompt and response texts",
@@ -153,15 +154,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused_pairs(tmp_path, line):
-    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "response": "b"}\n' + line)
+    first = '{"prompt": "a", "response": "b"}\n' if line else ""
+    (tmp_path / "x.jsonl").write_text(first + line)
     with pytest.raises(UserError, match=REFUSED[line]):
         read_pairs(tmp_path / "x.jsonl", BYTES, 8)
-
-
-def test_a_file_without_pairs(tmp_path):
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(UserError, match="x.json: has no pairs; give another file"):
-        read_pairs(tmp_path / "x.json", BYTES, 8)
 
 
 def test_long_pairs(tmp_path, capsys):
