@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import WORDS, overfit, program, read_log, train, write_lines
+from conftest import WORDS, overfit, program, write_lines
 
 import core
 from model import GPT, GPTConfig
@@ -199,12 +199,6 @@ def test_a_continuation_that_joins_the_tokens_before_it():
     (context, (ending,)), = core.prompt_ids(example, tokenizer)
     assert context + ending == [50256, *tokenizer.encode("the harbour")]
     assert context == [50256, *tokenizer.encode("the")] and len(ending) >= 1
-
-
-def test_training_logs_core(tmp_path):
-    write_lines(tmp_path / "i.jsonl", [dict(query="q", choices=["a", "b"], gold=k) for k in (0, 1)])
-    train("--eval_every", 5, "--evals", "core=i.jsonl", cwd=tmp_path)
-    assert {(5, "core"), (10, "core")} < read_log(tmp_path / "log" / "baby").keys()
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -475,13 +475,15 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     """The run does not wait for a hub that it cannot reach."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     write_lines(tmp_path / "l.jsonl", PASSAGES)
-    out, err = train("--eval_every", 5, "--evals", "hellaswag,storycloze,lambada=l.jsonl",
-                     cwd=tmp_path, online=True)
+    write_lines(tmp_path / "c.jsonl", [dict(query="q", choices=["a", "b"], gold=0)] * 2)
+    out, err = train("--evals", "hellaswag,storycloze,lambada=l.jsonl,core=c.jsonl",
+                     "--eval_every", 5, cwd=tmp_path, online=True)
     assert out.count("note: hellaswag is skipped: Rowan/hellaswag: cannot be loaded (") == 1
     assert out.count("note: storycloze is skipped: no data; give a file, as storycloze.py ") == 1
     assert "Retrying" not in out + err
     log = read_log(tmp_path / "log" / "baby")
-    assert (10, "lambada") in log and (10, "hella") not in log
+    assert {(step, stream) for step in (5, 10) for stream in ("lambada", "core")} < log.keys()
+    assert (10, "hella") not in log
 
 
 def test_names_of_evals(tmp_path, monkeypatch):
