@@ -100,11 +100,9 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
     assert read_log(tmp_path / "whole").items() <= read_log(tmp_path / "halves").items()
     a, b = (checkpoint(tmp_path / name, 10) for name in ("whole", "halves"))
     assert a["position"] == b["position"] == 160 and a["step"] == b["step"] == 10
-    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
     assert [*a["optimizer"]] == [*b["optimizer"]] == ["muon", "adamw"][-len(a["optimizer"]):]
-    for name, saved in a["optimizer"].items():
-        again = b["optimizer"][name]
-        assert all(torch.equal(moment, again[key]) for key, moment in saved.items())
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
 
 
 def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
@@ -193,8 +191,7 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     program(*flags, "--log_dir", "run", cwd=tmp_path)
     saved = checkpoint(tmp_path / "run", 2)
     assert saved["tokenizer"] == "gpt2" and saved["model_config"]["vocab_size"] == 50257
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(saved["model"][name], p.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(saved["model"], model.state_dict(), atol=1e-6, rtol=0)
     out, _ = program(*flags, "--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path)
     assert "resumed from step 2" in out
     program(*flags, "--data", "my.txt=0.5", f"{ROOT}/input.txt=0.5", "--log_dir", "mixed",

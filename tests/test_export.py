@@ -103,8 +103,7 @@ def test_our_programs_read_an_export(exported, kind):
     model, tokenizer = load_model(exported / kind)
     again, same = load_model(exported / f"{kind}-hf")
     assert same.name == tokenizer.name and same.end_of_text == tokenizer.end_of_text
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     flags = ["--prompt", "Ada ", "--temperature", 0, "--dtype", "float32", "--max_new_tokens", 5]
     sources = [("--checkpoint", kind), ("--checkpoint", f"{kind}-hf"), ("--model", f"{kind}-hf")]
     a, b, c = (program(*source, *flags, cwd=exported, program="generate.py")[0].partition("---")[2]
