@@ -31,7 +31,6 @@ import torch
 from model import GPTConfig
 from plaingpt import cli
 from plaingpt.checkpoint import whole_gpt
-from plaingpt.cli import print0
 from plaingpt.data import plan_steps
 from plaingpt.presets import PRESETS
 from train_gpt2 import TrainConfig, make_training, train_step
@@ -83,7 +82,7 @@ def main(argv=None):
             with torch.profiler.profile() as profiler:
                 timed_step()
             sort_by = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-            print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
+            cli.print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
             if process.rank == 0:
                 profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
     memory = torch.cuda.max_memory_allocated() if cuda else math.nan
@@ -96,10 +95,10 @@ def main(argv=None):
     ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(process)
     tok_s = n * T / statistics.median(times)
     share = f" | {tok_s * flops / peak:.1%} of peak" if peak else ""
-    print0(f"{'compiled' if config.compile else 'eager'} {process.dtype_name} {config.optimizer} | "
-           f"{bench.preset} B={B} T={T} | {statistics.median(ms):,.0f} ms ({min(ms):,.0f}-"
-           f"{max(ms):,.0f}) | {tok_s:,.0f} tok/s | {tok_s * flops / 1e12:.2f} TFLOP/s{share} | "
-           f"{memory / 1e9:.2f} GB | first step {first:.1f} s")
+    cli.print0(f"{'compiled' if config.compile else 'eager'} {process.dtype_name} "
+               f"{config.optimizer} | {bench.preset} B={B} T={T} | {statistics.median(ms):,.0f} ms "
+               f"({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s | {tok_s * flops / 1e12:.2f} "
+               f"TFLOP/s{share} | {memory / 1e9:.2f} GB | first step {first:.1f} s")
     process.barrier()
 
 

@@ -84,10 +84,9 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     return vars(given)
 
 
-def pick(config, values):
+def pick(kind, values):
     """Makes a dataclass from a dict, which may have other keys, too."""
-    names = {field.name for field in dataclasses.fields(config)} & values.keys()
-    return config(**{name: values[name] for name in names})
+    return kind(**{f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values})
 
 
 def advise(text, flags):

@@ -184,3 +184,10 @@ def test_main_twice_in_one_process(tmp_path, capsys):
     train_gpt2.main([*flags, "4", "--resume"])
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     assert "resumed from step 2" in capsys.readouterr().out
+
+
+def test_another_model_beside_a_notebook(tmp_path):
+    for name in ("model", "tokenizer"):
+        (tmp_path / f"{name}.py").write_text("GPT = GPTConfig = get_tokenizer = None\n")
+    code = "import sys; sys.path.append(sys.argv[1]); from plaingpt.checkpoint import GPT; GPT.loss"
+    subprocess.run([sys.executable, "-c", code, ROOT], cwd=tmp_path, check=True)
