@@ -178,9 +178,8 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # CPU and MPS have no exception class of their own for this.
-        text = "DefaultCPUAllocator|MPS backend out of memory"
-        if isinstance(error, torch.OutOfMemoryError) or re.search(text, str(error)):
+        # Not all are a torch.OutOfMemoryError: CPU, MPS, Triton and cuBLAS have no class for this.
+        if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise
 
@@ -228,7 +227,7 @@ def has_memory(training, B, T, process):
     torch.cuda.empty_cache()  # of the attempt before this one
     n_fit = torch.zeros(())
     parallel.set_gradient_sync(training.model, False)  # one process may fail, so none may wait
-    with (contextlib.suppress(torch.OutOfMemoryError),
+    with (contextlib.suppress(UserError), batch_size_advice(B),
           torch.random.fork_rng(range(torch.cuda.device_count()))):
         moments = [torch.empty_like(p) for p in training.raw_model.parameters() for _ in range(2)]
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each

@@ -61,7 +61,10 @@ def test_out_of_memory_gives_a_one_sentence_error():
     def on_mps():
         raise RuntimeError("MPS backend out of memory (MPS allocated: 5.50 GB). Tried to allocate")
 
-    for error in (lambda: torch.empty(2**50), on_cuda, on_mps):
+    def in_triton():
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    for error in (lambda: torch.empty(2**50), on_cuda, on_mps, in_triton):
         with pytest.raises(UserError, match="^too large; choose a smaller one$"):
             with memory_advice("too large; choose a smaller one"):
                 error()
@@ -79,7 +82,7 @@ def small_gpu(monkeypatch):
     def limited(model, idx, targets=None):
         torch.rand(1)
         if len(idx) > most[0] and model.lm_head.weight.grad is not None:  # in the second pass
-            raise torch.OutOfMemoryError
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
         return forward(model, idx, targets)
 
     monkeypatch.setattr(GPT, "forward", limited)
