@@ -15,6 +15,7 @@ from conftest import ALONE, CPU, MODEL, ROOT, TINY, read_log
 import plaingpt.device as devices
 import train_gpt2
 from model import GPT
+from plaingpt import checkpoint
 from plaingpt.cli import UserError
 from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch
 
@@ -121,6 +122,19 @@ def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, 
     train_gpt2.main([*TINY[:i], *TINY[i + 2 :], *ramp, "--dropout", "0.1", "--log_dir", "found"])
     assert small_gpu[1] == [16, 8, 4, 8, 4] and read_log("found") == read_log("given")
     assert json.loads(Path("found/run.json").read_text())["train_config"]["batch_size"] == 4
+
+
+def test_different_flags_are_found_before_the_search(small_gpu, monkeypatch, tmp_path):
+    """Processes that try different sizes would wait for each other."""
+    def check_equal(value, message):
+        if "different flags" in message:
+            raise UserError(message)
+
+    monkeypatch.setattr(checkpoint, "check_equal", check_equal)
+    i = TINY.index("--batch_size")
+    with pytest.raises(UserError, match="different flags"):
+        train_gpt2.main([*TINY[:i], *TINY[i + 2 :], "--log_dir", str(tmp_path)])
+    assert not small_gpu[1]
 
 
 def test_sums_of_one_process_stay_where_they_are():
