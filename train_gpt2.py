@@ -486,10 +486,10 @@ def main(argv=None):
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
     training = make_training(gpt_config, config, process, weights)
+    saver = Saver(training, data, config, process)  # all processes must have the same flags
     # Without --batch_size, a GPU takes the largest micro-batches that it has memory for.
     B = given.get("batch_size") or devices.fit_batch_size(training, config, T, sizes, process)
     config, sizes = replace(config, batch_size=B), [(n, min(B, own)) for n, own in sizes]
-    saver = Saver(training, data, config, process)
     # Loads optimizers and scaler, but no learning rates. Returns (0, 0) in a new run.
     first_step, position = saver.restore(saved)
     log = RunLog(gpt_config, config, data, first_step, process)  # at step 0, moves an old run aside

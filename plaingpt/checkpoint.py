@@ -30,6 +30,8 @@ class Saver:
         self.model, self.scaler = training.raw_model, training.scaler
         self.data, self.config, self.process = data, config, process
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
+        self.flags = {**asdict(config), **asdict(self.model.config)}
+        check_equal(self.flags, "the processes have different flags; give all the same")
         # The keys are "adamw" and "muon".
         self.optimizers = {type(each).__name__.lower(): each for each in training.optimizers}
         self.free = marked(type(config), FREE)  # a resume may change these flags without a note
@@ -79,8 +81,6 @@ class Saver:
         Prints which settings have changed. Raises UserError if the checkpoint is from other data or
         another optimizer, or is beyond the last step.
         """
-        flags = {**asdict(self.config), **asdict(self.model.config)}
-        check_equal(flags, "the processes have different flags; give all the same")
         if checkpoint is None:
             return 0, 0
         config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]
@@ -101,7 +101,7 @@ class Saver:
         self.best_val = min((v for s, v in losses.items() if 0 < s <= step), default=math.inf)
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
-        for name, now in flags.items():
+        for name, now in self.flags.items():
             if name not in self.free and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]

@@ -178,9 +178,8 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # CPU and MPS have no exception class of their own for this.
-        text = "DefaultCPUAllocator|MPS backend out of memory"
-        if isinstance(error, torch.OutOfMemoryError) or re.search(text, str(error)):
+        # Not all are a torch.OutOfMemoryError: CPU, MPS, Triton and cuBLAS have no class for this.
+        if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise
 
@@ -222,15 +221,18 @@ def fit_batch_size(training, config, T, sizes, process):
 def has_memory(training, B, T, process):
     """Returns whether all processes have memory to train with micro-batches of (B, T).
 
-    It runs two of them, beside as much memory as AdamW's moments will take. It leaves the gradients
-    and the random state as they are before a step.
+    It runs two of them, beside as much memory as AdamW's moments will take, and some more. It
+    leaves the gradients and the random state as they are before a step.
     """
     torch.cuda.empty_cache()  # of the attempt before this one
     n_fit = torch.zeros(())
     parallel.set_gradient_sync(training.model, False)  # one process may fail, so none may wait
-    with (contextlib.suppress(torch.OutOfMemoryError),
+    with (contextlib.suppress(UserError), batch_size_advice(B),
           torch.random.fork_rng(range(torch.cuda.device_count()))):
-        moments = [torch.empty_like(p) for p in training.raw_model.parameters() for _ in range(2)]
+        # AdamW's moments take 8 bytes a parameter. The first step puts them between activations,
+        # which leaves gaps that are too small for others. These took up to 2 bytes a parameter.
+        moments = [p.new_empty(10, *p.shape, dtype=torch.uint8)
+                   for p in training.raw_model.parameters()]
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
         for _ in range(2):  # the second one begins when there are gradients, as in a step
             with process.autocast:

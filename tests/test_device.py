@@ -1,5 +1,6 @@
 """plaingpt/device.py: devices and their errors, and the thread that prepares batches."""
 
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from conftest import ALONE, CPU, MODEL, ROOT, TINY, read_log
 import plaingpt.device as devices
 import train_gpt2
 from model import GPT
+from plaingpt import checkpoint
 from plaingpt.cli import UserError
 from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch
 
@@ -61,7 +63,10 @@ def test_out_of_memory_gives_a_one_sentence_error():
     def on_mps():
         raise RuntimeError("MPS backend out of memory (MPS allocated: 5.50 GB). Tried to allocate")
 
-    for error in (lambda: torch.empty(2**50), on_cuda, on_mps):
+    def in_triton():
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    for error in (lambda: torch.empty(2**50), on_cuda, on_mps, in_triton):
         with pytest.raises(UserError, match="^too large; choose a smaller one$"):
             with memory_advice("too large; choose a smaller one"):
                 error()
@@ -79,7 +84,7 @@ def small_gpu(monkeypatch):
     def limited(model, idx, targets=None):
         torch.rand(1)
         if len(idx) > most[0] and model.lm_head.weight.grad is not None:  # in the second pass
-            raise torch.OutOfMemoryError
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
         return forward(model, idx, targets)
 
     monkeypatch.setattr(GPT, "forward", limited)
@@ -118,6 +123,34 @@ def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, 
     train_gpt2.main([*TINY[:i], *TINY[i + 2 :], *ramp, "--dropout", "0.1", "--log_dir", "found"])
     assert small_gpu[1] == [16, 8, 4, 8, 4] and read_log("found") == read_log("given")
     assert json.loads(Path("found/run.json").read_text())["train_config"]["batch_size"] == 4
+
+
+def test_the_search_sets_memory_aside(small_gpu, monkeypatch):
+    """8 bytes a parameter for the moments of AdamW, and 2 for gaps between tensors."""
+    training, aside = train_gpt2.make_training(MODEL, train_gpt2.TrainConfig(), ALONE), []
+    forward, n = GPT.forward, sum(p.numel() for p in training.raw_model.parameters())
+
+    def measured(*args):
+        aside.append(sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor) - before)
+        return forward(*args)
+
+    monkeypatch.setattr(GPT, "forward", measured)
+    before = sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor)
+    assert devices.has_memory(training, 1, 8, ALONE)
+    assert len(aside) == 2 and all(10 <= nbytes / n < 12 for nbytes in aside)
+
+
+def test_different_flags_are_found_before_the_search(small_gpu, monkeypatch, tmp_path):
+    """Processes that try different sizes would wait for each other."""
+    def check_equal(value, message):
+        if "different flags" in message:
+            raise UserError(message)
+
+    monkeypatch.setattr(checkpoint, "check_equal", check_equal)
+    i = TINY.index("--batch_size")
+    with pytest.raises(UserError, match="different flags"):
+        train_gpt2.main([*TINY[:i], *TINY[i + 2 :], "--log_dir", str(tmp_path)])
+    assert not small_gpu[1]
 
 
 def test_sums_of_one_process_stay_where_they_are():
