@@ -508,9 +508,9 @@ def main(argv=None):
             if done or step == 0 or due(step, config.val_every):
                 losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
                           for val_loader in val_loaders]
-                # val is the mean, weighted by shares. For a mixture, this also prints the epochs.
-                val = log.write_losses(step, losses, loader, position)
-                saver.save_best(val, step, position)  # does nothing without --keep_best
+                saver.save_best(losses, step, position)  # does nothing without --keep_best
+                # Logs the mean, weighted by shares. For a mixture, this also prints the epochs.
+                log.write_losses(step, losses, loader, position)
             if evals and (done or due(step, config.eval_every)):
                 log.write(step, **run_evals(evals, raw_model, process, config, step))
             if done or due(step, config.sample_every):

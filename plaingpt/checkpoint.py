@@ -69,8 +69,13 @@ class Saver:
         for old in checkpoints(path.parent)[: -self.config.keep] if self.config.keep else ():
             old.unlink()
 
-    def save_best(self, val, step, position):
-        """With --keep_best, saves model_best.pt if val is the lowest loss after step 0."""
+    def save_best(self, losses, step, position):
+        """With --keep_best, saves model_best.pt if the loss is the lowest one after step 0.
+
+        losses: what estimate_loss returns, for each data set. This comes before they are in
+        log.txt. So if the disk is full, a resume measures them again, and saves the file.
+        """
+        val = sum(share * nats for share, (nats, _) in zip(self.data.shares, losses))
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
             self.save(step, position, "model_best.pt")
@@ -98,7 +103,8 @@ class Saver:
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         losses = on_rank0(cli.read_streams, Path(place, "log.txt")).get("val", {})
-        self.best_val = min((v for s, v in losses.items() if 0 < s <= step), default=math.inf)
+        # min returns inf instead of NaN, which is not below it.
+        self.best_val = min([math.inf, *(v for s, v in losses.items() if 0 < s <= step)])
         print0(f"resumed from step {step} in {place}")
         before = {**before, **checkpoint["model_config"]}
         for name, now in self.flags.items():

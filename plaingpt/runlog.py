@@ -138,7 +138,7 @@ class RunLog:
                             for name, value in values.items()}, step=step)
 
     def write_losses(self, step, losses, loader, position):
-        """Logs a validation. Returns the mean loss, weighted by the shares of the data sets.
+        """Logs a validation: the mean losses, weighted by the shares of the data sets.
 
         losses: (nats per token, bits per byte) of each set. If there are several sets, it also logs
         the losses of each, and prints how often each was read.
@@ -157,7 +157,6 @@ class RunLog:
         if self.rises == 3:
             print0("note: the validation loss has risen three times in a row; use --keep_best")
         self.write(step, **streams)
-        return val
 
     def write_samples(self, step, texts):
         """Prints samples, and sends them to TensorBoard and wandb. log.txt does not have them."""
@@ -206,11 +205,11 @@ class RunLog:
 
 def hash_of_program():
     """Returns a hash of the files of this clone that the program has imported. See hash_of_code."""
-    root = Path(__file__).parents[1]
+    root, library = Path(__file__).parents[1], Path(os.__file__).parent
     files = {Path(getattr(m, "__file__", None) or "/") for m in [*sys.modules.values()]}
-    # A virtual environment may be in the clone, too.
-    own = [f for f in files if root in f.parents and "site-packages" not in f.parts]
-    return hash_of_code(sorted(own))
+    # Python itself and its packages may be in the clone, too.
+    return hash_of_code(sorted(f for f in files if root in f.parents and f.suffix == ".py" and not (
+        library in f.parents or "site-packages" in f.parts)))
 
 
 def move_aside(directory):

@@ -145,6 +145,17 @@ def test_the_best_model_survives_a_resume(tmp_path):
     assert torch.load(best, weights_only=True)["step"] == 20
 
 
+def test_a_best_model_that_could_not_be_written_is_written_after_a_resume(tmp_path):
+    flags, best = ["--log_dir", "run", "--resume", "--max_steps"], tmp_path / "run/model_best.pt"
+    train(*flags, 1, cwd=tmp_path)
+    best.mkdir()  # no file can have this name
+    _, err = train(*flags, 2, "--keep_best", cwd=tmp_path, status=2)
+    assert "model_best.pt: cannot write" in err
+    best.rmdir()
+    train(*flags, 2, "--keep_best", cwd=tmp_path)
+    assert torch.load(best)["step"] == 2
+
+
 def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
     derived = {"warmup_steps": 4, "val_every": 2, "min_lr": 4e-4}
     flags = [*TINY, "--preset", "gpt2", "--data", ROOT / "input.txt", "--eval_every", 0,
