@@ -139,7 +139,8 @@ def ask(sides):
     train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], "one step")
     for side in sides:
         said = cli.read_json(side.directory("asked") / "run.json")
-        side.facts = said | said.pop("train_config") | said["model_config"] | said["fingerprints"]
+        # `said` is last: it has the device and the dtype that were chosen, not "auto" or "cuda:1".
+        side.facts = said.pop("train_config") | said["model_config"] | said["fingerprints"] | said
         known = {name: value for name, value in side.facts.items() if name not in OTHER_FACTS}
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     for name in ("validation split", "val_tokens", "block_size"):
@@ -272,12 +273,12 @@ def main():
     changes, files = b"".join(Path(path).read_bytes() for path in patches), []
     names = [Path(path).stem for path in patches]
     if not patches:
-        # The settings of git may want other prefixes or another program.
-        prefixes = "--src-prefix=a/", "--dst-prefix=b/"
-        changes = cli.run_git("diff", "--binary", "--no-ext-diff", *prefixes, commit)
-        names = cli.run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
+        # The settings of git may want colors, other prefixes or another program.
+        fixed = "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"
+        changes = cli.run_git("diff", "--binary", *fixed, commit)
+        found = cli.run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
         # The link by which Emacs locks model.py has this end, too, but leads to no file.
-        files = [name for name in os.fsdecode(names).split("\0") if (ROOT / name).is_file()]
+        files = [name for name in os.fsdecode(found).split("\0") if (ROOT / name).is_file()]
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")

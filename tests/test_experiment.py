@@ -116,8 +116,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     again = experiment(clone, "worse", "log/my.patch")
     assert again["losses"] == found["losses"] and again["time_ratio"] is None
     assert again["looks"] == 2 and (changed / "log.txt").stat().st_mtime_ns == written
-    # The flags give what is the default: no run would differ.
-    found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1"])
+    # The flags give what is the default, and the same device: no run would differ.
+    found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1", "--device", "cpu:0"])
     assert found["n"] == 0 and "docstrings" in found["reason"] and len(runs(clone)) == 4
     # More pairs continue the experiment. Another name of a variable changes nothing.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
@@ -166,18 +166,22 @@ def test_names_of_untracked_files_and_settings_of_git(clone):
     (clone / UNTRACKED[2]).symlink_to("me@host.1234")
     git(clone, "config", "diff.noprefix", "true")
     git(clone, "config", "diff.external", "true")
+    git(clone, "config", "color.ui", "always")
     line = "class MLP("
     found = experiment(clone, "equal", old=line, new=f"# a comment\n{line}")
     assert "docstrings" in found["reason"]
 
 
 def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
+    """But Python itself, which may be in the clone, does not."""
     copy_program(tmp_path)
-    code = ("import sys; sys.path.insert(0, '.'); import ideas.mix, plaingpt.runlog as runlog; "
+    code = ("import os, sys; sys.path[:0] = '.', 'ideas/lib'; import abc_of, ideas.mix; "
+            "import plaingpt.runlog as runlog; os.__file__ = abc_of.__file__; "
             "print(runlog.hash_of_program())")
-    (tmp_path / "ideas").mkdir()
+    (tmp_path / "ideas" / "lib").mkdir(parents=True)
     hashes = []
     for text in ("x = 1", "x = 1  # a comment", "x = 2"):
+        (tmp_path / "ideas" / "lib" / "abc_of.py").write_text(f"y = {len(hashes)}")
         (tmp_path / "ideas" / "mix.py").write_text(text)
         hashes.append(subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True,
                                      capture_output=True, text=True).stdout)
