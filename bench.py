@@ -3,6 +3,7 @@
   python bench.py --preset gpt2 --batch_size 4
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
 
+In this help, [x] is the default of a flag, unless the preset has another value.
 Other programs on a machine change all times, so compare runs that alternate.
 docs/speed.md shows how to time the models of others.
 

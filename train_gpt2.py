@@ -179,7 +179,7 @@ def make_configs(given, sources):
         raise UserError(f"--n_head: must be a divisor of --n_embd, which is {values['n_embd']}")
     for flag, other, need in (("muon_lr", "optimizer", "muon"), ("decay_steps", "schedule", "wsd")):
         if values[flag] and values[other] != need:
-            raise UserError(f"--{flag}: needs --{other} {need}; leave it out, or change both")
+            raise UserError(f"--{flag}: needs --{other} {need}; give both, or leave it out")
     print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
            f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
     return cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)

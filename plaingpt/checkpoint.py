@@ -311,7 +311,8 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
     """
     g, source = gpt_config, config.log_dir if checkpoint else config.init_from
     if not source:
-        n_vocab = given.get("vocab_size", sources.tokenizer.n_vocab)  # more ids are never used
+        # A larger --vocab_size is allowed; the data never have the additional ids.
+        n_vocab = given.get("vocab_size", sources.tokenizer.n_vocab)
         return replace(g, vocab_size=n_vocab), None, sources.tokenizer, {}
     have, weights, tokenizer = unpack(checkpoint) if checkpoint else read_weights(source)
     have, kept = replace(have, dropout=g.dropout), {}

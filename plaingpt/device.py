@@ -224,7 +224,7 @@ def has_memory(training, B, T, process):
     It runs two of them, beside as much memory as AdamW's moments will take, and some more. It
     leaves the gradients and the random state as they are before a step.
     """
-    torch.cuda.empty_cache()  # of the attempt before this one
+    torch.cuda.empty_cache()  # frees what the attempt before this one has left
     n_fit = torch.zeros(())
     parallel.set_gradient_sync(training.model, False)  # one process may fail, so none may wait
     with (contextlib.suppress(UserError), batch_size_advice(B),

@@ -1,4 +1,4 @@
-"""The presets of train_gpt2.py. Each has the values of flags that differ from the defaults.
+"""The presets of train_gpt2.py. Each has values of some flags; the others have their defaults.
 
 The sizes are from table 2 of the GPT-2 paper and table 2.1 of the GPT-3 paper. For 1.3B and 13B,
 n_head x hs is not n_embd in that table. We corrected this. Learning rates and total batch sizes are

@@ -73,7 +73,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
         try:
             requests.head(datasets.config.HF_ENDPOINT, timeout=5)
         except requests.RequestException:
-            datasets.config.HF_HUB_OFFLINE = True  # until this program ends
+            datasets.config.HF_HUB_OFFLINE = True  # stays so until this program ends
     # Network errors come from several libraries.
     with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)
