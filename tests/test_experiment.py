@@ -148,9 +148,8 @@ def test_nothing_cheats_the_score(clone):
 
 
 @pytest.mark.parametrize("flags, reason", [
-    (["--val_tokens", "256"], "another val_tokens"),
-    (["--val_fraction", "0.2"], "another validation split"),
-    (["--block_size", "32"], "another block_size")])
+    (["--val_tokens", "256"], "another val_tokens"), (["--block_size", "32"], "another block_size"),
+    (["--val_fraction", "0.2"], "another validation split")])
 def test_losses_of_other_data_do_not_compare(clone, flags, reason):
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
 
@@ -164,9 +163,8 @@ def test_names_of_untracked_files_and_settings_of_git(clone):
     """Emacs locks a file with a link that leads nowhere. git quotes names that are not ASCII."""
     (clone / UNTRACKED[1]).write_text("x = 1\n")
     (clone / UNTRACKED[2]).symlink_to("me@host.1234")
-    git(clone, "config", "diff.noprefix", "true")
-    git(clone, "config", "diff.external", "true")
-    git(clone, "config", "color.ui", "always")
+    for setting in ("diff.noprefix true", "diff.external true", "color.ui always"):
+        git(clone, "config", *setting.split())
     line = "class MLP("
     found = experiment(clone, "equal", old=line, new=f"# a comment\n{line}")
     assert "docstrings" in found["reason"]
@@ -183,8 +181,7 @@ def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
     for text in ("x = 1", "x = 1  # a comment", "x = 2"):
         (tmp_path / "ideas" / "lib" / "abc_of.py").write_text(f"y = {len(hashes)}")
         (tmp_path / "ideas" / "mix.py").write_text(text)
-        hashes.append(subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True,
-                                     capture_output=True, text=True).stdout)
+        hashes.append(subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path))
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -208,7 +205,6 @@ def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="        x = x + self.attn(",
                        new="        import idea\n        x = idea.mix(x) + self.attn(")
     assert "division by zero" in found["reason"]
-    (clone / "log").mkdir(exist_ok=True)
     (clone / "log" / "old.patch").write_text(
         "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-no such line\n+x\n")
     found = experiment(clone, "failed", "log/old.patch")
