@@ -508,9 +508,11 @@ def main(argv=None):
             if done or step == 0 or due(step, config.val_every):
                 losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
                           for val_loader in val_loaders]
-                saver.save_best(losses, step, position)  # does nothing without --keep_best
-                # Logs the mean, weighted by shares. For a mixture, this also prints the epochs.
-                log.write_losses(step, losses, loader, position)
+                # The mean loss and the mean bits per byte of the data sets, weighted by shares.
+                means = [sum(s * x for s, x in zip(data.shares, each)) for each in zip(*losses)]
+                saver.save_best(means[0], step, position)  # does nothing without --keep_best
+                # For a mixture, this also prints the epochs.
+                log.write_losses(step, means, losses, loader, position)
             if evals and (done or due(step, config.eval_every)):
                 log.write(step, **run_evals(evals, raw_model, process, config, step))
             if done or due(step, config.sample_every):

@@ -69,13 +69,12 @@ class Saver:
         for old in checkpoints(path.parent)[: -self.config.keep] if self.config.keep else ():
             old.unlink()
 
-    def save_best(self, losses, step, position):
-        """With --keep_best, saves model_best.pt if the loss is the lowest one after step 0.
+    def save_best(self, val, step, position):
+        """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
 
-        losses: what estimate_loss returns, for each data set. This comes before they are in
-        log.txt. So if the disk is full, a resume measures them again, and saves the file.
+        This comes before val is in log.txt. So if the disk is full, a resume measures it again, and
+        saves the file.
         """
-        val = sum(share * nats for share, (nats, _) in zip(self.data.shares, losses))
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
             self.save(step, position, "model_best.pt")
@@ -88,25 +87,25 @@ class Saver:
         """
         if checkpoint is None:
             return 0, 0
-        config, step, before = self.config, checkpoint["step"], checkpoint["train_config"]
-        place, saved = config.log_dir, checkpoint["optimizer"]
+        config, place, step = self.config, self.config.log_dir, checkpoint["step"]
+        before = checkpoint["train_config"] | checkpoint["model_config"]
         if step > config.max_steps:
             raise UserError(f"the run in {place} is at step {step}; give a larger --max_steps")
         changed = [f"the {split} was {before[split]} and is {now}" for split, now in
                    self.data.fingerprints.items() if before.get(split, now) != now]
         if changed:
             raise UserError(f"{place} had other data: {changed[0]}; use --init_from, not --resume")
-        if saved.keys() != self.optimizers.keys():
+        if checkpoint["optimizer"].keys() != self.optimizers.keys():
             raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
         for kind, optimizer in self.optimizers.items():
-            set_moments(optimizer, moments_by_name(saved[kind]))
+            set_moments(optimizer, moments_by_name(checkpoint["optimizer"][kind]))
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
-        losses = on_rank0(cli.read_streams, Path(place, "log.txt")).get("val", {})
+        streams = on_rank0(cli.read_streams, Path(place, "log.txt")) if config.keep_best else {}
         # min returns inf instead of NaN, which is not below it.
-        self.best_val = min([math.inf, *(v for s, v in losses.items() if 0 < s <= step)])
+        found = streams.get("val", {}).items()
+        self.best_val = min([math.inf, *(value for s, value in found if 0 < s <= step)])
         print0(f"resumed from step {step} in {place}")
-        before = {**before, **checkpoint["model_config"]}
         for name, now in self.flags.items():
             if name not in self.free and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")

@@ -137,13 +137,14 @@ class RunLog:
             self.wandb.log({name: self.wandb.Html(value) if isinstance(value, str) else value
                             for name, value in values.items()}, step=step)
 
-    def write_losses(self, step, losses, loader, position):
-        """Logs a validation: the mean losses, weighted by the shares of the data sets.
+    def write_losses(self, step, means, losses, loader, position):
+        """Logs a validation.
 
-        losses: (nats per token, bits per byte) of each set. If there are several sets, it also logs
-        the losses of each, and prints how often each was read.
+        losses: (nats per token, bits per byte) of each data set. means: the means of both, weighted
+        by shares. If there are several sets, it also logs the losses of each, and prints how often
+        each was read.
         """
-        val, bpb = (sum(s * loss for s, loss in zip(loader.shares, each)) for each in zip(*losses))
+        val, bpb = means
         streams = dict(val=val, bpb=bpb)
         text = (f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f} | "
                 f"{bpb:.4f} bits per byte")
