@@ -33,8 +33,15 @@ def report(examples, scores):
 
 
 BENCHMARK = Benchmark(
-    name="answers", doc=__doc__, stream="answers", hub=None, examples=examples, report=report,
-    prompt_ids=prompt_ids, figures=dict(acc="the greedy answer is the response, and ends"))
+    name="answers",
+    doc=__doc__,
+    stream="answers",
+    hub=None,
+    examples=examples,
+    report=report,
+    prompt_ids=prompt_ids,
+    figures=dict(acc="the greedy answer is the response, and ends"),
+)
 
 if __name__ == "__main__":
     launch(BENCHMARK)

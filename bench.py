@@ -46,10 +46,25 @@ class BenchConfig:
 
 
 # These flags of train_gpt2.py are the same here.
-SharedConfig = make_dataclass("SharedConfig", [
-    (f.name, f.type, f.default) for f in (*fields(GPTConfig), *fields(TrainConfig))
-    if f.name in ("block_size", "optimizer", "device", "dtype", "compile", "parallel", "tp", "pp",
-                  "activation_checkpointing")])
+SharedConfig = make_dataclass(
+    "SharedConfig",
+    [
+        (f.name, f.type, f.default)
+        for f in (*fields(GPTConfig), *fields(TrainConfig))
+        if f.name
+        in (
+            "block_size",
+            "optimizer",
+            "device",
+            "dtype",
+            "compile",
+            "parallel",
+            "tp",
+            "pp",
+            "activation_checkpointing",
+        )
+    ],
+)
 
 
 def main(argv=None):
@@ -60,8 +75,12 @@ def main(argv=None):
     process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     cuda = process.device.type == "cuda"
     B, T = bench.batch_size or (64 if cuda else 4), gpt_config.block_size
-    config = replace(config, compile=devices.choose_compile(config.compile, process.device),
-                     batch_size=B, total_batch_size=B * T * process.dp_size)
+    config = replace(
+        config,
+        compile=devices.choose_compile(config.compile, process.device),
+        batch_size=B,
+        total_batch_size=B * T * process.dp_size,
+    )
     [(n, micro_B)] = sizes = plan_steps(config, T, math.inf, process.dp_size)
     training = make_training(gpt_config, config, process)
     B = bench.batch_size or devices.fit_batch_size(training, config, T, sizes, process)
@@ -96,10 +115,12 @@ def main(argv=None):
     ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(process)
     tok_s = n * T / statistics.median(times)
     share = f" | {tok_s * flops / peak:.1%} of peak" if peak else ""
-    cli.print0(f"{'compiled' if config.compile else 'eager'} {process.dtype_name} "
-               f"{config.optimizer} | {bench.preset} B={B} T={T} | {statistics.median(ms):,.0f} ms "
-               f"({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s | {tok_s * flops / 1e12:.2f} "
-               f"TFLOP/s{share} | {memory / 1e9:.2f} GB | first step {first:.1f} s")
+    cli.print0(
+        f"{'compiled' if config.compile else 'eager'} {process.dtype_name} "
+        f"{config.optimizer} | {bench.preset} B={B} T={T} | {statistics.median(ms):,.0f} ms "
+        f"({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s | {tok_s * flops / 1e12:.2f} "
+        f"TFLOP/s{share} | {memory / 1e9:.2f} GB | first step {first:.1f} s"
+    )
     process.barrier()
 
 

@@ -47,6 +47,7 @@ class Options:
 @dataclass
 class Task:
     """A task has a file of items, and knows how to ask them."""
+
     label: str
     file: Path
     num_fewshot: int = 0
@@ -74,13 +75,16 @@ def find_tasks(path, names):
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
-    chance = {row["Eval Task"]: 0.01 * float(row["Random baseline"])
-              for row in read_records([path / "eval_meta_data.csv"])}
+    chance = {
+        row["Eval Task"]: 0.01 * float(row["Random baseline"])
+        for row in read_records([path / "eval_meta_data.csv"])
+    }
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
         label, uri, shots, delimiter = get_fields(
-            record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str)
+            record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str
+        )
         tasks[label] = Task(label, path / "eval_data" / uri, shots[0], delimiter, chance.get(label))
     chosen = [name.strip() for name in names.split(",")] if names else tasks
     if unknown := [name for name in chosen if name not in tasks]:
@@ -118,7 +122,8 @@ def make_example(item, delimiter):
         example = Example([query], [f"{delimiter}{choice}" for choice in choices], gold)
     elif "context_options" in item:
         contexts, continuation, gold = get_fields(
-            item, context_options=list, continuation=str | int | float, gold=int)
+            item, context_options=list, continuation=str | int | float, gold=int
+        )
         example = Example(contexts, [f"{delimiter}{continuation}"], gold)
     else:
         context, continuation = get_fields(item, context=str, continuation=str | int | float)
@@ -135,6 +140,7 @@ def texts(example):
 
 def prompt_ids(example, tokenizer):
     """Yields (ids of a context, [ids of each of its endings]). Splits the ids of whole prompts."""
+
     def ids(text):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
@@ -169,8 +175,13 @@ def report(examples, scores):
     tasks = {}
     for (task, chance), correct in solved.items():
         accuracy = sum(correct) / len(correct)
-        tasks[task] = dict(accuracy=accuracy, centered=(accuracy - chance) / (1 - chance),
-                           chance=chance, items=len(correct), correct=correct)
+        tasks[task] = dict(
+            accuracy=accuracy,
+            centered=(accuracy - chance) / (1 - chance),
+            chance=chance,
+            items=len(correct),
+            correct=correct,
+        )
     return dict(core=float(np.mean([task["centered"] for task in tasks.values()])), tasks=tasks)
 
 
@@ -183,9 +194,18 @@ def main(argv=None):
 
 
 BENCHMARK = Benchmark(
-    name="core", doc=__doc__, stream="core", hub=None, examples=None, load=load,
-    prompt_ids=prompt_ids, spare=1, report=report, options=(Options,),
-    figures=dict(core="mean of the centered accuracies; the mean of all 22 tasks is CORE"))
+    name="core",
+    doc=__doc__,
+    stream="core",
+    hub=None,
+    examples=None,
+    load=load,
+    prompt_ids=prompt_ids,
+    spare=1,
+    report=report,
+    options=(Options,),
+    figures=dict(core="mean of the centered accuracies; the mean of all 22 tasks is CORE"),
+)
 
 if __name__ == "__main__":
     run_program(main)

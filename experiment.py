@@ -205,6 +205,7 @@ def audit(base, changed, facts, places):
 
 def check(side, base, seeds):
     """Returns why the losses of a side's runs do not count, or None. See audit."""
+
     def find_fault(seed):
         logged, found = side.last(seed), side.last(seed, "audit")
         if found is None or not abs(found - logged) <= TOLERANCE * found:  # NaN is a fault, too
@@ -233,8 +234,12 @@ def compare(sides, config):
         reason = "only comments, layout or docstrings have changed"
         return dict(facts, verdict="equal", difference=0.0, half=0.0, n=0, reason=reason)
     seeds = range(1, config.seeds + 1)
-    new = [(side, seed, ["--seed", str(seed)]) for seed in seeds for side in sides
-           if side.last(seed) is None]
+    new = [
+        (side, seed, ["--seed", str(seed)])
+        for seed in seeds
+        for side in sides
+        if side.last(seed) is None
+    ]
     train(new)
     losses = np.array([[side.last(seed) for side in sides] for seed in seeds], float)
     if not np.isfinite(losses).all():
@@ -242,8 +247,11 @@ def compare(sides, config):
     paces = [np.median([*side.read(seed, "tok_s").values()]) for side, seed, _ in new]
     # Only runs that went side by side: a change that follows its base in the list.
     ratios = [paces[i] / paces[i + 1] for i in range(len(new) - 1) if new[i][1] == new[i + 1][1]]
-    facts.update(compare_pairs(*losses.T, config.delta), losses=losses.tolist(),
-                 time_ratio=float(np.median(ratios)) if ratios else None)
+    facts.update(
+        compare_pairs(*losses.T, config.delta),
+        losses=losses.tolist(),
+        time_ratio=float(np.median(ratios)) if ratios else None,
+    )
     cli.print0("computing the losses again")
     for side in sides:
         if reason := check(side, sides[0], seeds):
@@ -282,9 +290,13 @@ def main():
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
-    entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config),
-                 change=config.name or " ".join([*names, *more]),
-                 patch=hashlib.sha256(changes).hexdigest()[:12])
+    entry = dict(
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        commit=commit,
+        **asdict(config),
+        change=config.name or " ".join([*names, *more]),
+        patch=hashlib.sha256(changes).hexdigest()[:12],
+    )
     cli.check_output("--json", config.json)
     LAB.mkdir(parents=True, exist_ok=True)
     cli.lock(LAB, "experiments in")  # until the program ends

@@ -22,8 +22,19 @@ EXAMPLE = """from transformers import pipeline
 print(pipeline("text-generation", model="{name}")("Once upon a time")[0]["generated_text"])"""
 CARD = """---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}
 ```python\n{example}\n```\n\n| | |\n|---|---|\n{rows}\n"""
-FACTS = ("parameters", "tokenizer", "train_tokens", "max_steps", "total_batch_size", "optimizer",
-         "max_lr", "dtype", "device", "started", "git_commit")  # of run.json, in the model card
+FACTS = (
+    "parameters",
+    "tokenizer",
+    "train_tokens",
+    "max_steps",
+    "total_batch_size",
+    "optimizer",
+    "max_lr",
+    "dtype",
+    "device",
+    "started",
+    "git_commit",
+)  # of run.json, in the model card
 
 
 @dataclass
@@ -43,8 +54,13 @@ def main(argv=None):
     run_json = read_json(source.with_name("run.json"))
     known = run_json.get("train_config", {}) | run_json  # run_json has the dtype that was chosen
     facts = asdict(model.config) | {name: known[name] for name in FACTS if known.get(name)}
-    facts.update({"checkpoint": source.name, "dtype of the weights": config.dtype,
-                  "token before every text": repr(tokenizer.decode([tokenizer.end_of_text]))})
+    facts.update(
+        {
+            "checkpoint": source.name,
+            "dtype of the weights": config.dtype,
+            "token before every text": repr(tokenizer.decode([tokenizer.end_of_text])),
+        }
+    )
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     name = output.resolve().name
     card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)

@@ -190,8 +190,13 @@ def main(argv=None):
     # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text also
     # has shards for validation and for training.
     usual_size = min(SHARD_SIZE, max(1000, sum(path.stat().st_size for path in paths) // 80))
-    settings = dict(source=source, text_key=config.text_key, tokenizer=tokenizer.name,
-                    shard_size=config.shard_size or usual_size, val_shards=config.val_shards)
+    settings = dict(
+        source=source,
+        text_key=config.text_key,
+        tokenizer=tokenizer.name,
+        shard_size=config.shard_size or usual_size,
+        val_shards=config.val_shards,
+    )
     with cli.writing(f"--output_dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
     weakref.finalize(config, os.close, cli.lock(directory, "--output_dir"))
@@ -203,10 +208,15 @@ def main(argv=None):
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
     documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
-    print0(f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
-           f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped")
-    print0(f"to train on it: python train_gpt2.py --data {directory}" if n_val < facts["shards"]
-           else "no shard is for training; give more text, or a smaller --shard_size")
+    print0(
+        f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
+        f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped"
+    )
+    print0(
+        f"to train on it: python train_gpt2.py --data {directory}"
+        if n_val < facts["shards"]
+        else "no shard is for training; give more text, or a smaller --shard_size"
+    )
 
 
 if __name__ == "__main__":

@@ -96,8 +96,11 @@ def write_texts(model, tokenizer, ids, config):
     texts, shown = [""] * n, ""  # these do not contain the prompt
     print(cli.visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
-    with (suppress(*stops), attention_for_many_shapes(),
-          devices.memory_advice(f"--num_samples {n}: out of memory; give fewer")):
+    with (
+        suppress(*stops),
+        attention_for_many_shapes(),
+        devices.memory_advice(f"--num_samples {n}: out of memory; give fewer"),
+    ):
         for new in generate_tokens(model, idx, config.max_new_tokens, **options):
             idx = torch.cat([idx, new], dim=1)
             rows = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
@@ -128,8 +131,10 @@ def main(argv=None):
             if p.dim() == 2 and len(p) >= p.size(1):
                 p.data = p.t().contiguous().t()
     prompts = [tokenize_prompt(config.prompt or "", tokenizer, model.config.block_size)]
-    cli.print0(f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-               f"{process.dtype_name} on {process.device}\n")
+    cli.print0(
+        f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{process.dtype_name} on {process.device}\n"
+    )
     if config.interactive:
         prompts = ask_prompts(tokenizer, config, model.config.block_size)
     results = [write_texts(model, tokenizer, ids, config) for ids in prompts]

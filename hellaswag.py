@@ -49,17 +49,26 @@ def report(examples, scores):
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(
-        acc_norm_token=scores.tokens, acc=1, acc_norm_char=chars, acc_norm_byte=scores.bytes - 1)
+        acc_norm_token=scores.tokens, acc=1, acc_norm_char=chars, acc_norm_byte=scores.bytes - 1
+    )
     return {name: accuracy(examples, scores, length) for name, length in lengths.items()}
 
 
 BENCHMARK = Benchmark(
-    name="hellaswag", doc=__doc__, stream="hella", examples=examples, report=report,
-    hub=dict(dataset="Rowan/hellaswag", split="validation"), options=(Options,),
-    figures=dict(acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",
-                 acc="not divided by length",
-                 acc_norm_char="per character; the harness's acc_norm (--style harness)",
-                 acc_norm_byte="per byte; the harness's acc_bytes (--style harness)"))
+    name="hellaswag",
+    doc=__doc__,
+    stream="hella",
+    examples=examples,
+    report=report,
+    hub=dict(dataset="Rowan/hellaswag", split="validation"),
+    options=(Options,),
+    figures=dict(
+        acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",
+        acc="not divided by length",
+        acc_norm_char="per character; the harness's acc_norm (--style harness)",
+        acc_norm_byte="per byte; the harness's acc_bytes (--style harness)",
+    ),
+)
 
 if __name__ == "__main__":
     launch(BENCHMARK)

@@ -31,15 +31,26 @@ def examples(records):
 
 def report(examples, scores):
     """Computes the figures of the last words."""
-    return dict(acc=float(scores.greedy.mean()), last_token_acc=float(scores.last_greedy.mean()),
-                perplexity=perplexity(-scores.log_likelihood.mean()))
+    return dict(
+        acc=float(scores.greedy.mean()),
+        last_token_acc=float(scores.last_greedy.mean()),
+        perplexity=perplexity(-scores.log_likelihood.mean()),
+    )
 
 
 BENCHMARK = Benchmark(
-    name="lambada", doc=__doc__, stream="lambada", examples=examples, report=report,
+    name="lambada",
+    doc=__doc__,
+    stream="lambada",
+    examples=examples,
+    report=report,
     hub=dict(dataset="EleutherAI/lambada_openai", name="default", split="test"),
-    figures=dict(acc="the whole last word; as the harness", perplexity="as the harness",
-                 last_token_acc="the last token; not comparable with papers"))
+    figures=dict(
+        acc="the whole last word; as the harness",
+        perplexity="as the harness",
+        last_token_acc="the last token; not comparable with papers",
+    ),
+)
 
 if __name__ == "__main__":
     launch(BENCHMARK)

@@ -102,13 +102,15 @@ class GPT(nn.Module):
         self.config = config
         # If True, the forward pass keeps only the input of each block. See hidden.
         self.activation_checkpointing = False
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
-            drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=nn.LayerNorm(config.n_embd),
-        ))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                drop=nn.Dropout(config.dropout),
+                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
         self.loss_fn = LinearCrossEntropyLoss()  # computes the head, too, in chunks
@@ -153,8 +155,14 @@ class GPT(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
                 # To save memory, this keeps only the input of a block. The backward pass computes
                 # the block again, from the same random state, so the dropout masks are the same.
-                x = checkpoint(block, x, None, mask, use_reentrant=False,
-                               preserve_rng_state=self.config.dropout > 0)
+                x = checkpoint(
+                    block,
+                    x,
+                    None,
+                    mask,
+                    use_reentrant=False,
+                    preserve_rng_state=self.config.dropout > 0,
+                )
             else:
                 x = block(x, cache[i] if cache else None, mask)
         return self.transformer.ln_f(x)
@@ -200,12 +208,15 @@ class GPT(nn.Module):
             in_blocks = [(n, p) for n, p in matrices if ".h." in n and p.dim() == 2]
             matrices = [(n, p) for n, p in matrices if ".h." not in n or p.dim() > 2]
             optimizers.append(Muon(in_blocks, muon_lr or learning_rate, weight_decay))
-        groups = [dict(params=matrices, weight_decay=weight_decay),
-                  dict(params=vectors, weight_decay=0.0)]
+        groups = [
+            dict(params=matrices, weight_decay=weight_decay),
+            dict(params=vectors, weight_decay=0.0),
+        ]
         # A stage of a pipeline may have no matrices outside its blocks.
         groups = [group for group in groups if group["params"]]
-        optimizers.append(torch.optim.AdamW(
-            groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))  # fused is faster
+        optimizers.append(
+            torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        )  # fused is faster
         return optimizers
 
     def flops_per_token(self):

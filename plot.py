@@ -30,10 +30,16 @@ from train_gpt2 import TrainConfig
 # These are the panels in their order, with their labels. Streams that are not here follow in panels
 # of their own.
 PANELS = dict(
-    loss="loss (nats per token)", bpb="bits per byte", hella="HellaSwag, acc_norm_token",
-    lambada="LAMBADA, accuracy", story="Story Cloze, accuracy",
-    wikitext="WikiText-103, perplexity per word", lr="learning rate",
-    norm="gradient norm before clipping", tok_s="tokens per second")
+    loss="loss (nats per token)",
+    bpb="bits per byte",
+    hella="HellaSwag, acc_norm_token",
+    lambada="LAMBADA, accuracy",
+    story="Story Cloze, accuracy",
+    wikitext="WikiText-103, perplexity per word",
+    lr="learning rate",
+    norm="gradient norm before clipping",
+    tok_s="tokens per second",
+)
 # These are published scores. build-nanogpt measured the loss on FineWeb-Edu.
 SCORES = dict(loss={"GPT-2 124M": 3.2924}, hella={"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337})
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
@@ -88,8 +94,9 @@ def compare(groups):
             interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half < np.inf else ""
         first = first or losses
         steps = ", ".join(map(str, sorted({step for step, _ in ends})))
-        rows.append((name, str(len(losses)), steps, f"{np.mean(losses):.4f}{spread}", difference,
-                     interval))
+        rows.append(
+            (name, str(len(losses)), steps, f"{np.mean(losses):.4f}{spread}", difference, interval)
+        )
     return rows if first else []
 
 
@@ -130,8 +137,15 @@ def draw_group(panels, name, color, runs, x_kind):
         mean = values.mean(axis=0)
         label = name if panel_of(stream) == stream else f"{name}, {LOSSES.get(stream, stream)}"
         number = re.search(r"_(\d+)$|$", stream)[1] or 0  # lines of higher numbers are lighter
-        panel.plot(x, mean, color=color, linewidth=1.5 if noisy else 0.8, label=label,
-                   marker="" if noisy or stream == "lr" else ".", alpha=8 / (8 + int(number)))
+        panel.plot(
+            x,
+            mean,
+            color=color,
+            linewidth=1.5 if noisy else 0.8,
+            label=label,
+            marker="" if noisy or stream == "lr" else ".",
+            alpha=8 / (8 + int(number)),
+        )
         if len(runs) > 1:
             sd = values.std(axis=0, ddof=1)
             panel.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, linewidth=0)
@@ -160,15 +174,25 @@ def draw(runs, x):
             raise cli.UserError(f"{name}: log.txt has no stream tokens; use --x steps")
         # A legend leaves out names that begin with "_".
         draw_group(panels, re.sub("^_", "./_", name).replace("$", r"\$"), f"C{i}", group, x)
-    fineweb = all(facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
-                  for _, facts in runs.values())
+    fineweb = all(
+        facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
+        for _, facts in runs.values()
+    )
     for name, panel in panels.items():
         if name in ("loss", "bpb", "norm", "wikitext"):
             fit_to_the_end(panel)
         for model, score in SCORES.get(name, {}).items() if name != "loss" or fineweb else []:
             panel.axhline(score, color="black", linestyle=":", linewidth=1)
-            panel.text(1, score, f"{model}: {score:g}", ha="right", va="bottom", size=8,
-                       transform=panel.get_yaxis_transform(), clip_on=True)
+            panel.text(
+                1,
+                score,
+                f"{model}: {score:g}",
+                ha="right",
+                va="bottom",
+                size=8,
+                transform=panel.get_yaxis_transform(),
+                clip_on=True,
+            )
         panel.set(xlabel=x, ylabel=PANELS.get(name, name))
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M

@@ -24,10 +24,13 @@ def examples(records):
     """Turns records into Examples with two endings. Raises UserError."""
     for record in records:
         # The files of 2016 and 2018 spell the names of the columns differently.
-        record = {str(name).lower().replace("_", "").replace("randomfifth", ""): value
-                  for name, value in record.items()}
-        *story, a, b, label = get_fields(record, **STORY, sentencequiz1=str, sentencequiz2=str,
-                                         answerrightending=int | str)
+        record = {
+            str(name).lower().replace("_", "").replace("randomfifth", ""): value
+            for name, value in record.items()
+        }
+        *story, a, b, label = get_fields(
+            record, **STORY, sentencequiz1=str, sentencequiz2=str, answerrightending=int | str
+        )
         yield choice(record, " ".join(story), [a, b], {"1": 0, "2": 1}.get(str(label)))
 
 
@@ -38,9 +41,17 @@ def report(examples, scores):
 
 
 BENCHMARK = Benchmark(
-    name="storycloze", doc=__doc__, stream="story", hub=None, examples=examples, report=report,
-    figures=dict(acc="not divided by length; as EleutherAI's harness",
-                 acc_norm_token="per token; as the GPT-3 paper"))
+    name="storycloze",
+    doc=__doc__,
+    stream="story",
+    hub=None,
+    examples=examples,
+    report=report,
+    figures=dict(
+        acc="not divided by length; as EleutherAI's harness",
+        acc_norm_token="per token; as the GPT-3 paper",
+    ),
+)
 
 if __name__ == "__main__":
     launch(BENCHMARK)

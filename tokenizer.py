@@ -60,8 +60,12 @@ class Tokenizer:
     def encoding(self):
         """The tiktoken.Encoding of "gpt2" or "bytes"; bytes have no merges, so any pattern fits."""
         ranks = dict(zip(self.token_bytes, range(self.n_vocab - len(self.special))))
-        return require("tiktoken").Encoding(self.name, pat_str=PATTERN, mergeable_ranks=ranks,
-                                            special_tokens={self.mark: self.end_of_text})
+        return require("tiktoken").Encoding(
+            self.name,
+            pat_str=PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={self.mark: self.end_of_text},
+        )
 
     @functools.cached_property
     def library(self):
@@ -193,8 +197,13 @@ def main(argv=None):
     texts = read_sample(config)
     # BPE merges the most frequent pairs first (Sennrich et al. 2016, arXiv:1508.07909).
     library = require("tokenizers").ByteLevelBPETokenizer()
-    library.train_from_iterator(texts, config.vocab_size - 1, min_frequency=0, length=len(texts),
-                                show_progress=sys.stderr.isatty())
+    library.train_from_iterator(
+        texts,
+        config.vocab_size - 1,
+        min_frequency=0,
+        length=len(texts),
+        show_progress=sys.stderr.isatty(),
+    )
     library.add_special_tokens([END_OF_TEXT])  # gets the last id
     cli.write_json(config.output, json.loads(library.to_str()))
     sample = "".join(texts[::20])

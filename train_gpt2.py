@@ -36,6 +36,7 @@ log/baby.1.
 """
 
 import math
+import operator
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -113,8 +114,15 @@ class TrainConfig:
 
 
 # --help shows the flags in groups. Each key is the first flag of a group, each value its title.
-GROUPS = dict(n_layer="model", preset="preset and data", batch_size="batch and steps",
-              optimizer="optimizer", val_every="evaluation", log_dir="output", device="hardware")
+GROUPS = dict(
+    n_layer="model",
+    preset="preset and data",
+    batch_size="batch and steps",
+    optimizer="optimizer",
+    val_every="evaluation",
+    log_dir="output",
+    device="hardware",
+)
 SHARDS = "edu_fineweb10B"
 TEXT = Path(__file__).with_name("input.txt")
 
@@ -180,8 +188,10 @@ def make_configs(given, sources):
     for flag, other, need in (("muon_lr", "optimizer", "muon"), ("decay_steps", "schedule", "wsd")):
         if values[flag] and values[other] != need:
             raise UserError(f"--{flag}: needs --{other} {need}; give both, or leave it out")
-    print0(f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
-           f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M")
+    print0(
+        f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
+        f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M"
+    )
     return cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)
 
 
@@ -270,8 +280,12 @@ def get_lr(step, config):
         first = max(first, config.max_steps - (config.decay_steps or config.max_steps // 5))
     progress = max(0.0, min(1.0, (step - first) / max(1, config.max_steps - first)))
     # The heights are between 0 and 1. 0 stands for min_lr, and 1 for max_lr.
-    heights = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)), linear=1 - progress,
-                   wsd=1 - progress, constant=1.0)
+    heights = dict(
+        cosine=0.5 * (1 + math.cos(math.pi * progress)),
+        linear=1 - progress,
+        wsd=1 - progress,
+        constant=1.0,
+    )
     return config.min_lr + heights[config.schedule] * (config.max_lr - config.min_lr)
 
 
@@ -317,14 +331,32 @@ def estimate_loss(model, loader, n_bytes_of_id, config, process):
     return nats / loader.count_targets(0, n_sequences), bits_per_byte
 
 
+def validate(model, loaders, shares, n_bytes_of_id, config, process):
+    """Measures the loss on each data set -> (means, losses of the sets).
+
+    losses: a (nats per token, bits per byte) for each loader. means: the means of both, weighted by
+    the shares of the data sets. The arguments are those of estimate_loss.
+    """
+    losses = []
+    for loader in loaders:
+        losses.append(estimate_loss(model, loader, n_bytes_of_id, config, process))
+    nats, bits_per_byte = zip(*losses)
+    means = [sum(map(operator.mul, shares, each)) for each in (nats, bits_per_byte)]
+    return means, losses
+
+
 def draw_samples(model, data, config, process):
     """Returns two texts that the model writes. All processes must call this.
 
     With pairs, the model answers validation prompts, and the texts have the expected responses.
     """
     tokenizer, T = data.tokenizer, model.config.block_size
-    pairs = [tokens.read_sequence(start, T) for tokens in data.val if tokens.counted is not None
-             for start in range(0, len(tokens) - 1, T)[:2]]
+    pairs = [
+        tokens.read_sequence(start, T)
+        for tokens in data.val
+        if tokens.counted is not None
+        for start in range(0, len(tokens) - 1, T)[:2]
+    ]
     model.eval()
     with process.autocast, attention_for_many_shapes():
         texts = [answer(model, x, y, tokenizer, process.device) for x, y in pairs[:2]]
@@ -377,7 +409,8 @@ def make_training(gpt_config, config, process, weights=None):
     # which depend on the seed only: they are the same for any number of processes.
     load_weights(raw_model, weights, config.seed, process.device)
     optimizers = raw_model.configure_optimizers(
-        config.weight_decay, config.max_lr, config.optimizer, config.muon_lr)
+        config.weight_decay, config.max_lr, config.optimizer, config.muon_lr
+    )
     model = raw_model
     if config.compile and not is_split:
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
@@ -481,7 +514,6 @@ def main(argv=None):
     # [(n, B)]: a step has n sequences, and a micro-batch of one process has B, which is batch_size
     # or less. Each step of the ramp has a pair, and the last pair is for all later steps.
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
-    # This tensor has the shape (vocab_size,).
     n_bytes_of_id = torch.from_numpy(tokenizer.text_bytes(gpt_config.vocab_size)).to(process.device)
     evals = load_evals(config, tokenizer, gpt_config)  # empty if eval_every is 0
 
@@ -497,8 +529,10 @@ def main(argv=None):
     batches = devices.prefetch(batches, process.device)  # a thread prepares the next step
     step, raw_model, stopping = first_step, training.raw_model, False
     deadline = time.monotonic() + 60 * (config.max_minutes or math.inf)
-    with (cli.catch_stop_signals("finishing this step") as signals,
-          devices.batch_size_advice(config.batch_size)):
+    with (
+        cli.catch_stop_signals("finishing this step") as signals,
+        devices.batch_size_advice(config.batch_size),
+    ):
         while True:
             done = step == config.max_steps  # no step is left to do
             if step > first_step and (done or stopping or due(step, config.save_every)):
@@ -506,10 +540,9 @@ def main(argv=None):
             if stopping and not done:
                 break
             if done or step == 0 or due(step, config.val_every):
-                losses = [estimate_loss(raw_model, val_loader, n_bytes_of_id, config, process)
-                          for val_loader in val_loaders]
-                # The mean loss and the mean bits per byte of the data sets, weighted by shares.
-                means = [sum(s * x for s, x in zip(data.shares, each)) for each in zip(*losses)]
+                means, losses = validate(
+                    raw_model, val_loaders, data.shares, n_bytes_of_id, config, process
+                )
                 saver.save_best(means[0], step, position)  # does nothing without --keep_best
                 # For a mixture, this also prints the epochs.
                 log.write_losses(step, means, losses, loader, position)
@@ -530,10 +563,12 @@ def main(argv=None):
                 signals.append(0)  # as if a signal had come
             # A signal to one process makes `stopping` true on all.
             loss, norm, stopping = train_step(
-                training, n_targets, micro_batches, config.grad_clip, signals, process)
+                training, n_targets, micro_batches, config.grad_clip, signals, process
+            )
             position += n
-            log.write_step(step, n * T, time.perf_counter() - began, train=loss, lr=lr, norm=norm,
-                           tokens=position * T)
+            seconds = time.perf_counter() - began
+            figures = dict(train=loss, lr=lr, norm=norm, tokens=position * T)
+            log.write_step(step, n * T, seconds, **figures)
             step += 1
     log.finish(step)  # prints how the run has ended
     process.barrier()

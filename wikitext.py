@@ -57,8 +57,16 @@ def detokenize(text):
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in ("()", "[]", "{}", '""', "''"):
         text = re.sub(rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}", text)
-    for old, new in (("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"),
-                     (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
+    for old, new in (
+        ("= = = =", "===="),
+        ("= = =", "==="),
+        ("= =", "=="),
+        (" ° ", "°"),
+        (" \n", "\n"),
+        ("\n ", "\n"),
+        (" N ", " 1 "),
+        (" 's", "'s"),
+    ):
         text = text.replace(old, new)
     return text
 
@@ -68,18 +76,27 @@ def report(examples, scores):
     nats = -scores.log_likelihood.sum()
     words = sum(example.counts["words"] for example in examples)
     n_bytes = sum(example.counts["bytes_before"] for example in examples)
-    return dict(word_perplexity=perplexity(nats / words),
-                token_perplexity=perplexity(nats / scores.tokens.sum()),
-                bits_per_byte=nats / n_bytes / math.log(2))
+    return dict(
+        word_perplexity=perplexity(nats / words),
+        token_perplexity=perplexity(nats / scores.tokens.sum()),
+        bits_per_byte=nats / n_bytes / math.log(2),
+    )
 
 
 BENCHMARK = Benchmark(
-    name="wikitext", doc=__doc__, stream="wikitext", examples=examples, report=report,
+    name="wikitext",
+    doc=__doc__,
+    stream="wikitext",
+    examples=examples,
+    report=report,
     hub=dict(dataset="Salesforce/wikitext", name="wikitext-103-raw-v1", split="test"),
-    options=(Options,), figures=dict(
+    options=(Options,),
+    figures=dict(
         word_perplexity="per word of the split text; as in papers and the harness",
         token_perplexity="per token; only for the same tokenizer",
-        bits_per_byte="per byte of the split text; as the harness"))
+        bits_per_byte="per byte of the split text; as the harness",
+    ),
+)
 
 if __name__ == "__main__":
     launch(BENCHMARK)

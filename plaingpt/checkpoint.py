@@ -46,20 +46,30 @@ class Saver:
         """
         model, process = self.model, self.process
         gathered = parallel.gather(model, dict(model.named_parameters()), process)
-        moments = {kind: parallel.gather(model, get_moments(optimizer), process)
-                   for kind, optimizer in self.optimizers.items()}
+        moments = {
+            kind: parallel.gather(model, get_moments(optimizer), process)
+            for kind, optimizer in self.optimizers.items()
+        }
         if process.rank > 0:
             return
         # A tied matrix has two names. The checkpoint has both. `gathered` has only the first one.
         first_name = {}  # {parameter: its first name}
-        weights = {name: gathered[first_name.setdefault(p, name)] for name, p in
-                   whole_gpt(model.config).named_parameters(remove_duplicate=False)}
+        weights = {
+            name: gathered[first_name.setdefault(p, name)]
+            for name, p in whole_gpt(model.config).named_parameters(remove_duplicate=False)
+        }
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
-            model=weights, optimizer=moments, scaler=self.scaler.state_dict(), step=step,
-            position=position, tokenizer=self.data.tokenizer.source,
-            model_code=self.model_code, model_config=asdict(model.config),
-            train_config={k: v for k, v in settings.items() if k not in self.free})
+            model=weights,
+            optimizer=moments,
+            scaler=self.scaler.state_dict(),
+            step=step,
+            position=position,
+            tokenizer=self.data.tokenizer.source,
+            model_code=self.model_code,
+            model_config=asdict(model.config),
+            train_config={k: v for k, v in settings.items() if k not in self.free},
+        )
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
             try:
@@ -91,8 +101,11 @@ class Saver:
         before = checkpoint["train_config"] | checkpoint["model_config"]
         if step > config.max_steps:
             raise UserError(f"the run in {place} is at step {step}; give a larger --max_steps")
-        changed = [f"the {split} was {before[split]} and is {now}" for split, now in
-                   self.data.fingerprints.items() if before.get(split, now) != now]
+        changed = [
+            f"the {split} was {before[split]} and is {now}"
+            for split, now in self.data.fingerprints.items()
+            if before.get(split, now) != now
+        ]
         if changed:
             raise UserError(f"{place} had other data: {changed[0]}; use --init_from, not --resume")
         if checkpoint["optimizer"].keys() != self.optimizers.keys():
@@ -120,8 +133,11 @@ def whole_gpt(config):
 
 def get_moments(optimizer):
     """Returns the moments of an optimizer: {"transformer.wte.weight.exp_avg": tensor}."""
-    return {f"{name}.{moment}": tensor for name, p in named_params(optimizer)
-            for moment, tensor in optimizer.state.get(p, {}).items()}
+    return {
+        f"{name}.{moment}": tensor
+        for name, p in named_params(optimizer)
+        for moment, tensor in optimizer.state.get(p, {}).items()
+    }
 
 
 def set_moments(optimizer, moments):
@@ -154,8 +170,11 @@ def moments_by_name(saved):
     if "param_groups" not in saved:
         return saved
     names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    return {f"{names[i]}.{moment}": tensor for i, moments in saved["state"].items()
-            for moment, tensor in moments.items()}
+    return {
+        f"{names[i]}.{moment}": tensor
+        for i, moments in saved["state"].items()
+        for moment, tensor in moments.items()
+    }
 
 
 def load_checkpoint(path, remedy="give another one"):
@@ -205,12 +224,16 @@ def convert_nanogpt(found):
     shape = found.get("model_args") or getattr(found.get("config"), "__dict__", {})
     if shape.get("vocab_size") not in (50257, 50304):
         raise ValueError("another program wrote it, or its ids are not GPT-2's")
-    config = GPTConfig(vocab_size=50257, **{name: shape[name] for name in (
-        "block_size", "n_layer", "n_head", "n_embd")})
+    config = GPTConfig(
+        vocab_size=50257,
+        **{name: shape[name] for name in ("block_size", "n_layer", "n_head", "n_embd")},
+    )
     given = {name.removeprefix("_orig_mod."): w for name, w in found["model"].items()}
-    weights = {name: given[name].float()[: len(p)] if name in given else torch.zeros(p.shape)
-               for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)
-               if name in given or name.endswith(".bias")}  # bias=False; others must be there
+    weights = {
+        name: given[name].float()[: len(p)] if name in given else torch.zeros(p.shape)
+        for name, p in whole_gpt(config).named_parameters(remove_duplicate=False)
+        if name in given or name.endswith(".bias")
+    }  # bias=False; others must be there
     return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
@@ -219,8 +242,11 @@ def hash_of_code(paths):
     tree = ast.parse(b"\n".join(path.read_bytes() for path in paths))
     for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):  # leaves out texts that do nothing
-            node.body = [each for each in node.body if not (
-                isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+            node.body = [
+                each
+                for each in node.body
+                if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
@@ -322,8 +348,10 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
         print0(f"starting from the weights in {source}")
         if "block_size" in given and g.block_size < have.block_size:
             have = replace(have, block_size=g.block_size)  # fine-tuning with a shorter context
-            weights = {name: w[: g.block_size] if name == "transformer.wpe.weight" else w
-                       for name, w in weights.items()}  # a changed model may have no wpe; (T, C)
+            weights = {
+                name: w[: g.block_size] if name == "transformer.wpe.weight" else w
+                for name, w in weights.items()
+            }  # a changed model may have no wpe; (T, C)
     if config.preset == "finetune" and have.n_embd < 768:  # narrower than GPT-2
         kept = NARROW | dict(max_lr=config.max_lr * (768 / have.n_embd) ** 2) | kept
         kept = {name: value for name, value in kept.items() if name not in given}
@@ -331,8 +359,11 @@ def choose_start(checkpoint, gpt_config, config, given, sources):
     # A text without --tokenizer takes the tokenizer of the weights.
     if ("tokenizer" in given or not sources.is_text) and sources.tokenizer.name != tokenizer.name:
         raise UserError(f"--data: needs ids of {tokenizer.name}; give a text without --tokenizer")
-    wrong = [f"{k} is {value}, not {getattr(g, k)}" for k, value in asdict(have).items()
-             if k in given and value != getattr(g, k)]
+    wrong = [
+        f"{k} is {value}, not {getattr(g, k)}"
+        for k, value in asdict(have).items()
+        if k in given and value != getattr(g, k)
+    ]
     if wrong:
         raise UserError(f"{source} has another model: {', '.join(wrong)}; leave out these flags")
     return have, weights, tokenizer, kept

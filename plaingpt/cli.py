@@ -29,14 +29,26 @@ from typing import get_args, get_origin
 # A program suggests only flags that it has. A name that is almost ours needs no entry.
 OTHER_NAMES = {
     "--max_steps": "max_iters lr_decay_iters num_iterations num_train_epochs epochs",
-    "--total_batch_size, in tokens": "gradient_accumulation_steps", "--max_lr": "learning_rate lr",
-    "--val_tokens, in tokens": "eval_iters val_max_steps", "--min_lr": "learning_rate_decay_frac",
-    "--val_every": "eval_interval eval_steps", "--wandb, with a project": "wandb_log wandb_project",
-    "--log_every": "log_interval logging_steps", "--batch_size": "per_device_train_batch_size",
-    "--model, or --checkpoint": "init_from model_type m", "--preset": "config model_type model",
-    "--checkpoint": "out_dir log_dir", "--prompt": "start", "code in model.py": "beta1 beta2 bias",
-    "--block_size": "sequence_length", "--grad_clip": "max_grad_norm", "--save_every": "save_steps",
-    "--log_dir": "out_dir", "--data": "dataset input_bin", "--schedule": "decay_lr"}
+    "--total_batch_size, in tokens": "gradient_accumulation_steps",
+    "--max_lr": "learning_rate lr",
+    "--val_tokens, in tokens": "eval_iters val_max_steps",
+    "--min_lr": "learning_rate_decay_frac",
+    "--val_every": "eval_interval eval_steps",
+    "--wandb, with a project": "wandb_log wandb_project",
+    "--log_every": "log_interval logging_steps",
+    "--batch_size": "per_device_train_batch_size",
+    "--model, or --checkpoint": "init_from model_type m",
+    "--preset": "config model_type model",
+    "--checkpoint": "out_dir log_dir",
+    "--prompt": "start",
+    "code in model.py": "beta1 beta2 bias",
+    "--block_size": "sequence_length",
+    "--grad_clip": "max_grad_norm",
+    "--save_every": "save_steps",
+    "--log_dir": "out_dir",
+    "--data": "dataset input_bin",
+    "--schedule": "decay_lr",
+}
 # FREE means that losses and scores do not depend on the flag (except for rounding and the masks of
 # dropout), so a resume may change it without a note. REPEAT means that runs which differ in the
 # flag repeat one experiment. A change of any other flag makes another experiment.
@@ -59,9 +71,15 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     groups: {first flag of a group: its title in --help}.
     """
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]", description=doc, allow_abbrev=False, exit_on_error=False,
-        argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
-            argparse.RawDescriptionHelpFormatter(prog, max_help_position=30))
+        usage="%(prog)s [flags]",
+        description=doc,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=30
+        ),
+    )
     group = parser
     for field in sum(map(dataclasses.fields, configs), ()):
         if field.name in groups:
@@ -94,8 +112,12 @@ def advise(text, flags):
     flag = text.split("=")[0]
     if not text.startswith("-"):
         return f"{text} (settings are flags; quote a value with spaces)"
-    known = {name: ours for ours, names in OTHER_NAMES.items() for name in names.split()
-             if ours.split(",")[0] in flags or not ours.startswith("--")}
+    known = {
+        name: ours
+        for ours, names in OTHER_NAMES.items()
+        for name in names.split()
+        if ours.split(",")[0] in flags or not ours.startswith("--")
+    }
     known |= {name.lstrip("-"): name for name in flags}
     close = difflib.get_close_matches(flag.lstrip("-"), known, 1, 0.7)
     return f"{flag} (use {known[close[0]]})" if close else f"{flag} (not here)"
@@ -103,8 +125,9 @@ def advise(text, flags):
 
 def marked(config, *marks):
     """Names of the fields of a dataclass whose annotation has one of the marks."""
-    return {field.name for field in dataclasses.fields(config)
-            if {*marks} & {*get_args(field.type)[1:]}}
+    return {
+        field.name for field in dataclasses.fields(config) if {*marks} & {*get_args(field.type)[1:]}
+    }
 
 
 def read_annotation(field):
@@ -336,5 +359,10 @@ def run_git(*command, place=None, data=None):
     place: the directory; by default this clone. data: the input of the command.
     """
     with explaining(f"git {command[0]}", "see --help", (OSError, subprocess.CalledProcessError)):
-        return subprocess.run(["git", *command], cwd=place or Path(__file__).parent, input=data,
-                              capture_output=True, check=True).stdout
+        return subprocess.run(
+            ["git", *command],
+            cwd=place or Path(__file__).parent,
+            input=data,
+            capture_output=True,
+            check=True,
+        ).stdout

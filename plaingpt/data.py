@@ -37,8 +37,10 @@ class Sources:
 
     def count_train_tokens(self, T=1024):
         """Returns the number of training tokens of all data sets. T: as in open_splits."""
-        return sum(len(open_splits(path, self.tokenizer, self.val_fraction, T=T)[0])
-                   for path in self.shares)
+        return sum(
+            len(open_splits(path, self.tokenizer, self.val_fraction, T=T)[0])
+            for path in self.shares
+        )
 
 
 class Data:
@@ -52,8 +54,9 @@ class Data:
     def __init__(self, sources, tokenizer, gpt_config):
         self.shares = list(sources.shares.values())
         shape = gpt_config.vocab_size, gpt_config.block_size
-        splits = [open_splits(path, tokenizer, sources.val_fraction, *shape)
-                  for path in sources.shares]
+        splits = [
+            open_splits(path, tokenizer, sources.val_fraction, *shape) for path in sources.shares
+        ]
         self.train, self.val = map(list, zip(*splits))
         # In pairs, a line break ends a text. Without pairs, it does not, whatever the weights of
         # --init_from were trained on.
@@ -62,8 +65,10 @@ class Data:
         names = [re.sub(r"\s", "_", Path(path).name) for path in sources.shares]
         unique = len({*names}) == len(names)
         self.names = names if unique else [re.sub(r"\s", "%20", path) for path in sources.shares]
-        self.fingerprints = {"training split": fingerprint(self.train, self.shares),
-                             "validation split": fingerprint(self.val, self.shares)}
+        self.fingerprints = {
+            "training split": fingerprint(self.train, self.shares),
+            "validation split": fingerprint(self.val, self.shares),
+        }
 
 
 def fingerprint(sets, shares):
@@ -91,8 +96,10 @@ def read_shares(items):
     total = sum(weights.values())
     shares = {path: weight / total for path, weight in weights.items()}
     if math.lcm(*(share.denominator for share in shares.values())) > MAX_PERIOD:
-        shares = {path: Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
-                  for path, share in shares.items()}
+        shares = {
+            path: Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
+            for path, share in shares.items()
+        }
         shares[max(shares, key=shares.get)] += 1 - sum(shares.values())
     return shares
 

@@ -48,7 +48,7 @@ class Process:
 
     @property
     def dtype_name(self):
-        """"bfloat16", "float16" or "float32"."""
+        """ "bfloat16", "float16" or "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -97,8 +97,11 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     if world_size > 1:
         # Otherwise NCCL warns about the messages of PyTorch's pipelines.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None,
-                                timeout=timedelta(hours=1))  # rank 0 may need long to download
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            device_id=device if cuda else None,
+            timeout=timedelta(hours=1),
+        )  # rank 0 may need long to download
         # These two run at exit, also after an error, the last one first. gloo's threads need some
         # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
         atexit.register(time.sleep, 0.5)
@@ -201,8 +204,11 @@ def fit_batch_size(training, config, T, sizes, process):
     if process.device.type != "cuda" or config.parallel == "fsdp" or config.tp * config.pp > 1:
         return config.batch_size
     most, found = max(B for _, B in sizes), 0
-    halves = [B for B in (most >> i for i in range(most.bit_length()))
-              if not any(n // process.dp_size % min(B, own) for n, own in sizes)]
+    halves = [
+        B
+        for B in (most >> i for i in range(most.bit_length()))
+        if not any(n // process.dp_size % min(B, own) for n, own in sizes)
+    ]
     # To compile takes a minute for each size, so eager code searches first. Compiled code needs
     # less memory, so it begins with the last size for which eager code has too little.
     for stance in ("force_eager", "default"):
@@ -211,8 +217,10 @@ def fit_batch_size(training, config, T, sizes, process):
             fitting = (i for i in left if has_memory(training, halves[i], T, process))
             found = next(fitting, len(halves))
     if found == len(halves):
-        raise UserError("no sequence fits into memory; try --activation_checkpointing, a smaller "
-                        "--preset, or more GPUs with --parallel fsdp")
+        raise UserError(
+            "no sequence fits into memory; try --activation_checkpointing, a smaller "
+            "--preset, or more GPUs with --parallel fsdp"
+        )
     torch.cuda.reset_peak_memory_stats()  # bench.py reads them
     print0(f"--batch_size {halves[found]} fits into memory; warnings of OOM are from larger ones")
     return halves[found]
@@ -227,12 +235,16 @@ def has_memory(training, B, T, process):
     torch.cuda.empty_cache()  # frees what the attempt before this one has left
     n_fit = torch.zeros(())
     parallel.set_gradient_sync(training.model, False)  # one process may fail, so none may wait
-    with (contextlib.suppress(UserError), batch_size_advice(B),
-          torch.random.fork_rng(range(torch.cuda.device_count()))):
+    with (
+        contextlib.suppress(UserError),
+        batch_size_advice(B),
+        torch.random.fork_rng(range(torch.cuda.device_count())),
+    ):
         # AdamW's moments take 8 bytes a parameter. The first step puts them between activations,
         # which leaves gaps that are too small for others. These took up to 2 bytes a parameter.
-        moments = [p.new_empty(10, *p.shape, dtype=torch.uint8)
-                   for p in training.raw_model.parameters()]
+        moments = [
+            p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
+        ]
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
         for _ in range(2):  # the second one begins when there are gradients, as in a step
             with process.autocast:
@@ -289,8 +301,18 @@ def hardware_name(device):
 # These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches
 # counts.
 PEAK_FLOPS = {
-    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12, "T4": 65e12}
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "4090": 165e12,
+    "3090": 71e12,
+    "T4": 65e12,
+}
 
 
 def peak_flops(process):

@@ -37,6 +37,7 @@ ROUND = dict(cpu=1, cuda=64, mps=64)
 @dataclass
 class Example:
     """One question. Its pairs are contexts x endings, in this order."""
+
     contexts: list[str]
     endings: list[str]  # each starts with its white space
     label: int = 0  # the right pair
@@ -50,6 +51,7 @@ class Example:
 
 class Row(NamedTuple):
     """Ids of a context, and its endings: (ids, number of the pair, whether they end the pair)."""
+
     context: np.ndarray
     endings: list
 
@@ -82,6 +84,7 @@ def prompt_ids(example, tokenizer):
 @dataclass
 class Benchmark:
     """A benchmark. The file NAME.py has one, called BENCHMARK."""
+
     name: str
     doc: str  # text for --help
     stream: str  # name of its first figure in a run's log
@@ -138,7 +141,8 @@ def lay_out(rows, L):
             ends = is_last * (np.arange(n) == n - 1)
             scored.append(np.broadcast_arrays(previous, ids, pair, ends))  # (4, n)
             tokens[:, b, end : end + n - 1] = np.broadcast_arrays(
-                ids[:-1], np.arange(P, P + n - 1), part)
+                ids[:-1], np.arange(P, P + n - 1), part
+            )
             end += n - 1
     return torch.from_numpy(tokens), torch.from_numpy(np.concatenate(scored, axis=1))
 
@@ -199,10 +203,12 @@ def score(model, examples, rows, process, tokens_per_forward):
         log_likelihood=sums[0],  # of the ending, in nats
         tokens=sums[1].astype(int),  # all of the ending, unless it was cut
         # of the ending, with the white space at its start
-        bytes=np.array([len(clean_text(e).encode()) for x in examples
-                        for e in x.endings * len(x.contexts)]),
+        bytes=np.array(
+            [len(clean_text(e).encode()) for x in examples for e in x.endings * len(x.contexts)]
+        ),
         greedy=sums[2] == sums[1],  # whether every token is the likeliest one
-        last_greedy=sums[3] > 0)  # whether the last token is, given the correct earlier ones
+        last_greedy=sums[3] > 0,
+    )  # whether the last token is, given the correct earlier ones
 
 
 def split(examples, values):
@@ -326,10 +332,17 @@ def main(benchmark, argv=None):
     with devices.memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
         scores = score(model, examples, rows, process, tokens)
     figures = benchmark.report(examples, scores)
-    facts = dict(benchmark=benchmark.name, data=config.data or (benchmark.hub or {}).get("dataset"),
-                 **options, limit=config.limit or None, model=str(source), n_examples=len(examples),
-                 tokenizer=tokenizer.name, dtype=process.dtype_name,
-                 device=f"{process.world_size} x {process.device.type}")
+    facts = dict(
+        benchmark=benchmark.name,
+        data=config.data or (benchmark.hub or {}).get("dataset"),
+        **options,
+        limit=config.limit or None,
+        model=str(source),
+        n_examples=len(examples),
+        tokenizer=tokenizer.name,
+        dtype=process.dtype_name,
+        device=f"{process.world_size} x {process.device.type}",
+    )
     facts = {name: value for name, value in facts.items() if value is not None}
     for name, value in facts.items():
         print0(f"{name:<18} {value}")

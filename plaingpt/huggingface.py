@@ -11,9 +11,15 @@ from plaingpt.cli import UserError, explaining, require, write_json
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # GPT-2 has these settings. A model with others would load, too, and give wrong logits.
-GPT2 = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5,
-            tie_word_embeddings=True, scale_attn_weights=True, add_cross_attention=False,
-            scale_attn_by_inverse_layer_idx=False)
+GPT2 = dict(
+    model_type="gpt2",
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    tie_word_embeddings=True,
+    scale_attn_weights=True,
+    add_cross_attention=False,
+    scale_attn_by_inverse_layer_idx=False,
+)
 
 
 def load_gpt2(name):
@@ -47,14 +53,24 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
     c, end = model.config, tokenizer.end_of_text
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
-        n_positions=c.block_size, n_ctx=c.block_size,  # llama.cpp reads n_ctx, the old name
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        # Pipelines put the prefix before a prompt, as generate.py does. In bytes, no token means
-        # the end of a text, but after training on pairs ("lines"), a line break does.
-        bos_token_id=end, eos_token_id=None if tokenizer.source == "bytes" else end,
-        prefix=tokenizer.decode([end])))
+    hf = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            n_embd=c.n_embd,
+            vocab_size=c.vocab_size,
+            n_positions=c.block_size,
+            n_ctx=c.block_size,  # llama.cpp reads n_ctx, the old name
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            # Pipelines put the prefix before a prompt, as generate.py does. In bytes, no token
+            # means the end of a text, but after training on pairs ("lines"), a line break does.
+            bos_token_id=end,
+            eos_token_id=None if tokenizer.source == "bytes" else end,
+            prefix=tokenizer.decode([end]),
+        )
+    )
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
     hf.generation_config.max_length = c.block_size  # transformers cannot move the window
@@ -90,8 +106,13 @@ def save_tokenizer(tokenizer, directory, block_size):
     settings = {**json.loads(library.to_str()), "post_processor": None}
     end = library.id_to_token(tokenizer.end_of_text)
     special = dict(bos_token=end, eos_token=end) if tokenizer.special else {}
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size,
-                  clean_up_tokenization_spaces=False, end_of_text=end, **special)
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=block_size,
+        clean_up_tokenization_spaces=False,
+        end_of_text=end,
+        **special,
+    )
     write_json(Path(directory, "tokenizer.json"), settings)
     write_json(Path(directory, "tokenizer_config.json"), config)
 

@@ -40,5 +40,13 @@ def compare_pairs(base, changed, delta):
         verdict, reason = ("better" if mean < 0 else "worse"), "the interval is on one side of 0"
     with np.errstate(invalid="ignore"):  # equal losses have no correlation
         correlation = float(np.nan_to_num(np.corrcoef(base, changed)[0, 1]))
-    return dict(verdict=verdict, reason=reason, difference=mean, half=half, correlation=correlation,
-                n=n, pairs_needed=enough, unpaired_half=unpaired_interval(base, changed)[1])
+    return dict(
+        verdict=verdict,
+        reason=reason,
+        difference=mean,
+        half=half,
+        correlation=correlation,
+        n=n,
+        pairs_needed=enough,
+        unpaired_half=unpaired_interval(base, changed)[1],
+    )

@@ -36,7 +36,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         if with_gradient and reduction == "none":
             raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
         losses, mean = LinearCrossEntropy.apply(
-            x.flatten(0, 1), weight, targets, counted, with_gradient, group)
+            x.flatten(0, 1), weight, targets, counted, with_gradient, group
+        )
         return mean if reduction == "mean" else losses.view(shape)
 
 

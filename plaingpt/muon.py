@@ -29,8 +29,9 @@ class Muon(torch.optim.Optimizer):
         (group,) = self.param_groups
         rank = dist.get_rank() if self.n_processes > 1 else 0
         # The largest matrices come first, so that all shares take about the same time.
-        matrices = sorted((p for p in group["params"] if p.grad is not None),
-                          key=lambda p: -p.numel())
+        matrices = sorted(
+            (p for p in group["params"] if p.grad is not None), key=lambda p: -p.numel()
+        )
         for i, p in enumerate(matrices):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -20,8 +20,11 @@ def order_of_sets(shares):
     for n in range(1, period + 1):
         # Only a set that is below its share may be next. Its deadline is the last place that its
         # next sequence may have.
-        due = [(-((counts[k] + 1) * period // -part), k)
-               for k, part in enumerate(parts) if counts[k] * period < n * part]
+        due = [
+            (-((counts[k] + 1) * period // -part), k)
+            for k, part in enumerate(parts)
+            if counts[k] * period < n * part
+        ]
         _, k = min(due)
         order.append((k, counts[k]))
         counts[k] += 1

@@ -53,8 +53,10 @@ def read_pairs(path, tokenizer, T):
             ids.extend([end] * fill + prompt + response + [end])
             counted += bytes(fill + len(prompt)) + b"\1" * (len(response) + 1)
     n_long, size = sum(size > T for size in sizes), sorted(sizes)[-(-len(pairs) * 99 // 100)]
-    message = (f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
-               f"out; --block_size {1 << max(T, size - 1).bit_length()} keeps 99% of them")
+    message = (
+        f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
+        f"out; --block_size {1 << max(T, size - 1).bit_length()} keeps 99% of them"
+    )
     if n_long == len(pairs):
         raise UserError(message if pairs else f"--data {path}: has no pairs; give another file")
     if n_long:

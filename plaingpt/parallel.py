@@ -49,8 +49,10 @@ def split(model, config, process):
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     n_shards = process.dp_size if config.parallel == "fsdp" else 1
     mesh = init_device_mesh(
-        process.device.type, (config.pp, process.dp_size // n_shards, n_shards, config.tp),
-        mesh_dim_names=("pp", "copies", "shards", "tp"))
+        process.device.type,
+        (config.pp, process.dp_size // n_shards, n_shards, config.tp),
+        mesh_dim_names=("pp", "copies", "shards", "tp"),
+    )
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     whole = root = model
     if config.pp > 1:
@@ -102,8 +104,11 @@ def split_layers(model, mesh):
     styles = dict(
         # For a short time, its backward holds the gradient of all rows.
         wte=tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        c_attn=tp.ColwiseParallel(), c_fc=tp.ColwiseParallel(), c_proj=tp.RowwiseParallel(),
-        lm_head=tp.ColwiseParallel(output_layouts=Replicate()))
+        c_attn=tp.ColwiseParallel(),
+        c_fc=tp.ColwiseParallel(),
+        c_proj=tp.RowwiseParallel(),
+        lm_head=tp.ColwiseParallel(output_layouts=Replicate()),
+    )
     layers = [pair for pair in model.named_modules() if hasattr(pair[1], "weight")]
     for name, module in layers:
         if style := styles.get(name.rpartition(".")[2]):
@@ -114,9 +119,13 @@ def split_layers(model, mesh):
             # input (B, nh, T, hs) has only the heads of this process. The gradient of such a norm
             # is then the sum of the gradients of all processes.
             distribute_module(
-                module, mesh, output_fn=lambda _, output, mesh: output.to_local(),
+                module,
+                mesh,
+                output_fn=lambda _, output, mesh: output.to_local(),
                 input_fn=lambda _, inputs, mesh: DTensor.from_local(
-                    inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]))
+                    inputs[0], mesh, [Shard(1) if inputs[0].dim() == 4 else Replicate()]
+                ),
+            )
     if direct := [name for name, p in model.named_parameters() if not is_dtensor(p)]:
         raise UserError(f"--tp: {direct[0]} is in no layer; make it the weight of an nn.Module")
 
@@ -179,8 +188,15 @@ class Pipeline(nn.Module):
         residual = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else residual
         y = torch.empty((), device="meta") if self.is_last else residual
-        stage = PipelineStage(self.stage, self.index, self.n_stages, self.process.device,
-                              input_args=x, output_args=y, group=self.group)
+        stage = PipelineStage(
+            self.stage,
+            self.index,
+            self.n_stages,
+            self.process.device,
+            input_args=x,
+            output_args=y,
+            group=self.group,
+        )
 
         def scaled_loss(loss, y):
             loss = loss / n_micro / (self.mean_count / (y != -100).sum())
@@ -321,8 +337,11 @@ def compare_gradients(model):
     The copies would drift apart. An edited model can cause that, so this runs in the first step
     with a finite gradient.
     """
-    norms = [(name, p.grad.full_tensor().norm().item()) for name, p in model.named_parameters()
-             if p.grad is not None and p.placements[-1].is_replicate()]  # -1 is tp
+    norms = [
+        (name, p.grad.full_tensor().norm().item())
+        for name, p in model.named_parameters()
+        if p.grad is not None and p.placements[-1].is_replicate()
+    ]  # -1 is tp
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, norms)  # all processes get all norms, so that all of them stop
     found = sorted(sum(found, []))

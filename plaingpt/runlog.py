@@ -54,8 +54,11 @@ class RunLog:
         with cli.writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, cli.lock(directory, "--log_dir"))
-            kept = [line for line in read_log(self.path) if line[0] < step
-                    or 0 < step == line[0] and line[1] not in STEP_STREAMS]
+            kept = [
+                line
+                for line in read_log(self.path)
+                if line[0] < step or 0 < step == line[0] and line[1] not in STEP_STREAMS
+            ]
             self.known = {line[:2]: float(line[2]) for line in kept if line[0] == step}
             with cli.replacing(self.path) as file:
                 file.writelines(f"{s} {stream} {v}\n".encode() for s, stream, v in kept)
@@ -68,10 +71,14 @@ class RunLog:
             runs = sorted(directory.glob("wandb/*run-*-*"))  # wandb/run-{time}-{id}
             with cli.explaining("--wandb", "first run wandb login", self.wandb.Error):
                 run = self.wandb.init(
-                    project=config.wandb, id=runs[-1].name.rpartition("-")[2] if runs else None,
-                    resume="allow", name=directory.name, dir=directory,
+                    project=config.wandb,
+                    id=runs[-1].name.rpartition("-")[2] if runs else None,
+                    resume="allow",
+                    name=directory.name,
+                    dir=directory,
                     config={**asdict(config), **asdict(self.gpt_config)},
-                    settings=self.wandb.Settings(console="off"))
+                    settings=self.wandb.Settings(console="off"),
+                )
             weakref.finalize(self, run.finish)  # runs at the end of main
         # Publishes these values again, because purge_step has removed them.
         self.publish(step, {stream: value for (_, stream), value in self.known.items()})
@@ -92,13 +99,22 @@ class RunLog:
             untracked = run_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
             changes = run_git("diff", "HEAD")
         facts = dict(
-            model_config=asdict(g), train_config=asdict(c), parameters=self.n_parameters,
-            tokenizer=self.data.tokenizer.name, fingerprints=self.data.fingerprints,
-            train_tokens=n_train, dtype=process.dtype_name, device=hardware_name(process.device),
-            processes=process.world_size, threads=torch.get_num_threads(),
-            program=hash_of_program(), git_commit=commit.decode().strip() or None,
+            model_config=asdict(g),
+            train_config=asdict(c),
+            parameters=self.n_parameters,
+            tokenizer=self.data.tokenizer.name,
+            fingerprints=self.data.fingerprints,
+            train_tokens=n_train,
+            dtype=process.dtype_name,
+            device=hardware_name(process.device),
+            processes=process.world_size,
+            threads=torch.get_num_threads(),
+            program=hash_of_program(),
+            git_commit=commit.decode().strip() or None,
             untracked_files=untracked.decode(errors="replace").splitlines(),
-            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"), versions=dict(torch=torch.__version__))
+            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            versions=dict(torch=torch.__version__),
+        )
         cli.write_json(self.path.with_name("run.json"), facts)
         patch = self.path.with_name("changes.patch")
         with cli.writing(self.path.parent):
@@ -106,8 +122,10 @@ class RunLog:
                 patch.write_bytes(changes)
             elif commit:  # removes an older patch: this code has no changes any more
                 patch.unlink(missing_ok=True)
-        print0(f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
-               f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}")
+        print0(
+            f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
+            f"on {facts['device']}, {facts['processes']} processes, in {c.log_dir}"
+        )
         if (epochs := c.max_steps * c.total_batch_size // n_train) > 30:
             print0(f"note: the run reads the data {epochs} times; more data would be better")
         if (n_val := min(map(len, self.data.val))) < 4096:  # of the smallest set
@@ -120,8 +138,10 @@ class RunLog:
             return
         new = {k: v for k, v in values.items() if (step, k) not in self.known}
         texts = {k: v if isinstance(v, int) else f"{v:.8g}" for k, v in new.items()}
-        with (cli.writing(self.path, "free some space, then continue with --resume"),
-              open(self.path, "a", encoding="utf-8") as file):
+        with (
+            cli.writing(self.path, "free some space, then continue with --resume"),
+            open(self.path, "a", encoding="utf-8") as file,
+        ):
             file.writelines(f"{step} {stream} {text}\n" for stream, text in texts.items())
         self.publish(step, new)
 
@@ -134,8 +154,13 @@ class RunLog:
                     add(name, value, step)
                 self.writer.flush()
         if self.wandb:
-            self.wandb.log({name: self.wandb.Html(value) if isinstance(value, str) else value
-                            for name, value in values.items()}, step=step)
+            self.wandb.log(
+                {
+                    name: self.wandb.Html(value) if isinstance(value, str) else value
+                    for name, value in values.items()
+                },
+                step=step,
+            )
 
     def write_losses(self, step, means, losses, loader, position):
         """Logs a validation.
@@ -146,8 +171,10 @@ class RunLog:
         """
         val, bpb = means
         streams = dict(val=val, bpb=bpb)
-        text = (f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f} | "
-                f"{bpb:.4f} bits per byte")
+        text = (
+            f"step {step} | val loss {val:.4f} | perplexity {math.exp(min(val, 99)):,.2f} | "
+            f"{bpb:.4f} bits per byte"
+        )
         if len(losses) > 1:
             for i, (name, (val_i, bpb_i)) in enumerate(zip(self.data.names, losses)):
                 streams |= {f"val_{name}": val_i, f"bpb_{name}": bpb_i}
@@ -187,10 +214,13 @@ class RunLog:
             flops = tok_s * self.flops_per_token
             mfu = f" | mfu {flops / self.peak_flops:.1%}" if self.peak_flops else ""
             skipped = f"{self.skipped} skipped | " if is_bad else ""
-            print0(cli.shorten_line(
-                f"step {step:5d}/{c.max_steps} | {progress} | {skipped}norm {norm:.3f} | "
-                f"{tok_s:,.0f} tok/s | lr {streams['lr']:.2e} | {seconds * 1000:.0f} ms | "
-                f"{flops / 1e12:.2f} TFLOP/s{mfu}"))
+            print0(
+                cli.shorten_line(
+                    f"step {step:5d}/{c.max_steps} | {progress} | {skipped}norm {norm:.3f} | "
+                    f"{tok_s:,.0f} tok/s | lr {streams['lr']:.2e} | {seconds * 1000:.0f} ms | "
+                    f"{flops / 1e12:.2f} TFLOP/s{mfu}"
+                )
+            )
         cli.show_progress(step + 1, c.max_steps, progress)
         if self.skipped_in_row == 10:
             raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
@@ -209,8 +239,15 @@ def hash_of_program():
     root, library = Path(__file__).parents[1], Path(os.__file__).parent
     files = {Path(getattr(m, "__file__", None) or "/") for m in [*sys.modules.values()]}
     # Python itself and its packages may be in the clone, too.
-    return hash_of_code(sorted(f for f in files if root in f.parents and f.suffix == ".py" and not (
-        library in f.parents or "site-packages" in f.parts)))
+    return hash_of_code(
+        sorted(
+            f
+            for f in files
+            if root in f.parents
+            and f.suffix == ".py"
+            and not (library in f.parents or "site-packages" in f.parts)
+        )
+    )
 
 
 def move_aside(directory):

@@ -61,8 +61,12 @@ class Tokens:
         first, last = self.start + start, self.start + start + count
         i = bisect.bisect_right(self.starts, first) - 1
         j = bisect.bisect_left(self.starts, last)
-        ids = np.concatenate([open_ids(file)[max(first - begin, 0) : last - begin]
-                              for file, begin in zip(self.files[i:j], self.starts[i:j])])
+        ids = np.concatenate(
+            [
+                open_ids(file)[max(first - begin, 0) : last - begin]
+                for file, begin in zip(self.files[i:j], self.starts[i:j])
+            ]
+        )
         if (top := ids.max(initial=0)) >= self.vocab_size:
             raise UserError(f"{self.name}: id {top} is too large; check --tokenizer, --vocab_size")
         return ids
@@ -186,9 +190,14 @@ def find_shards(path, split):
     if index := find_index(path):
         return [index] if split == "train" else []
     name = re.compile(rf"_{split}_\d+\.(npy|bin)$|(^|_){split}\.bin$")
-    return [file for file in sorted(Path(path).glob("*"))
-            if name.search(file.name) and not find_index(file)
-            or file.suffix == ".idx" and bool(VAL_NAME.search(file.stem)) == (split == "val")]
+    return [
+        file
+        for file in sorted(Path(path).glob("*"))
+        if name.search(file.name)
+        and not find_index(file)
+        or file.suffix == ".idx"
+        and bool(VAL_NAME.search(file.stem)) == (split == "val")
+    ]
 
 
 def read_meta(directory):

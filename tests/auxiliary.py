@@ -28,7 +28,8 @@ def checked_split(model, *args):
         for key, value in vars(module).items():
             # PyTorch may add an attribute to a module, but none may hide a method of its class.
             hides = (module, key) != (model, "hidden") and (
-                key not in attributes and hasattr(type(module), key))
+                key not in attributes and hasattr(type(module), key)
+            )
             assert not hides and attributes.get(key, value) is value, f"{type(module)}.{key}"
     return whole
 

@@ -32,23 +32,35 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
 # A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
 # AdamW, because Muon computes in bfloat16 if the CPU can.
-TINY = ("--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
-        "--batch_size 4 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
-        "--sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "
-        "--optimizer adamw --max_lr 4e-3 --min_lr 4e-4 --schedule cosine").split()
+TINY = (
+    "--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
+    "--batch_size 4 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
+    "--sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "
+    "--optimizer adamw --max_lr 4e-3 --min_lr 4e-4 --schedule cosine"
+).split()
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)  # of TINY
 CPU = torch.device("cpu")
 ALONE = Process(0, 1, 0, 1, CPU, torch.float32)
 TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
-WORDS = ("the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
-         "antidisestablishmentarian gulls").split()
+WORDS = (
+    "the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
+    "antidisestablishmentarian gulls"
+).split()
 
 
 STARTED = []  # the processes of a test
 
 
-def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh=False, env=None,
-          **options):
+def spawn(
+    *flags,
+    cwd,
+    processes=1,
+    program="train_gpt2.py",
+    online=False,
+    fresh=False,
+    env=None,
+    **options,
+):
     """Starts a program in several processes with torchrun's environment -> list of Program.
 
     fresh: start a new Python interpreter and return a Popen. online: may use the hub; also fresh,
@@ -58,16 +70,34 @@ def spawn(*flags, cwd, processes=1, program="train_gpt2.py", online=False, fresh
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     path, flags = ROOT / program, list(map(str, flags))
-    env = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-           "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": str(int(not online))}
+    env = {
+        **os.environ,
+        **(env or {}),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": str(int(not online)),
+    }
     for rank in range(processes):
         if processes > 1:
-            env = dict(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes),
-                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            env = dict(
+                env,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(processes),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
         if fresh or online:
             started = subprocess.Popen(
-                [sys.executable, str(path), *flags], cwd=cwd, env=env, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                [sys.executable, str(path), *flags],
+                cwd=cwd,
+                env=env,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         else:
             started = Program(path, flags, cwd, env, **options)
         STARTED.append(started)
@@ -229,8 +259,12 @@ def shards(tmp_path):
     directory = tmp_path / "shards"
     directory.mkdir()
     rng = np.random.default_rng(0)
-    for name, n in (("val_000000", 700), ("train_000001", 1001), ("train_000002", 333),
-                    ("train_000003", 2047)):
+    for name, n in (
+        ("val_000000", 700),
+        ("train_000001", 1001),
+        ("train_000002", 333),
+        ("train_000003", 2047),
+    ):
         np.save(directory / f"a_{name}.npy", rng.integers(0, 256, n).astype(np.uint16))
     (directory / "meta.json").write_text('{"tokenizer": "bytes"}')
     return directory

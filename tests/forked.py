@@ -20,10 +20,22 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
-     "torch.distributed.tensor.parallel", "torch.profiler", "tiktoken", "pyarrow.parquet", "tqdm",
-     "transformers.models.gpt2.modeling_gpt2", "tokenizers", "matplotlib.figure",
-     "matplotlib.backends.backend_agg"])
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torch.profiler",
+        "tiktoken",
+        "pyarrow.parquet",
+        "tqdm",
+        "transformers.models.gpt2.modeling_gpt2",
+        "tokenizers",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+    ]
+)
 
 
 class Program:
@@ -33,11 +45,13 @@ class Program:
         self.args = [str(path), *flags]
         readers, writers = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(2)))
         self.process = CONTEXT.Process(
-            target=become, args=(self.args, str(cwd), env, writers, limits or {}, root))
+            target=become, args=(self.args, str(cwd), env, writers, limits or {}, root)
+        )
         self.process.start()
         self.pid = self.process.pid
         self.stdout, self.stderr = (
-            open(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader in readers)
+            open(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader in readers
+        )
         for end in (*readers, *writers):
             end.close()
 
@@ -76,7 +90,8 @@ def become(argv, cwd, env, outputs, limits, root):
     encoding = env.get("PYTHONIOENCODING", "utf-8")
     sys.stdout = open(1, "w", encoding=encoding, buffering=1, closefd=False)
     sys.stderr = open(
-        2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False)
+        2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
+    )
     for name, size in limits.items():
         resource.setrlimit(name, (size, size))
     if not root and os.geteuid() == 0:

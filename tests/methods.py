@@ -27,10 +27,13 @@ for step in range(2):  # the second time with the weights after a step
     with torch.no_grad():
         h = model.hidden(x)  # (B, T, C)
         found[step] = dict(
-            hidden=h, logits=model.logits(h[:, -1]), loss=model.loss(h, y),
+            hidden=h,
+            logits=model.logits(h[:, -1]),
+            loss=model.loss(h, y),
             losses=model.loss(h, y, reduction="none"),
             greedy=[*generate_tokens(model, x, 9, temperature=0)],
-            drawn=[*generate_tokens(model, x[:, :3], 9, top_k=9, top_p=0.9, seed=2)])
+            drawn=[*generate_tokens(model, x[:, :3], 9, top_k=9, top_p=0.9, seed=2)],
+        )
     model.train()
     n_targets = x.numel() * process.dp_size  # all processes have the same sequences
     found[step]["trained"] = train_step(training, n_targets, micro_batches, 0.5, [], process)

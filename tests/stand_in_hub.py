@@ -44,8 +44,17 @@ class Hub(BaseHTTPRequestHandler):
         tree = re.match(r"/tree/[^/?]+/?([^?]*)", rest)
         if tree:
             return self.send_tree(files, unquote(tree[1]))
-        facts = dict(id=repo, sha=COMMIT, private=False, gated=False, disabled=False, downloads=0,
-                     likes=0, tags=[], siblings=[dict(rfilename=name) for name in files])
+        facts = dict(
+            id=repo,
+            sha=COMMIT,
+            private=False,
+            gated=False,
+            disabled=False,
+            downloads=0,
+            likes=0,
+            tags=[],
+            siblings=[dict(rfilename=name) for name in files],
+        )
         self.reply(200, json.dumps(facts).encode())
 
     do_HEAD = do_GET
@@ -54,7 +63,7 @@ class Hub(BaseHTTPRequestHandler):
         """The files and folders directly in a folder."""
         folder, entries = folder + "/" * bool(folder), {}
         for path in (path for path in files if path.startswith(folder)):
-            name, *deeper = path[len(folder):].split("/")
+            name, *deeper = path[len(folder) :].split("/")
             entries[name] = dict(type="file", path=path, size=len(files[path]), oid="0" * 40)
             if deeper:
                 entries[name] = dict(type="directory", path=folder + name, oid="0" * 40, size=0)

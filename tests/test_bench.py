@@ -11,10 +11,22 @@ from conftest import ROOT, program
 
 from model import GPT, GPTConfig
 
-SMALL = ["--preset", "baby", "--block_size", 32, "--steps", 2, "--dtype", "float32",
-         "--device", "cpu"]
-ROW = (r"^{}\w+ float32 {} \| baby B=2 T=32 \| [\d,]+ ms \([\d,]+-[\d,]+\) \| [\d,]+ tok/s "
-       r"\| \d+\.\d\d TFLOP/s \| \d+\.\d\d GB \| first step \d+\.\d s$")
+SMALL = [
+    "--preset",
+    "baby",
+    "--block_size",
+    32,
+    "--steps",
+    2,
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+]
+ROW = (
+    r"^{}\w+ float32 {} \| baby B=2 T=32 \| [\d,]+ ms \([\d,]+-[\d,]+\) \| [\d,]+ tok/s "
+    r"\| \d+\.\d\d TFLOP/s \| \d+\.\d\d GB \| first step \d+\.\d s$"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +53,15 @@ def test_peers_compute_the_same_loss(with_peers):
     assert Peer("plain", GPTConfig(1, 1, 8, 8)).model.lm_head.weight.size(0) == 50304
 
 
-@pytest.mark.parametrize("optimizer, processes, flags", [
-    ("muon", 1, ["--profile"]), ("adamw", 2, ["--optimizer", "adamw"]), ("muon", 2, ["--pp", 2])],
-    ids=["profile", "ddp", "pp"])
+@pytest.mark.parametrize(
+    "optimizer, processes, flags",
+    [("muon", 1, ["--profile"]), ("adamw", 2, ["--optimizer", "adamw"]), ("muon", 2, ["--pp", 2])],
+    ids=["profile", "ddp", "pp"],
+)
 def test_bench_prints_a_row(tmp_path, optimizer, processes, flags):
-    out, _ = program(*SMALL, "--batch_size", 2, *flags, cwd=tmp_path, processes=processes,
-                     program="bench.py")
+    out, _ = program(
+        *SMALL, "--batch_size", 2, *flags, cwd=tmp_path, processes=processes, program="bench.py"
+    )
     assert re.search(ROW.format("", optimizer), out, re.M), out
     if "--profile" in flags:
         assert "Self CPU time total" in out and (tmp_path / "bench_trace.json").stat().st_size

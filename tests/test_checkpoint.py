@@ -22,8 +22,17 @@ from train_gpt2 import TrainConfig
 def test_what_a_run_writes(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
     saved = checkpoint(tmp_path / "run", 2)
-    assert {*saved} == {"model", "model_code", "optimizer", "scaler", "step", "position",
-                        "model_config", "train_config", "tokenizer"}
+    assert {*saved} == {
+        "model",
+        "model_code",
+        "optimizer",
+        "scaler",
+        "step",
+        "position",
+        "model_config",
+        "train_config",
+        "tokenizer",
+    }
     assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
     GPT(GPTConfig(**saved["model_config"])).load_state_dict(saved["model"])  # no prefixes
     assert not {"batch_size", "rank", "world_size"} & {*saved["train_config"]}
@@ -47,8 +56,19 @@ def test_saving_and_keeping(tmp_path):
 def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     # The model becomes too sure of a and b.
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
-    flags = ["--data", "my.txt", "--log_dir", "run", "--keep_best", "--val_every", 2,
-             "--save_every", 4, "--keep", 1]
+    flags = [
+        "--data",
+        "my.txt",
+        "--log_dir",
+        "run",
+        "--keep_best",
+        "--val_every",
+        2,
+        "--save_every",
+        4,
+        "--keep",
+        1,
+    ]
     train(*flags, "--max_steps", 16, cwd=tmp_path)
     best = tmp_path / "run/model_best.pt"
     step = torch.load(best)["step"]
@@ -88,9 +108,16 @@ def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
 # Resuming
 
 
-@pytest.mark.parametrize("flags", [
-    [], ["--optimizer", "muon"], ["--dropout", 0.2],
-    ["--dropout", 0.2, "--activation_checkpointing"]], ids=lambda flags: " ".join(map(str, flags)))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--optimizer", "muon"],
+        ["--dropout", 0.2],
+        ["--dropout", 0.2, "--activation_checkpointing"],
+    ],
+    ids=lambda flags: " ".join(map(str, flags)),
+)
 def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
     """As if killed after step 5 was saved. More validations and samples change nothing."""
     flags = [*flags, "--save_every", 5, "--keep", 0]
@@ -102,7 +129,7 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
     assert read_log(tmp_path / "whole").items() <= read_log(tmp_path / "halves").items()
     a, b = (checkpoint(tmp_path / name, 10) for name in ("whole", "halves"))
     assert a["position"] == b["position"] == 160 and a["step"] == b["step"] == 10
-    assert [*a["optimizer"]] == [*b["optimizer"]] == ["muon", "adamw"][-len(a["optimizer"]):]
+    assert [*a["optimizer"]] == [*b["optimizer"]] == ["muon", "adamw"][-len(a["optimizer"]) :]
     for part in ("model", "optimizer"):
         torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
 
@@ -131,8 +158,19 @@ def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
 
 def test_the_best_model_survives_a_resume(tmp_path):
     """Its validation was after the checkpoint from which the run continues."""
-    flags = ["--keep_best", "--val_every", 7, "--log_dir", "run", "--save_every", 7, "--keep", 0,
-             "--min_lr", 4e-3]  # the rate is constant
+    flags = [
+        "--keep_best",
+        "--val_every",
+        7,
+        "--log_dir",
+        "run",
+        "--save_every",
+        7,
+        "--keep",
+        0,
+        "--min_lr",
+        4e-3,
+    ]  # the rate is constant
     bad = ["--resume", "--max_lr", 0.06, "--min_lr", 0.06]
     train(*flags, "--max_steps", 20, cwd=tmp_path)
     train(*flags, "--max_steps", 21, *bad, cwd=tmp_path)
@@ -148,8 +186,18 @@ def test_the_best_model_survives_a_resume(tmp_path):
 
 def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
     derived = {"warmup_steps": 4, "val_every": 2, "min_lr": 4e-4}
-    flags = [*TINY, "--preset", "gpt2", "--data", ROOT / "input.txt", "--eval_every", 0,
-             "--log_dir", "run", "--max_steps"]
+    flags = [
+        *TINY,
+        "--preset",
+        "gpt2",
+        "--data",
+        ROOT / "input.txt",
+        "--eval_every",
+        0,
+        "--log_dir",
+        "run",
+        "--max_steps",
+    ]
     for flag in ("--warmup_steps", "--val_every", "--min_lr"):  # without these and their values
         del flags[flags.index(flag) : flags.index(flag) + 2]
 
@@ -169,8 +217,21 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 
 
 def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path, whole):
-    train("--log_dir", "tuned", "--init_from", whole, "--max_steps", 1, "--max_lr", "1e-9",
-          "--block_size", 16, "--val_tokens", 512, cwd=tmp_path)
+    train(
+        "--log_dir",
+        "tuned",
+        "--init_from",
+        whole,
+        "--max_steps",
+        1,
+        "--max_lr",
+        "1e-9",
+        "--block_size",
+        16,
+        "--val_tokens",
+        512,
+        cwd=tmp_path,
+    )
     base, tuned = checkpoint(whole, 10), checkpoint(tmp_path / "tuned", 1)
     assert tuned["step"] == 1 and tuned["position"] == 32
     assert tuned["model_config"]["block_size"] == 16
@@ -187,23 +248,39 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     save_gpt2(model, tmp_path / "hf", get_tokenizer("gpt2"))
     (tmp_path / "hf" / "tokenizer.json").unlink()  # OpenAI's vocabulary is the default
     (tmp_path / "my.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
-    flags = [*TINY, "--n_layer", 1, "--n_embd", 16, "--val_tokens", 512, "--init_from", "hf",
-             "--max_lr", "1e-9", "--max_steps", 2]
+    flags = [
+        *TINY,
+        "--n_layer",
+        1,
+        "--n_embd",
+        16,
+        "--val_tokens",
+        512,
+        "--init_from",
+        "hf",
+        "--max_lr",
+        "1e-9",
+        "--max_steps",
+        2,
+    ]
     program(*flags, "--log_dir", "run", cwd=tmp_path)
     saved = checkpoint(tmp_path / "run", 2)
     assert saved["tokenizer"] == "gpt2" and saved["model_config"]["vocab_size"] == 50257
     torch.testing.assert_close(saved["model"], model.state_dict(), atol=1e-6, rtol=0)
     out, _ = program(*flags, "--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path)
     assert "resumed from step 2" in out
-    program(*flags, "--data", "my.txt=0.5", f"{ROOT}/input.txt=0.5", "--log_dir", "mixed",
-            cwd=tmp_path)
+    program(
+        *flags, "--data", "my.txt=0.5", f"{ROOT}/input.txt=0.5", "--log_dir", "mixed", cwd=tmp_path
+    )
     assert checkpoint(tmp_path / "mixed", 2)["tokenizer"] == "gpt2"
 
 
 def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
     """A run that began with --init_from is resumed without that flag, and without its shape."""
-    flags = ("--total_batch_size 512 --val_tokens 1024 --device cpu --sample_tokens 1 "
-             "--optimizer adamw --log_dir new --max_steps").split()
+    flags = (
+        "--total_batch_size 512 --val_tokens 1024 --device cpu --sample_tokens 1 "
+        "--optimizer adamw --log_dir new --max_steps"
+    ).split()
     program(*flags, 2, "--init_from", "run", cwd=tmp_path)
     out, _ = program(*flags, 3, "--resume", cwd=tmp_path)
     assert "resumed from step 2" in out and "34,688 parameters" in out
@@ -213,8 +290,13 @@ def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
 
 # tests/checkpoints has files of commits e2d0309 and df748ca, after 4 of 8 steps of these flags.
 # Both have the state dicts of the optimizers.
-FLAGS = [*TINY, *("--n_embd 8 --block_size 8 --total_batch_size 64 --max_steps 8 --val_tokens 256 "
-                  "--val_every 4 --optimizer muon --log_dir run --resume").split()]
+FLAGS = [
+    *TINY,
+    *(
+        "--n_embd 8 --block_size 8 --total_batch_size 64 --max_steps 8 --val_tokens 256 "
+        "--val_every 4 --optimizer muon --log_dir run --resume"
+    ).split(),
+]
 # What the run of df748ca logged itself.
 LOSSES = {4: 5.3947124, 5: 5.343708, 6: 5.3463945, 7: 5.3205452}
 
@@ -224,8 +306,9 @@ def place(directory, name):
     shutil.copy(ROOT / f"tests/checkpoints/{name}.pt", directory / "run" / "model_000004.pt")
 
 
-@pytest.mark.parametrize("flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]],
-                         ids=["one", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]], ids=["one", "fsdp", "tp", "pp"]
+)
 def test_a_run_goes_on_from_a_file_of_df748ca(tmp_path, flags):
     place(tmp_path, "df748ca")
     out, _ = program(*FLAGS, *flags, cwd=tmp_path, processes=2 if flags else 1)

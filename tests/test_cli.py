@@ -33,20 +33,29 @@ def run_source(source, cwd, status):
     """Runs `source` as the body of a program's main() -> stderr."""
     lines = "\n    ".join(source.splitlines())
     (cwd / "prog.py").write_text(
-        f"from plaingpt import cli\n\ndef main():\n    {lines}\n\ncli.run_program(main)\n")
+        f"from plaingpt import cli\n\ndef main():\n    {lines}\n\ncli.run_program(main)\n"
+    )
     return program(cwd=cwd, program=cwd / "prog.py", status=status)[1]
 
 
-@pytest.mark.parametrize("source, last_line", [
-    ('raise RuntimeError("ProcessGroupNCCL is mentioned here")',
-     "RuntimeError: ProcessGroupNCCL is mentioned here"),
-    ('raise RuntimeError("Connection closed by peer, says gloo")',
-     "RuntimeError: Connection closed by peer, says gloo"),
-    ("import jsn", "ModuleNotFoundError: No module named 'jsn'"),
-    ("from json import dump_all", "ImportError: cannot import name 'dump_all' from 'json'"),
-    ('open("missing.txt")', "FileNotFoundError: [Errno 2] No such file or directory"),
-    ('with cli.writing("x"):\n    raise RuntimeError("a bug")', "RuntimeError: a bug"),
-], ids=["nccl", "gloo", "module", "name", "file", "writing"])
+@pytest.mark.parametrize(
+    "source, last_line",
+    [
+        (
+            'raise RuntimeError("ProcessGroupNCCL is mentioned here")',
+            "RuntimeError: ProcessGroupNCCL is mentioned here",
+        ),
+        (
+            'raise RuntimeError("Connection closed by peer, says gloo")',
+            "RuntimeError: Connection closed by peer, says gloo",
+        ),
+        ("import jsn", "ModuleNotFoundError: No module named 'jsn'"),
+        ("from json import dump_all", "ImportError: cannot import name 'dump_all' from 'json'"),
+        ('open("missing.txt")', "FileNotFoundError: [Errno 2] No such file or directory"),
+        ('with cli.writing("x"):\n    raise RuntimeError("a bug")', "RuntimeError: a bug"),
+    ],
+    ids=["nccl", "gloo", "module", "name", "file", "writing"],
+)
 def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
     err = run_source(source, tmp_path, status=1)
     assert "\nTraceback (most" in f"\n{err}" and "prog.py" in err
@@ -54,28 +63,42 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
     assert "pip install" not in err and "another process" not in err
 
 
-@pytest.mark.parametrize("source, status, line", [
-    ('raise cli.UserError("--n 0: must be above 0")', 2, "error: --n 0: must be above 0\n"),
-    ('cli.require("no_such_package.part")', 2,
-     "error: the package no_such_package is missing: pip install no_such_package\n"),
-    ('with cli.writing("a/b"):\n    open("a/b", "w")', 2, "error: a/b: cannot write (No such file "
-     "or directory); choose another place, or free some space\n"),
-    ("print(1)\nraise BrokenPipeError", 141, ""),
-    ("pass", 0, ""),
-], ids=["user", "package", "writing", "pipe", "none"])
+@pytest.mark.parametrize(
+    "source, status, line",
+    [
+        ('raise cli.UserError("--n 0: must be above 0")', 2, "error: --n 0: must be above 0\n"),
+        (
+            'cli.require("no_such_package.part")',
+            2,
+            "error: the package no_such_package is missing: pip install no_such_package\n",
+        ),
+        (
+            'with cli.writing("a/b"):\n    open("a/b", "w")',
+            2,
+            "error: a/b: cannot write (No such file "
+            "or directory); choose another place, or free some space\n",
+        ),
+        ("print(1)\nraise BrokenPipeError", 141, ""),
+        ("pass", 0, ""),
+    ],
+    ids=["user", "package", "writing", "pipe", "none"],
+)
 def test_other_exits(source, status, line, tmp_path):
     assert run_source(source, tmp_path, status) == line
 
 
-@pytest.mark.parametrize("flags, expected", [
-    ("", {}),
-    ("--n 9 --p 0.5", dict(n=9, p=0.5)),
-    ("--kind muon --other b", dict(kind="muon", other="b")),
-    ("--files a b", dict(files=["a", "b"])),
-    ("--no-shuffle --compile", dict(shuffle=False, compile=True)),
-    ("--start=", dict(start="")),
-    ("--shuffle --no-compile --name x", dict(shuffle=True, compile=False, name="x")),
-])
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("", {}),
+        ("--n 9 --p 0.5", dict(n=9, p=0.5)),
+        ("--kind muon --other b", dict(kind="muon", other="b")),
+        ("--files a b", dict(files=["a", "b"])),
+        ("--no-shuffle --compile", dict(shuffle=False, compile=True)),
+        ("--start=", dict(start="")),
+        ("--shuffle --no-compile --name x", dict(shuffle=True, compile=False, name="x")),
+    ],
+)
 def test_flags(flags, expected):
     """The dict has only the flags that were given, so that a preset can fill in the others."""
     assert parse_flags("", Config, argv=flags.split()) == expected
@@ -87,32 +110,41 @@ def test_arguments_without_a_flag():
     assert parse_flags("", Config, argv=[], rest="runs") == dict(runs=[])
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--n 0", "--n 0: must be above 0 and at most 9"),
-    ("--n 10", "--n 10: must be above 0 and at most 9"),
-    ("--p -1", "--p -1.0: must be at least 0"),
-    ("--p nan", "--p nan: must be at least 0"),
-    ("--p inf", "--p inf: must be at least 0"),
-    ("--kind sgd", "--kind: invalid choice: 'sgd' (choose from adamw, muon); see --help"),
-    ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
-    ("--n many", "--n: invalid int value: 'many'; see --help"),
-    ("--n", "--n: expected one argument; see --help"),
-    ("--name=", "--name: is empty; give a value, or leave out this flag"),
-    ("--start a --name b", "--name: not allowed with argument --start; see --help"),
-    ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),
-    ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
-    ("extra", "unknown flags: extra (settings are flags; quote a value with spaces); "
-     "see --help"),
-    ("--config=x --compile no", "unknown flags: --config (not here); see --help"),
-    ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
-    ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--n 0", "--n 0: must be above 0 and at most 9"),
+        ("--n 10", "--n 10: must be above 0 and at most 9"),
+        ("--p -1", "--p -1.0: must be at least 0"),
+        ("--p nan", "--p nan: must be at least 0"),
+        ("--p inf", "--p inf: must be at least 0"),
+        ("--kind sgd", "--kind: invalid choice: 'sgd' (choose from adamw, muon); see --help"),
+        ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
+        ("--n many", "--n: invalid int value: 'many'; see --help"),
+        ("--n", "--n: expected one argument; see --help"),
+        ("--name=", "--name: is empty; give a value, or leave out this flag"),
+        ("--start a --name b", "--name: not allowed with argument --start; see --help"),
+        ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),
+        ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
+        (
+            "extra",
+            "unknown flags: extra (settings are flags; quote a value with spaces); see --help",
+        ),
+        ("--config=x --compile no", "unknown flags: --config (not here); see --help"),
+        ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
+        ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
+    ],
+)
 def test_wrong_flags(flags, message):
     with pytest.raises(UserError) as error:
         parse_flags("", Config, argv=flags.split())
     # Some versions of Python put the choices in quotation marks.
-    assert str(error.value).replace("from 'adamw', 'muon'", "from adamw, muon").replace(
-        "from 'a', 'b'", "from a, b") == message
+    assert (
+        str(error.value)
+        .replace("from 'adamw', 'muon'", "from adamw, muon")
+        .replace("from 'a', 'b'", "from a, b")
+        == message
+    )
 
 
 def test_help(capsys, monkeypatch):
@@ -121,12 +153,15 @@ def test_help(capsys, monkeypatch):
         parse_flags("What it does.", Config, argv=["--help"], groups=dict(kind="kinds", name="x"))
     out = capsys.readouterr().out
     assert stop.value.code == 0 and "What it does." in out
-    for line in ("--n INT a number [1]", "--p FLOAT a share of 100% kinds:",
-                 "--other NAME a choice or none; one of a, b",
-                 "kinds: --kind NAME a choice [adamw]; one of adamw, muon",
-                 "--files STR [STR ...] files --shuffle, --no-shuffle a switch [True] --compile, "
-                 "--no-compile a switch or none",
-                 "x: --name STR a text [auto] --start STR a text that may be empty"):
+    for line in (
+        "--n INT a number [1]",
+        "--p FLOAT a share of 100% kinds:",
+        "--other NAME a choice or none; one of a, b",
+        "kinds: --kind NAME a choice [adamw]; one of adamw, muon",
+        "--files STR [STR ...] files --shuffle, --no-shuffle a switch [True] --compile, "
+        "--no-compile a switch or none",
+        "x: --name STR a text [auto] --start STR a text that may be empty",
+    ):
         assert line in " ".join(out.split()), out
 
 
@@ -152,8 +187,15 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
 
 
 def test_text_for_a_terminal_of_ascii(whole, tmp_path):
-    out, _ = program("--checkpoint", whole, "--prompt", "caf\xe9", cwd=tmp_path,
-                     program="generate.py", env=dict(PYTHONIOENCODING="ascii"))
+    out, _ = program(
+        "--checkpoint",
+        whole,
+        "--prompt",
+        "caf\xe9",
+        cwd=tmp_path,
+        program="generate.py",
+        env=dict(PYTHONIOENCODING="ascii"),
+    )
     assert "caf\\xe9" in out
 
 
@@ -162,8 +204,15 @@ def test_names_that_are_not_utf8(tmp_path):
     (tmp_path / name).write_text(TEXT)
     _, err = train("--data", name, "--log_dir", os.fsdecode(b"r\xe9n"), cwd=tmp_path)
     assert err == ""
-    program("--input", name, "--output_dir", os.fsdecode(b"sh\xe9"), cwd=tmp_path,
-            program="fineweb.py", fresh=True)
+    program(
+        "--input",
+        name,
+        "--output_dir",
+        os.fsdecode(b"sh\xe9"),
+        cwd=tmp_path,
+        program="fineweb.py",
+        fresh=True,
+    )
 
 
 def test_progress_bar_on_a_terminal(monkeypatch, capsys):

@@ -24,29 +24,50 @@ SHAPE = dict(block_size=8, n_layer=2, n_head=2, n_embd=4)
 
 def test_flags_of_other_trainers():
     """The README of nanoGPT: its flags in one command, each with its name here."""
-    flags = ("config/train_gpt2.py --max_iters=2000 --lr_decay_iters=2000 --eval_interval=250 "
-             "--eval_iters=20 --beta2=0.9 --out_dir=out --gradient_accumulation_steps=4 "
-             "--warmup_iters=9 --val_max_steps=20 --learning_rate_decay_frac=0.1")
+    flags = (
+        "config/train_gpt2.py --max_iters=2000 --lr_decay_iters=2000 --eval_interval=250 "
+        "--eval_iters=20 --beta2=0.9 --out_dir=out --gradient_accumulation_steps=4 "
+        "--warmup_iters=9 --val_max_steps=20 --learning_rate_decay_frac=0.1"
+    )
     with pytest.raises(UserError) as error:
         parse_flags("", GPTConfig, train_gpt2.TrainConfig, argv=[*flags.split(), "--seed", "1"])
-    for pair in ("config/train_gpt2.py (settings are flags; ", "--max_iters (use --max_steps)",
-                 "--lr_decay_iters (use --max_steps)", "--eval_interval (use --val_every)",
-                 "--eval_iters (use --val_tokens, ", "--val_max_steps (use --val_tokens, ",
-                 "--out_dir (use --log_dir)", "--beta2 (use code in model.py)",
-                 "--warmup_iters (use --warmup_steps)", "_decay_frac (use --min_lr)",
-                 "accumulation_steps (use --total_batch_size, in tokens)"):
+    for pair in (
+        "config/train_gpt2.py (settings are flags; ",
+        "--max_iters (use --max_steps)",
+        "--lr_decay_iters (use --max_steps)",
+        "--eval_interval (use --val_every)",
+        "--eval_iters (use --val_tokens, ",
+        "--val_max_steps (use --val_tokens, ",
+        "--out_dir (use --log_dir)",
+        "--beta2 (use code in model.py)",
+        "--warmup_iters (use --warmup_steps)",
+        "_decay_frac (use --min_lr)",
+        "accumulation_steps (use --total_batch_size, in tokens)",
+    ):
         assert pair in str(error.value)
 
 
-@pytest.mark.parametrize("config, flags, message", [
-    (GenerateConfig, "--start=hi --out_dir x --top_k 1",
-     "--start (use --prompt), --out_dir (use --checkpoint)"),
-    (GenerateConfig, "--log_dir=log/baby --init_from=gpt2-xl",
-     "--log_dir (use --checkpoint), --init_from (use --model, or --checkpoint)"),
-    (EvalConfig, "-m gpt2 -x 1", "-m (use --model, or --checkpoint), -x (not here)"),
-    (BenchConfig, "--max_iters=9 --model_type=gpt2",
-     "--max_iters (not here), --model_type (use --preset)"),
-])
+@pytest.mark.parametrize(
+    "config, flags, message",
+    [
+        (
+            GenerateConfig,
+            "--start=hi --out_dir x --top_k 1",
+            "--start (use --prompt), --out_dir (use --checkpoint)",
+        ),
+        (
+            GenerateConfig,
+            "--log_dir=log/baby --init_from=gpt2-xl",
+            "--log_dir (use --checkpoint), --init_from (use --model, or --checkpoint)",
+        ),
+        (EvalConfig, "-m gpt2 -x 1", "-m (use --model, or --checkpoint), -x (not here)"),
+        (
+            BenchConfig,
+            "--max_iters=9 --model_type=gpt2",
+            "--max_iters (not here), --model_type (use --preset)",
+        ),
+    ],
+)
 def test_a_program_suggests_only_its_own_flags(config, flags, message):
     with pytest.raises(UserError) as error:
         parse_flags("", config, argv=flags.split())
@@ -128,7 +149,17 @@ def test_a_directory_of_save_to_disk(tmp_path):
 
     rows = [f"document {n}" for n in range(300)]
     datasets.Dataset.from_dict(dict(text=rows)).save_to_disk(tmp_path / "saved", num_shards=2)
-    program("--input", "saved", "--output_dir", "o", "--shard_size", 10**4, "--val_shards", 0,
-            cwd=tmp_path, program="fineweb.py")
+    program(
+        "--input",
+        "saved",
+        "--output_dir",
+        "o",
+        "--shard_size",
+        10**4,
+        "--val_shards",
+        0,
+        cwd=tmp_path,
+        program="fineweb.py",
+    )
     tokens = np.load(next((tmp_path / "o").glob("*.npy"))).tolist()
     assert get_tokenizer("gpt2").decode(tokens).split("<|endoftext|>") == ["", *rows]

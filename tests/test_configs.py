@@ -37,9 +37,17 @@ def test_gpt2_preset_is_the_published_recipe(shards):
     assert c.total_batch_size % (c.batch_size * g.block_size * 8) == 0
 
 
-@pytest.mark.parametrize("preset, millions", [
-    ("gpt3-350m", 356), ("gpt3-760m", 760), ("gpt3-1.3b", 1316), ("gpt3-2.7b", 2652),
-    ("gpt3-6.7b", 6658), ("gpt3-13b", 12853)])
+@pytest.mark.parametrize(
+    "preset, millions",
+    [
+        ("gpt3-350m", 356),
+        ("gpt3-760m", 760),
+        ("gpt3-1.3b", 1316),
+        ("gpt3-2.7b", 2652),
+        ("gpt3-6.7b", 6658),
+        ("gpt3-13b", 12853),
+    ],
+)
 def test_presets_of_gpt3(preset, millions, shards):
     """GPT-3 paper, table 2.1: names, batches of 0.5M, 1M or 2M tokens, at most 10B tokens here."""
     gpt_config, config = configs("--preset", preset, "--data", str(shards))
@@ -79,9 +87,13 @@ def fake_shards(directory, tokens):
 def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_path):
     large, small = (fake_shards(tmp_path / str(n), n) for n in (10**9, 10**9 - 1))
     for cuda, data, flags, preset in (
-            (True, large, [], "gpt2"), (True, small, [], "mini"), (False, large, [], "mini"),
-            (True, large, ["--device", "cpu"], "mini"), (False, small, ["--preset", "gpt2"],
-            "gpt2"), (True, large, ["--init_from", "x"], "finetune")):
+        (True, large, [], "gpt2"),
+        (True, small, [], "mini"),
+        (False, large, [], "mini"),
+        (True, large, ["--device", "cpu"], "mini"),
+        (False, small, ["--preset", "gpt2"], "gpt2"),
+        (True, large, ["--init_from", "x"], "finetune"),
+    ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         assert config_of("--data", data, *flags).preset == preset
 
@@ -89,8 +101,19 @@ def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_p
 def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])
-    out, _ = program("--data", "my.txt", "--init_from", "run", "--max_steps", 3, "--device", "cpu",
-                     "--sample_tokens", 1, cwd=tmp_path)
+    out, _ = program(
+        "--data",
+        "my.txt",
+        "--init_from",
+        "run",
+        "--max_steps",
+        3,
+        "--device",
+        "cpu",
+        "--sample_tokens",
+        1,
+        cwd=tmp_path,
+    )
     assert out.startswith("preset finetune on my.txt (256 ids), 3 steps; --preset chooses ")
     assert "starting from the weights in run\n32 channels: batch_size 16, val_every 40, max" in out
     log = read_log(tmp_path / "log/finetune")
@@ -119,8 +142,9 @@ def test_flags_that_do_nothing(shards):
 
 
 def lr_of(schedule, **options):
-    config = TrainConfig(schedule=schedule, max_lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110,
-                         **options)
+    config = TrainConfig(
+        schedule=schedule, max_lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110, **options
+    )
     return [get_lr(step, config) for step in range(111)]
 
 
@@ -155,25 +179,39 @@ def test_a_ramp_has_two_micro_batch_sizes():
     assert all(n % (8 * B) == 0 for n, B in sizes)
 
 
-@pytest.mark.parametrize("settings, sizes", [
-    (dict(batch_size=4), [(8, 4)]),
-    (dict(batch_size=8, pp=2), [(8, 4)]),  # every stage gets a micro-batch
-    # In a ramp, B is that of its first step, so that --batch_size may be larger.
-    (dict(batch_size=16, rampup_steps=4, rampup_batch_size=64),
-     [(1, 1), (2, 1), (4, 1), (6, 1), (8, 8)])])
+@pytest.mark.parametrize(
+    "settings, sizes",
+    [
+        (dict(batch_size=4), [(8, 4)]),
+        (dict(batch_size=8, pp=2), [(8, 4)]),  # every stage gets a micro-batch
+        # In a ramp, B is that of its first step, so that --batch_size may be larger.
+        (
+            dict(batch_size=16, rampup_steps=4, rampup_batch_size=64),
+            [(1, 1), (2, 1), (4, 1), (6, 1), (8, 8)],
+        ),
+    ],
+)
 def test_the_sizes_of_the_steps(settings, sizes):
     """In sequences of 64 tokens: (n, B). After the ramp, a step has 8 of them."""
     assert plan_steps(TrainConfig(total_batch_size=512, **settings), 64, 10**6, 1) == sizes
 
 
-@pytest.mark.parametrize("settings, message", [
-    (dict(rampup_steps=4, rampup_batch_size=1024),
-     "--rampup_batch_size: is above --total_batch_size; give a smaller one"),
-    (dict(batch_size=3), "--batch_size: give a divisor of 8, at most 8"),
-    (dict(batch_size=3, rampup_steps=4, rampup_batch_size=256),
-     "--batch_size: give a divisor of 8"),
-    (dict(pp=16), "--pp 16: must be at most 8"),
-    (dict(total_batch_size=500), "--total_batch_size: give a multiple of 64")])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            dict(rampup_steps=4, rampup_batch_size=1024),
+            "--rampup_batch_size: is above --total_batch_size; give a smaller one",
+        ),
+        (dict(batch_size=3), "--batch_size: give a divisor of 8, at most 8"),
+        (
+            dict(batch_size=3, rampup_steps=4, rampup_batch_size=256),
+            "--batch_size: give a divisor of 8",
+        ),
+        (dict(pp=16), "--pp 16: must be at most 8"),
+        (dict(total_batch_size=500), "--total_batch_size: give a multiple of 64"),
+    ],
+)
 def test_sizes_that_do_not_fit(settings, message):
     with pytest.raises(UserError, match=message):
         plan_steps(TrainConfig(**{"total_batch_size": 512, **settings}), 64, 10**6, 1)

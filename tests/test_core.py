@@ -21,9 +21,21 @@ from tokenizer import get_tokenizer
 T = 96  # context of the tiny model; some prompts below are longer
 KINDS = dict(m="multiple_choice", s="schema", l="language_modeling")
 # Some tasks of the public bundle: name, number of solved examples in a prompt, kind.
-TASKS = [task.split() for task in (
-    "hellaswag_zeroshot 0 m", "jeopardy 10 l", "arc_easy 10 m", "copa 0 m", "lambada_openai 0 l",
-    "winograd 0 s", "winogrande 0 s", "agi_eval_lsat_ar 3 m", "coqa 0 l", "boolq 10 m")]
+TASKS = [
+    task.split()
+    for task in (
+        "hellaswag_zeroshot 0 m",
+        "jeopardy 10 l",
+        "arc_easy 10 m",
+        "copa 0 m",
+        "lambada_openai 0 l",
+        "winograd 0 s",
+        "winogrande 0 s",
+        "agi_eval_lsat_ar 3 m",
+        "coqa 0 l",
+        "boolq 10 m",
+    )
+]
 
 
 def some_words(rng, low, high):
@@ -61,8 +73,10 @@ def write_bundle(root, n=12):
     for i, (name, shots, kind) in enumerate(TASKS):
         items = [make_item(rng, kind, k) for k in range(n)]
         write_lines(root / f"eval_data/area/{name}.jsonl", items)
-        tasks += (f"-\n  label: {name}\n  dataset_uri: area/{name}.jsonl\n"
-                  f"  num_fewshot: [{shots}]\n  icl_task_type: {KINDS[kind]}\n")
+        tasks += (
+            f"-\n  label: {name}\n  dataset_uri: area/{name}.jsonl\n"
+            f"  num_fewshot: [{shots}]\n  icl_task_type: {KINDS[kind]}\n"
+        )
         tasks += '  continuation_delimiter: "\\nAnswer: "  # a comment\n' if i % 3 == 0 else ""
         rows += f'{name},area,{shots},{0 if kind == "l" else 9.1 + i},,"a, b"\n'
     (root / "core.yaml").write_text(tasks)
@@ -78,8 +92,10 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
-    ids = [[50256, *encode(item["context"].strip() + " " + item["continuation"])]
-           for item in read_items(bundle, "coqa")]
+    ids = [
+        [50256, *encode(item["context"].strip() + " " + item["continuation"])]
+        for item in read_items(bundle, "coqa")
+    ]
     ids = [row for row in ids if len(row) <= 24]
     assert 3 <= len(ids) <= 10
     overfit(model, ids, last=3)
@@ -100,7 +116,7 @@ def nanochats_rules(hf, items, kind, n_shots, delimiter):
         return [before + item["continuation"], before]
 
     for i, item in enumerate(items):
-        others = items[:i] + items[i + 1:]
+        others = items[:i] + items[i + 1 :]
         shots = random.Random(1234 + i).sample(others, n_shots)
         before = "".join(texts(shot)[shot.get("gold", 0)] + "\n\n" for shot in shots)
         prompts = [before + text for text in texts(item)]
@@ -116,9 +132,9 @@ def nanochats_rules(hf, items, kind, n_shots, delimiter):
             row = row[-T:]
             scored = scored if scored < len(row) else 0  # nothing comes before a prompt
             with torch.no_grad():
-                x = hf.transformer(torch.tensor([row[:-1]]))[0][0, len(row) - 1 - scored:]
+                x = hf.transformer(torch.tensor([row[:-1]]))[0][0, len(row) - 1 - scored :]
                 logits = hf.lm_head(x)
-            target = torch.tensor(row[len(row) - scored:], dtype=torch.long)
+            target = torch.tensor(row[len(row) - scored :], dtype=torch.long)
             losses.append(F.cross_entropy(logits, target, reduction="none").mean().item())
             greedy.append((logits.argmax(-1) == target).all().item())
         yield greedy[0] if kind == "l" else losses.index(min(losses)) == item["gold"], losses
@@ -126,11 +142,26 @@ def nanochats_rules(hf, items, kind, n_shots, delimiter):
 
 def run_core(tmp_path, tiny, *flags, processes=1):
     """Runs core.py in float32 -> (its figures, mean losses of all prompts, what it prints)."""
-    out, _ = program("--model", tiny[0], "--bundle", tiny[1], "--json", "out.json", "--dtype",
-                     "float32", *flags, cwd=tmp_path, processes=processes, program="core.py")
+    out, _ = program(
+        "--model",
+        tiny[0],
+        "--bundle",
+        tiny[1],
+        "--json",
+        "out.json",
+        "--dtype",
+        "float32",
+        *flags,
+        cwd=tmp_path,
+        processes=processes,
+        program="core.py",
+    )
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    losses = [-x / n if n else math.nan for example in result["examples"]
-              for x, n in zip(example["log_likelihood"], example["tokens"])]
+    losses = [
+        -x / n if n else math.nan
+        for example in result["examples"]
+        for x, n in zip(example["log_likelihood"], example["tokens"])
+    ]
     return result["figures"], losses, out
 
 
@@ -149,7 +180,8 @@ def test_every_item_and_figure_follow_nanochats_rules(tiny, tmp_path):
     assert any(map(math.isnan, losses)) and 0 < sum(expected["coqa"]) < 12
     for size, processes in ((1, 1), (5000, 1), (300, 2)):
         figures, found, out = run_core(
-            tmp_path, tiny, "--tokens_per_forward", size, processes=processes)
+            tmp_path, tiny, "--tokens_per_forward", size, processes=processes
+        )
         tasks = figures["tasks"]
         assert {name: task["correct"] for name, task in tasks.items()} == expected
         assert [task["centered"] for task in tasks.values()] == pytest.approx(centered)
@@ -167,15 +199,18 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     expected = sum((loss for _, loss in nanochats_rules(hf, items[:5], "m", 2, "\nAnswer: ")), [])
     figures, losses, _ = run_core(
-        tmp_path, tiny, "--tasks", "winograd,copa", "--max_per_task", 5, "--num_fewshot", 2)
+        tmp_path, tiny, "--tasks", "winograd,copa", "--max_per_task", 5, "--num_fewshot", 2
+    )
     assert [task["items"] for task in figures["tasks"].values()] == [5, 5]
     assert losses[-15:] == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
 def test_a_file_of_items_is_a_task(tmp_path):
     """Chance is one through the number of answers. The delimiter comes before an answer."""
-    items = [dict(query=f"q{i}", choices=["a", "b", "c", "d"][: 2 + 2 * (i % 2)], gold=1)
-             for i in range(4)]
+    items = [
+        dict(query=f"q{i}", choices=["a", "b", "c", "d"][: 2 + 2 * (i % 2)], gold=1)
+        for i in range(4)
+    ]
     path = str(write_lines(tmp_path / "mc.jsonl", items))
     examples = load_examples(core.BENCHMARK, path, limit=3, num_fewshot=1, delimiter=" A: ")
     for e in examples:
@@ -186,7 +221,7 @@ def test_a_file_of_items_is_a_task(tmp_path):
     rows = make_rows(examples, get_tokenizer("bytes"), config, core.prompt_ids, spare=1)
     assert len(rows) == len(examples) == 3  # the choices of an item share the tokens before them
     path = str(write_lines(tmp_path / "t.jsonl", [dict(context=" one,\n", continuation="two")]))
-    example, = load_examples(core.BENCHMARK, path)
+    (example,) = load_examples(core.BENCHMARK, path)
     assert example.contexts == ["one, "] and example.endings == ["two"]
     assert example.counts["chance"] == 0
 
@@ -196,27 +231,34 @@ def test_a_continuation_that_joins_the_tokens_before_it():
     tokenizer = get_tokenizer("gpt2")
     item = dict(context="the har", continuation="bour", where="")
     example = core.make_example(item, "")
-    (context, (ending,)), = core.prompt_ids(example, tokenizer)
+    ((context, (ending,)),) = core.prompt_ids(example, tokenizer)
     assert context + ending == [50256, *tokenizer.encode("the harbour")]
     assert context == [50256, *tokenizer.encode("the")] and len(ending) >= 1
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("", "error: .: has no core.yaml; give the eval_bundle, or a .jsonl file"),
-    ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
-    ("--bundle typed", "core.yaml: field 'continuation_delimiter' is missing or has a wrong type"),
-    ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
-    ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
-    ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
-    ("--bundle BUNDLE --max_per_task 5", "has too few items for --num_fewshot 10; give fewer"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("", "error: .: has no core.yaml; give the eval_bundle, or a .jsonl file"),
+        ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
+        (
+            "--bundle typed",
+            "core.yaml: field 'continuation_delimiter' is missing or has a wrong type",
+        ),
+        ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
+        ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
+        ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
+        ("--bundle BUNDLE --max_per_task 5", "has too few items for --num_fewshot 10; give fewer"),
+    ],
+)
 def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, capsys):
     write_lines(tmp_path / "other.jsonl", [dict(text="a")])
     write_lines(tmp_path / "gold.jsonl", [dict(query="a", choices=["b", "c"], gold=2)])
     (tmp_path / "typed").mkdir()
     (tmp_path / "typed/eval_meta_data.csv").touch()
     (tmp_path / "typed/core.yaml").write_text(
-        "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a, continuation_delimiter: 7}]")
+        "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a, continuation_delimiter: 7}]"
+    )
     monkeypatch.chdir(tmp_path)
     flags = flags.replace("BUNDLE", str(tiny[1])).split()
     with pytest.raises(SystemExit):

@@ -29,9 +29,12 @@ def write_megatron(prefix, documents, dtype, code):
     data = [np.array(document, dtype).tobytes() for document in documents]
     prefix.with_suffix(".bin").write_bytes(b"".join(data))
     prefix.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
-        + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes()
-        + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+        + np.array(lengths, "<i4").tobytes()
+        + starts.astype("<i8").tobytes()
+        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+    )
 
 
 @pytest.fixture
@@ -47,8 +50,10 @@ def flat(lists):
 
 def splits(place, val_fraction=None, tokenizer=GPT2):
     """All training tokens and all validation tokens, as lists."""
-    return [tokens.read(0, len(tokens)).tolist()
-            for tokens in open_splits(place, tokenizer, val_fraction)]
+    return [
+        tokens.read(0, len(tokens)).tolist()
+        for tokens in open_splits(place, tokenizer, val_fraction)
+    ]
 
 
 @pytest.mark.parametrize("dtype, code", [("<u2", 8), ("<i4", 4)])
@@ -67,12 +72,19 @@ def test_megatrons_files_give_the_tokens_of_npy(documents, tmp_path, dtype, code
     assert splits(tmp_path / "m") == [flat(documents + documents[:7]), flat(documents[:3])]
 
 
-@pytest.mark.parametrize("suffix, change, message", [
-    (".bin", lambda data: data[:-2], "mmap length is greater than file size"),
-    (".idx", lambda data: b"MMAPIDX" + data[7:], "x.idx does not begin with MMIDIDX, version 1"),
-    (".idx", lambda data: data[:9] + b"\2" + data[10:], "x.idx does not begin with MMIDIDX"),
-    (".idx", lambda data: data[:400], "buffer is smaller than requested size"),
-])
+@pytest.mark.parametrize(
+    "suffix, change, message",
+    [
+        (".bin", lambda data: data[:-2], "mmap length is greater than file size"),
+        (
+            ".idx",
+            lambda data: b"MMAPIDX" + data[7:],
+            "x.idx does not begin with MMIDIDX, version 1",
+        ),
+        (".idx", lambda data: data[:9] + b"\2" + data[10:], "x.idx does not begin with MMIDIDX"),
+        (".idx", lambda data: data[:400], "buffer is smaller than requested size"),
+    ],
+)
 def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix, change, message):
     write_megatron(tmp_path / "x", documents, "<u2", 8)
     path = tmp_path / f"x{suffix}"
@@ -195,8 +207,11 @@ def test_a_mixture_trains_the_same_on_any_number_of_processes_and_resumed(sets):
 
     out, _ = run("one")
     log = read_log(sets / "one")
-    assert re.search(r"step 10 \| val loss .* \| a: loss .*, epoch 1.29 \| b: loss .* \| "
-                     r"c: loss .*, epoch 0.27\n", out), out
+    assert re.search(
+        r"step 10 \| val loss .* \| a: loss .*, epoch 1.29 \| b: loss .* \| "
+        r"c: loss .*, epoch 0.27\n",
+        out,
+    ), out
     for stream in ("val", "bpb"):
         a, b, c = (float(log[10, f"{stream}_{name}"]) for name in "abc")
         assert float(log[10, stream]) == pytest.approx(0.5 * a + 0.3 * b + 0.2 * c, rel=1e-6)

@@ -87,20 +87,30 @@ def small_gpu(monkeypatch):
         return forward(model, idx, targets)
 
     monkeypatch.setattr(GPT, "forward", limited)
-    monkeypatch.setattr(devices, "has_memory", lambda training, B, T, _:
-                        tried.append(B) or has_memory(training, B, T, ALONE))
-    monkeypatch.setattr(devices, "fit_batch_size", lambda *args: fit(
-        *args[:-1], replace(args[-1], device=torch.device("cuda"))))
+    monkeypatch.setattr(
+        devices,
+        "has_memory",
+        lambda training, B, T, _: tried.append(B) or has_memory(training, B, T, ALONE),
+    )
+    monkeypatch.setattr(
+        devices,
+        "fit_batch_size",
+        lambda *args: fit(*args[:-1], replace(args[-1], device=torch.device("cuda"))),
+    )
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     return most, tried
 
 
-@pytest.mark.parametrize("sizes, most, tried", [
-    ([(64, 16)], 16, [16, 16]),
-    ([(64, 16)], 4, [16, 8, 4, 8, 4]),  # compiled code begins with one that eager code cannot
-    ([(45, 15)], 8, [15, 3, 15, 3]),  # 7 does not divide 45
-    ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # 4 does not divide the ramp's 6
-    ([(2, 2)], 0, [2, 1, 1])])
+@pytest.mark.parametrize(
+    "sizes, most, tried",
+    [
+        ([(64, 16)], 16, [16, 16]),
+        ([(64, 16)], 4, [16, 8, 4, 8, 4]),  # compiled code begins with one that eager code cannot
+        ([(45, 15)], 8, [15, 3, 15, 3]),  # 7 does not divide 45
+        ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # 4 does not divide the ramp's 6
+        ([(2, 2)], 0, [2, 1, 1]),
+    ],
+)
 def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, tried):
     small_gpu[0][0], config = most, train_gpt2.TrainConfig()
     training, state = train_gpt2.make_training(MODEL, config, ALONE), torch.get_rng_state()
@@ -126,6 +136,7 @@ def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, 
 
 def test_different_flags_are_found_before_the_search(small_gpu, monkeypatch, tmp_path):
     """Processes that try different sizes would wait for each other."""
+
     def check_equal(value, message):
         if "different flags" in message:
             raise UserError(message)
@@ -158,8 +169,9 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
 def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
     """Otherwise pinned memory would also start CUDA on GPU 0 for every process."""
     used, device = [], torch.device("cuda:3")
-    monkeypatch.setattr(torch.cuda, "set_device",
-                        lambda device: used.append((device, threading.current_thread())))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: used.append((device, threading.current_thread()))
+    )
     assert list(prefetch(iter([1, 2]), device)) == [1, 2]
     assert [place for place, _ in used] == [device]
     assert used[0][1] is not threading.main_thread()
@@ -178,13 +190,21 @@ __import__(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("name", ["train_gpt2", "bench", "generate", "hellaswag", "lambada",
-                                  "storycloze", "wikitext", "core"])
+@pytest.mark.parametrize(
+    "name",
+    ["train_gpt2", "bench", "generate", "hellaswag", "lambada", "storycloze", "wikitext", "core"],
+)
 def test_every_program_prepares_the_import_of_torch(name):
     """It sets how threads wait, and imports numpy, so that torch does not ignore Ctrl-C."""
     env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     for given in ("10000", "7"):  # the second time, the user sets it
-        done = subprocess.run([sys.executable, "-c", UNTIL_TORCH, name], cwd=ROOT, env=env,
-                              capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", UNTIL_TORCH, name],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.stdout == f"{given} True", done.stderr
         env["GOMP_SPINCOUNT"] = "7"

@@ -44,8 +44,16 @@ def hellaswag_records():
         if i % 4 == 0:  # the markup of WikiHow
             a = f"[header] How to [title] {a} [step] Begin"
             endings[1] = f"[substeps] {endings[1]} [title] Then"
-        records.append(dict(activity_label=some_words(rng, 2), ctx_a=a, ctx_b=b, ctx=f"{a} {b}",
-                            endings=endings, label=i % 4))
+        records.append(
+            dict(
+                activity_label=some_words(rng, 2),
+                ctx_a=a,
+                ctx_b=b,
+                ctx=f"{a} {b}",
+                endings=endings,
+                label=i % 4,
+            )
+        )
     # A string as in the hub's files, and an empty context.
     records[5]["label"], records[7]["ctx"] = str(records[5]["label"]), ""
     # this ending alone is longer than the model's context
@@ -60,8 +68,13 @@ def lambada_records():
     return [dict(text=text) for text in texts]
 
 
-STORY_COLUMNS = ["InputStoryid", *(f"InputSentence{k}" for k in (1, 2, 3, 4)),
-                 "RandomFifthSentenceQuiz1", "RandomFifthSentenceQuiz2", "AnswerRightEnding"]
+STORY_COLUMNS = [
+    "InputStoryid",
+    *(f"InputSentence{k}" for k in (1, 2, 3, 4)),
+    "RandomFifthSentenceQuiz1",
+    "RandomFifthSentenceQuiz2",
+    "AnswerRightEnding",
+]
 
 
 def storycloze_records():
@@ -74,13 +87,16 @@ def storycloze_records():
 
 # Two articles as in WikiText, which is split into words, and the same two as ordinary text.
 PAGES = [
-    " = Gull = \n \n The gull 's cry , heard at 5 @.@ 3 km , is \" loud \" ( very ) . \n \n "
+    ' = Gull = \n \n The gull \'s cry , heard at 5 @.@ 3 km , is " loud " ( very ) . \n \n '
     "= = Range = = \n \n" + " Gulls breed in 1 @,@ 200 places . " * 9 + "\n ",
-    " = Old Quay = \n \n The Old Quay was built well @-@ nigh 90 years ago ; few counted . \n \n"]
+    " = Old Quay = \n \n The Old Quay was built well @-@ nigh 90 years ago ; few counted . \n \n",
+]
 TEXTS = [
-    " = Gull =\n\nThe gull's cry, heard at 5.3 km, is \"loud\" (very).\n\n== Range ==\n\n"
-    + "Gulls breed in 1,200 places.  " * 8 + "Gulls breed in 1,200 places.\n",
-    " = Old Quay =\n\nThe Old Quay was built well-nigh 90 years ago; few counted.\n\n"]
+    ' = Gull =\n\nThe gull\'s cry, heard at 5.3 km, is "loud" (very).\n\n== Range ==\n\n'
+    + "Gulls breed in 1,200 places.  " * 8
+    + "Gulls breed in 1,200 places.\n",
+    " = Old Quay =\n\nThe Old Quay was built well-nigh 90 years ago; few counted.\n\n",
+]
 
 
 def write_data(directory):
@@ -93,7 +109,9 @@ def write_data(directory):
     return dict(
         hellaswag=write_lines(directory / "hellaswag.jsonl", hellaswag_records()),
         lambada=write_lines(directory / "lambada.jsonl", lambada_records()),
-        storycloze=directory / "story.csv", wikitext=directory / "wiki.raw")
+        storycloze=directory / "story.csv",
+        wikitext=directory / "wiki.raw",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +121,7 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
-    ids = [encode(r["text"])[-T - 1:] for r in lambada_records()[:8]]
+    ids = [encode(r["text"])[-T - 1 :] for r in lambada_records()[:8]]
     overfit(model, ids, last=1)  # so that more last tokens than whole words are right
     save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", write_data(directory)
@@ -114,7 +132,7 @@ def reference(hf, context, ending):
 
     -> for each token of the ending: log-likelihood, and whether it is the greedy choice
     """
-    ids = (context + ending)[-T - 1:]
+    ids = (context + ending)[-T - 1 :]
     n = min(len(ending), T)
     with torch.no_grad():
         log_probs = hf.lm_head(hf.transformer(torch.tensor([ids[:-1]]))[0][0, -n:]).log_softmax(-1)
@@ -139,8 +157,13 @@ def questions(name):
     if name == "hellaswag":
         return [(r["ctx"], [" " + e for e in r["endings"]]) for r in hellaswag_records()]
     if name == "hellaswag harness":
-        return [(harness_clean(f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}"),
-                 [" " + harness_clean(e) for e in r["endings"]]) for r in hellaswag_records()]
+        return [
+            (
+                harness_clean(f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}"),
+                [" " + harness_clean(e) for e in r["endings"]],
+            )
+            for r in hellaswag_records()
+        ]
     if name == "lambada":
         words = [r["text"].split(" ") for r in lambada_records()]
         return [(" ".join(w[:-1]), [" " + w[-1]]) for w in words]
@@ -150,8 +173,19 @@ def questions(name):
 
 def run_benchmark(name, tiny, tmp_path, *flags, processes):
     """Runs a benchmark in float32 -> the content of the --json file."""
-    flags = ["--model", tiny[0], "--data", tiny[1][name], "--dtype", "float32", "--device", "cpu",
-             "--json", tmp_path / "out.json", *flags]
+    flags = [
+        "--model",
+        tiny[0],
+        "--data",
+        tiny[1][name],
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--json",
+        tmp_path / "out.json",
+        *flags,
+    ]
     if processes > 1:
         program(*flags, program=f"{name}.py", cwd=tmp_path, processes=processes)
     else:
@@ -163,14 +197,23 @@ def run_benchmark(name, tiny, tmp_path, *flags, processes):
 def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path, capsys):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     choices = [endings for _, endings in questions(name)]
-    expected = [[reference(hf, *pair(context, ending)) for ending in endings]
-                for context, endings in questions(name)]
+    expected = [
+        [reference(hf, *pair(context, ending)) for ending in endings]
+        for context, endings in questions(name)
+    ]
     sums = [[ll.sum().item() for ll, _ in endings] for endings in expected]
     n_tokens = [[len(ll) for ll, _ in endings] for endings in expected]
     style = ["--style", "harness"] if "harness" in name else []
     for size, processes in ((1, 1), (5000, 1), (200, 2)):
-        result = run_benchmark(name.split()[0], tiny, tmp_path, "--tokens_per_forward", size,
-                               *style, processes=processes)
+        result = run_benchmark(
+            name.split()[0],
+            tiny,
+            tmp_path,
+            "--tokens_per_forward",
+            size,
+            *style,
+            processes=processes,
+        )
         found, figures = result["examples"], result["figures"]
         for example, values in zip(found, sums, strict=True):
             assert example["log_likelihood"] == pytest.approx(values, abs=1e-4)
@@ -215,8 +258,16 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
             total += reference(hf, ids[:begin], ids[begin:end])[0].sum().item()
         expected.append(total)
     for size, processes in ((1, 1), (5000, 1), (100, 2)):
-        result = run_benchmark("wikitext", tiny, tmp_path, "--stride", stride,
-                               "--tokens_per_forward", size, processes=processes)
+        result = run_benchmark(
+            "wikitext",
+            tiny,
+            tmp_path,
+            "--stride",
+            stride,
+            "--tokens_per_forward",
+            size,
+            processes=processes,
+        )
         found = [example["log_likelihood"][0] for example in result["examples"]]
         assert found == pytest.approx(expected, rel=1e-6)
     words = [len(re.split(r"\s+", page)) for page in PAGES]
@@ -234,8 +285,16 @@ def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path)
     (tmp_path / "zh.txt").write_text("海" * 3000)
     out, _ = program("--checkpoint", "run", "--data", "zh.txt", cwd=tmp_path, program="wikitext.py")
     assert re.search("word_perplexity +inf", out) and re.search(r"bits_per_byte +\d", out)
-    train("--log_dir", "run", "--resume", "--max_steps", 12, "--evals", "wikitext=zh.txt",
-          cwd=tmp_path)
+    train(
+        "--log_dir",
+        "run",
+        "--resume",
+        "--max_steps",
+        12,
+        "--evals",
+        "wikitext=zh.txt",
+        cwd=tmp_path,
+    )
     assert read_log(copy)[12, "wikitext"] == "inf"
 
 
@@ -259,8 +318,9 @@ def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     assert [example.endings[0] for example in found] == TEXTS
 
 
-@pytest.mark.parametrize("text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x",
-                                  "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x", "[" * 100_000]
+)
 def test_unclosed_brackets_take_linear_time(text):
     """A quadratic rule would need hours."""
     clean_text(text + "\n" * 400_000 + text)
@@ -298,17 +358,28 @@ def knowing(module, records):
 
 
 TEA = ["boils the kettle.", "drinks the kettle.", "sings in the tea.", "sells the moon."]
-CHOICES = [dict(ctx=f"Number {i}: she", endings=TEA[i % 4:] + TEA[:i % 4], label=-i % 4)
-           for i in range(8)]
-STORIES = [{**{f"input_sentence_{k}": f"It was day {i}." for k in (1, 2, 3, 4)},
-            "sentence_quiz1": TEA[i % 2], "sentence_quiz2": TEA[1 - i % 2],
-            "answer_right_ending": 1 + i % 2} for i in range(8)]
-PASSAGES = [dict(text=f"On day {i} she drank her {word}")
-            for i, word in enumerate(["tea", "coffee", "milk", "water"])]
+CHOICES = [
+    dict(ctx=f"Number {i}: she", endings=TEA[i % 4 :] + TEA[: i % 4], label=-i % 4)
+    for i in range(8)
+]
+STORIES = [
+    {
+        **{f"input_sentence_{k}": f"It was day {i}." for k in (1, 2, 3, 4)},
+        "sentence_quiz1": TEA[i % 2],
+        "sentence_quiz2": TEA[1 - i % 2],
+        "answer_right_ending": 1 + i % 2,
+    }
+    for i in range(8)
+]
+PASSAGES = [
+    dict(text=f"On day {i} she drank her {word}")
+    for i, word in enumerate(["tea", "coffee", "milk", "water"])
+]
 
 
 @pytest.mark.parametrize(
-    "module, records", [(hellaswag, CHOICES), (storycloze, STORIES), (lambada, PASSAGES)])
+    "module, records", [(hellaswag, CHOICES), (storycloze, STORIES), (lambada, PASSAGES)]
+)
 def test_a_perfect_model_scores_1_and_a_uniform_model_scores_chance(module, records):
     model, examples = knowing(module, records)
     figures = module.report(examples, scores_of(model, examples))
@@ -328,12 +399,16 @@ def test_a_perfect_model_scores_1_and_a_uniform_model_scores_chance(module, reco
 def test_an_example_may_have_several_contexts_with_one_ending():
     """The pair with the highest likelihood wins. Examples may have different numbers of pairs."""
     examples = [
-        Example(["xa", "xb", "xc"], ["bb"], label=1), Example(["xb", "xa"], ["a"], label=1),
-        Example(["x"], ["x"]), Example(["a", "b"], ["a", "b"], label=3),
-        Example(["a", "b"], ["b", "a"], label=3)]
+        Example(["xa", "xb", "xc"], ["bb"], label=1),
+        Example(["xb", "xa"], ["a"], label=1),
+        Example(["x"], ["x"]),
+        Example(["a", "b"], ["a", "b"], label=3),
+        Example(["a", "b"], ["b", "a"], label=3),
+    ]
     scores = scores_of(Parrot(), examples)
     alone = scores_of(
-        Parrot(), [Example([c], [e]) for x in examples for c in x.contexts for e in x.endings])
+        Parrot(), [Example([c], [e]) for x in examples for c in x.contexts for e in x.endings]
+    )
     assert scores.log_likelihood == pytest.approx(alone.log_likelihood)
     greedy = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0]
     assert scores.greedy.tolist() == alone.greedy.tolist() == greedy
@@ -373,14 +448,22 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
     assert found[64][1] == 1 < 20 < found[1][1]
 
 
-@pytest.mark.parametrize("name, file, text, message", [
-    ("hellaswag", "x.jsonl", {**CHOICES[0], "label": ""}, "line 2: label '': must be from 0 to 3"),
-    ("hellaswag", "x.jsonl", {"ctx": "a", "label": 0}, "line 2: field 'endings' is missing"),
-    ("hellaswag", "x.jsonl", "{broken", "line 2: is damaged (not JSON"),
-    ("storycloze", "x.csv", "InputSentence1\nx", "line 2: field 'inputsentence2' is missing"),
-    ("lambada", "x.jsonl", {"text": "ends so "}, "line 2: no word at the end of 'ends so '"),
-    ("wikitext", "x.txt", "", "has no example"),
-])
+@pytest.mark.parametrize(
+    "name, file, text, message",
+    [
+        (
+            "hellaswag",
+            "x.jsonl",
+            {**CHOICES[0], "label": ""},
+            "line 2: label '': must be from 0 to 3",
+        ),
+        ("hellaswag", "x.jsonl", {"ctx": "a", "label": 0}, "line 2: field 'endings' is missing"),
+        ("hellaswag", "x.jsonl", "{broken", "line 2: is damaged (not JSON"),
+        ("storycloze", "x.csv", "InputSentence1\nx", "line 2: field 'inputsentence2' is missing"),
+        ("lambada", "x.jsonl", {"text": "ends so "}, "line 2: no word at the end of 'ends so '"),
+        ("wikitext", "x.txt", "", "has no example"),
+    ],
+)
 def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_path):
     path = tmp_path / file
     text = json.dumps(text) if isinstance(text, dict) else text
@@ -404,8 +487,9 @@ def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
             out, _ = program(*flags, cwd=tmp_path, program=f"{name}.py")
             results.append(json.loads((tmp_path / "o.json").read_text()))
             assert f"note: {n} of {n} endings, with context, were cut to 33 tokens" in out
-        facts = dict(benchmark=name, data=other, model="run/model_000010.pt",
-                     tokenizer="bytes", n_examples=5)
+        facts = dict(
+            benchmark=name, data=other, model="run/model_000010.pt", tokenizer="bytes", n_examples=5
+        )
         for fact, value in facts.items():
             assert results[1][fact] == value and re.search(rf"^{fact} +{value}$", out, re.M)
         assert results[0]["examples"] == results[1]["examples"]
@@ -416,13 +500,16 @@ def hub(tmp_path, monkeypatch):
     """A hub with HellaSwag, LAMBADA and WikiText, used by all programs -> list of requests."""
     choices = [{**r, "label": str(r["label"])} for r in CHOICES]
     lines = [dict(text="" if line == " " else line + "\n") for line in PAGES[0].split("\n")]
-    readme = (b"---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
-              b"  - split: test\n    path: raw/*\n---\n")
+    readme = (
+        b"---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
+        b"  - split: test\n    path: raw/*\n---\n"
+    )
     test = "test-00000-of-00001.parquet"
     repos = {
         "Rowan/hellaswag": {"data/validation-00000-of-00001.parquet": parquet(choices)},
         "EleutherAI/lambada_openai": {f"data/{test}": parquet(PASSAGES)},
-        "Salesforce/wikitext": {"README.md": readme, f"raw/{test}": parquet(lines)}}
+        "Salesforce/wikitext": {"README.md": readme, f"raw/{test}": parquet(lines)},
+    }
     with stand_in_hub(repos) as (url, requests):
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -450,14 +537,30 @@ def test_training_with_benchmarks_gives_the_same_curve(hub, tmp_path):
     write_lines(tmp_path / "h.jsonl", CHOICES)
     write_lines(tmp_path / "l.jsonl", PASSAGES)
     train("--log_dir", "without", cwd=tmp_path)
-    train("--log_dir", "hub", "--eval_every", 5, "--evals", "hellaswag,lambada,storycloze=s.csv",
-          cwd=tmp_path, online=True)
+    train(
+        "--log_dir",
+        "hub",
+        "--eval_every",
+        5,
+        "--evals",
+        "hellaswag,lambada,storycloze=s.csv",
+        cwd=tmp_path,
+        online=True,
+    )
     plain, log = read_log(tmp_path / "without"), read_log(tmp_path / "hub")
     streams = {(step, stream) for step in (5, 10) for stream in ("hella", "lambada", "story")}
     assert {key: log[key] for key in plain} == plain and log.keys() - plain.keys() == streams
     # hellaswag.py and a run of two processes give the same figures
-    program("--json", "o.json", "--dtype", "float32", "--checkpoint", "hub", cwd=tmp_path,
-            program="hellaswag.py")
+    program(
+        "--json",
+        "o.json",
+        "--dtype",
+        "float32",
+        "--checkpoint",
+        "hub",
+        cwd=tmp_path,
+        program="hellaswag.py",
+    )
     result = json.loads((tmp_path / "o.json").read_text())
     assert float(log[10, "hella"]) == pytest.approx(result["figures"]["acc_norm_token"])
     files = ["--eval_every", 5, "--evals", "hellaswag=h.jsonl,lambada=l.jsonl,storycloze=s.csv"]
@@ -476,8 +579,14 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     write_lines(tmp_path / "l.jsonl", PASSAGES)
     write_lines(tmp_path / "c.jsonl", [dict(query="q", choices=["a", "b"], gold=0)] * 2)
-    out, err = train("--evals", "hellaswag,storycloze,lambada=l.jsonl,core=c.jsonl",
-                     "--eval_every", 5, cwd=tmp_path, online=True)
+    out, err = train(
+        "--evals",
+        "hellaswag,storycloze,lambada=l.jsonl,core=c.jsonl",
+        "--eval_every",
+        5,
+        cwd=tmp_path,
+        online=True,
+    )
     assert out.count("note: hellaswag is skipped: Rowan/hellaswag: cannot be loaded (") == 1
     assert out.count("note: storycloze is skipped: no data; give a file, as storycloze.py ") == 1
     assert "Retrying" not in out + err
@@ -496,7 +605,9 @@ def test_names_of_evals(tmp_path, monkeypatch):
         return [found.name for found, *_ in evaluation.load_evals(config, tokenizer, gpt_config)]
 
     assert load(" lambada=l.jsonl, wikitext=l.jsonl,") == ["lambada", "wikitext"]
-    for evals, message in (("math", "--evals math: no such benchmark; give a module, such as"),
-                           ("lambada=l.jsonl,lambada=l.jsonl", "lambada: is given twice")):
+    for evals, message in (
+        ("math", "--evals math: no such benchmark; give a module, such as"),
+        ("lambada=l.jsonl,lambada=l.jsonl", "lambada: is given twice"),
+    ):
         with pytest.raises(UserError, match=message):
             load(evals)

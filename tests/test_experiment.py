@@ -13,9 +13,11 @@ from test_experiments import copy_program
 import experiment as lab
 from plaingpt.intervals import compare_pairs, t95, unpaired_interval
 
-FLAGS = ("--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
-         "--total_batch_size 128 --batch_size 8 --val_tokens 512 --dtype float32 --device cpu "
-         "--data input.txt")
+FLAGS = (
+    "--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
+    "--total_batch_size 128 --batch_size 8 --val_tokens 512 --dtype float32 --device cpu "
+    "--data input.txt"
+)
 UNTRACKED = ["idea.py", "\u60f3\u6cd5.py", ".#model.py"]
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 
@@ -45,10 +47,17 @@ def test_intervals_of_pairs_by_hand():
     assert found["pairs_needed"] == 4
 
 
-@pytest.mark.parametrize("differences, verdict", [
-    ([-0.05, -0.06, -0.04], "better"), ([0.05, 0.06, 0.04], "worse"), ([0.0, 0.0], "equal"),
-    ([0.004, 0.005], "equal"),  # all above 0, but too small to matter
-    ([0.05, -0.05, 0.01], "undecided"), ([-0.02, -0.019, -0.021], "better")])
+@pytest.mark.parametrize(
+    "differences, verdict",
+    [
+        ([-0.05, -0.06, -0.04], "better"),
+        ([0.05, 0.06, 0.04], "worse"),
+        ([0.0, 0.0], "equal"),
+        ([0.004, 0.005], "equal"),  # all above 0, but too small to matter
+        ([0.05, -0.05, 0.01], "undecided"),
+        ([-0.02, -0.019, -0.021], "better"),
+    ],
+)
 def test_verdict(differences, verdict):
     base = np.array([1.4, 1.5, 1.6])[: len(differences)]
     found = compare_pairs(base, base + differences, delta=0.02)
@@ -57,8 +66,13 @@ def test_verdict(differences, verdict):
 
 
 def git(directory, *command):
-    return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *command],
-                          cwd=directory, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a", *command],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +94,19 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
         assert text.count(old) == 1
         (clone / file).write_text(text.replace(old, new))
     try:
-        out, _ = program("--flags", FLAGS, "--seeds", 2, "--json", "o.json", *flags, *more,
-                         cwd=clone, program=clone / "experiment.py", status=STATUS[verdict])
+        out, _ = program(
+            "--flags",
+            FLAGS,
+            "--seeds",
+            2,
+            "--json",
+            "o.json",
+            *flags,
+            *more,
+            cwd=clone,
+            program=clone / "experiment.py",
+            status=STATUS[verdict],
+        )
     finally:
         (clone / file).write_text(text)
         for name in UNTRACKED:
@@ -121,20 +146,40 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     assert found["n"] == 0 and "docstrings" in found["reason"] and len(runs(clone)) == 4
     # More pairs continue the experiment. Another name of a variable changes nothing.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
-    found = experiment(clone, "equal", "--seeds", 3, old=rename,
-                       new="        z = y.transpose(1, 2).flatten(2)\n        y = z\n")
+    found = experiment(
+        clone,
+        "equal",
+        "--seeds",
+        3,
+        old=rename,
+        new="        z = y.transpose(1, 2).flatten(2)\n        y = z\n",
+    )
     assert found["difference"] == 0 and found["half"] == 0 and found["n"] == 3
     assert len(runs(clone)) == 8
     out, _ = program("--list", cwd=clone, program=clone / "experiment.py")
     assert [line.split("; ")[0].rpartition(": ")[2] for line in out.splitlines()] == [
-        "worse", "worse", "equal", "equal"]
+        "worse",
+        "worse",
+        "equal",
+        "equal",
+    ]
 
 
-CHEATS = [("model.py", "causal = mask is None and T > 1", "causal = False", "later tokens"),
-          ("model.py", "return self.loss_fn(x, self.lm_head.weight, targets, reduction)",
-           "return self.loss_fn(x, self.lm_head.weight, targets, reduction) + 0.1", "the logits"),
-          ("train_gpt2.py", "    n_sequences = max(1, min(config.val_tokens // T, "
-           "loader.lengths[0]))\n", "    n_sequences = 1\n", "the logits give")]
+CHEATS = [
+    ("model.py", "causal = mask is None and T > 1", "causal = False", "later tokens"),
+    (
+        "model.py",
+        "return self.loss_fn(x, self.lm_head.weight, targets, reduction)",
+        "return self.loss_fn(x, self.lm_head.weight, targets, reduction) + 0.1",
+        "the logits",
+    ),
+    (
+        "train_gpt2.py",
+        "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))\n",
+        "    n_sequences = 1\n",
+        "the logits give",
+    ),
+]
 
 
 def test_nothing_cheats_the_score(clone):
@@ -147,9 +192,14 @@ def test_nothing_cheats_the_score(clone):
             assert (run / "model_000040.pt").exists()
 
 
-@pytest.mark.parametrize("flags, reason", [
-    (["--val_tokens", "256"], "another val_tokens"), (["--block_size", "32"], "another block_size"),
-    (["--val_fraction", "0.2"], "another validation split")])
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (["--val_tokens", "256"], "another val_tokens"),
+        (["--block_size", "32"], "another block_size"),
+        (["--val_fraction", "0.2"], "another validation split"),
+    ],
+)
 def test_losses_of_other_data_do_not_compare(clone, flags, reason):
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
 
@@ -173,9 +223,11 @@ def test_names_of_untracked_files_and_settings_of_git(clone):
 def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
     """But Python itself, which may be in the clone, does not."""
     copy_program(tmp_path)
-    code = ("import os, sys; sys.path[:0] = '.', 'ideas/lib'; import abc_of, ideas.mix; "
-            "import plaingpt.runlog as runlog; os.__file__ = abc_of.__file__; "
-            "print(runlog.hash_of_program())")
+    code = (
+        "import os, sys; sys.path[:0] = '.', 'ideas/lib'; import abc_of, ideas.mix; "
+        "import plaingpt.runlog as runlog; os.__file__ = abc_of.__file__; "
+        "print(runlog.hash_of_program())"
+    )
     (tmp_path / "ideas" / "lib").mkdir(parents=True)
     hashes = []
     for text in ("x = 1", "x = 1  # a comment", "x = 2"):
@@ -202,21 +254,36 @@ def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="class MLP(", new="class MLP((")
     assert "SyntaxError" in found["reason"]
     (clone / "idea.py").write_text("def mix(x):\n    1 / 0\n")  # git does not know this file yet
-    found = experiment(clone, "failed", old="        x = x + self.attn(",
-                       new="        import idea\n        x = idea.mix(x) + self.attn(")
+    found = experiment(
+        clone,
+        "failed",
+        old="        x = x + self.attn(",
+        new="        import idea\n        x = idea.mix(x) + self.attn(",
+    )
     assert "division by zero" in found["reason"]
     (clone / "log" / "old.patch").write_text(
-        "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-no such line\n+x\n")
+        "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-no such line\n+x\n"
+    )
     found = experiment(clone, "failed", "log/old.patch")
     assert "patch failed: model.py:1" in found["reason"]
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    ([], "nothing is changed; edit model.py, give a patch, or give flags behind --"),
-    (["--base", "nowhere", "--", "--seed", "3"], "git rev-parse (fatal: Needed a single revision)"),
-    (["--json", "no/v.json", "--", "--seed", "3"], "--json no/v.json: cannot write there; give"),
-    (["no.patch"], "no.patch: no such patch; give a file"),
-    (["--seeds", "1"], "--seeds 1: must be at least 2")])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ([], "nothing is changed; edit model.py, give a patch, or give flags behind --"),
+        (
+            ["--base", "nowhere", "--", "--seed", "3"],
+            "git rev-parse (fatal: Needed a single revision)",
+        ),
+        (
+            ["--json", "no/v.json", "--", "--seed", "3"],
+            "--json no/v.json: cannot write there; give",
+        ),
+        (["no.patch"], "no.patch: no such patch; give a file"),
+        (["--seeds", "1"], "--seeds 1: must be at least 2"),
+    ],
+)
 def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):
     _, err = program(*flags, cwd=clone, program=clone / "experiment.py", status=2)
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1

@@ -12,13 +12,28 @@ from conftest import ROOT, TINY, checkpoint, program, randomise, read_log, spawn
 from plaingpt.evaluation import Row, forward
 
 # Changed lines.
-LIMITS = {"inverse-sqrt": 8, "lion": 25, "no-residual-scaling": 7, "qknorm": 5, "relu2": 2,
-          "rmsnorm": 6, "rotary": 25, "untied": 1, "value-residual": 20, "z-loss": 10}
+LIMITS = {
+    "inverse-sqrt": 8,
+    "lion": 25,
+    "no-residual-scaling": 7,
+    "qknorm": 5,
+    "relu2": 2,
+    "rmsnorm": 6,
+    "rotary": 25,
+    "untied": 1,
+    "value-residual": 20,
+    "z-loss": 10,
+}
 ENTROPY = "attention-entropy"  # logs a figure; not with --pp
 # Four micro-batches a step. A sample and a passage are longer than the context of 16 bytes.
-SMALL = [*TINY, *("--n_embd 16 --block_size 16 --total_batch_size 256 --schedule constant "
-                  "--val_tokens 64 --eval_every 5 --evals lambada=words.txt --sample_every 5 "
-                  "--sample_tokens 20 --save_every 5 --keep 0").split()]
+SMALL = [
+    *TINY,
+    *(
+        "--n_embd 16 --block_size 16 --total_batch_size 256 --schedule constant "
+        "--val_tokens 64 --eval_every 5 --evals lambada=words.txt --sample_every 5 "
+        "--sample_tokens 20 --save_every 5 --keep 0"
+    ).split(),
+]
 WAYS = dict(tp=["--tp", 2], pp=["--pp", 2], fsdp=["--parallel", "fsdp"])
 # A layer that a reader may add to attention or to the MLP.
 SCALE = """class Scale(nn.Module):
@@ -45,8 +60,17 @@ def copy_program(directory):
 
 def run(directory, name, steps, *flags, **options):
     """Trains with the copied program -> (stdout, stderr) of rank 0."""
-    return program(*SMALL, "--log_dir", name, "--max_steps", steps, *flags, cwd=directory,
-                   program=directory / "train_gpt2.py", **options)
+    return program(
+        *SMALL,
+        "--log_dir",
+        name,
+        "--max_steps",
+        steps,
+        *flags,
+        cwd=directory,
+        program=directory / "train_gpt2.py",
+        **options,
+    )
 
 
 def assert_split_run_matches(directory, way, whole, *flags):
@@ -54,7 +78,7 @@ def assert_split_run_matches(directory, way, whole, *flags):
     out, _ = run(directory, way, 5, *WAYS[way], *flags, processes=2)
     for key, value in read_log(directory / way).items():
         assert float(value) == pytest.approx(float(whole[0][key]), rel=1e-5), (way, key)
-    assert out[out.index("--- sample 0"):out.index("done:")].strip() in whole[1]
+    assert out[out.index("--- sample 0") : out.index("done:")].strip() in whole[1]
     found, expected = (checkpoint(directory / name, 5)["model"] for name in (way, "run"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -78,7 +102,7 @@ def test_every_patch_is_here_and_short():
     assert patches.keys() == {*LIMITS, "peers"}
     del patches["peers"]  # tests/test_bench.py runs it
     for name, patch in patches.items():
-        hunks = patch[patch.index("@@"):].splitlines()
+        hunks = patch[patch.index("@@") :].splitlines()
         assert sum(line.startswith(("+", "-")) for line in hunks) <= LIMITS[name], name
         assert patch.count("diff --git") == 1 and all(len(line) <= 101 for line in hunks), name
 
@@ -148,10 +172,12 @@ def copy_with_scale(directory, heads="1", q="q", mlp=""):
     """Copies the program. In its model, the parts of attention and MLP may have a Scale."""
     copy_program(directory)
     edit_model(
-        directory, ("class CausalSelfAttention(", SCALE),
+        directory,
+        ("class CausalSelfAttention(", SCALE),
         ("self.n_head = config.n_head", f"self.n_head, self.scale = config.n_head, {heads}"),
         ("        if cache is not None:", f"        q = {q}\n        if cache is not None:"),
-        ('nn.GELU(approximate="tanh")', f'nn.Sequential(nn.GELU("tanh"){mlp})'))
+        ('nn.GELU(approximate="tanh")', f'nn.Sequential(nn.GELU("tanh"){mlp})'),
+    )
 
 
 @pytest.mark.parametrize("shape", ["()", "(config.n_head, 1, 1)"])
@@ -161,16 +187,33 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path, sh
     assert_split_run_matches(tmp_path, "tp", (read_log(tmp_path / "run"), out))
 
 
-@pytest.mark.parametrize("edits, message", [
-    (dict(heads="nn.Parameter(torch.ones(()))", q="self.scale * q"),
-     "transformer.h.0.attn.scale is in no layer; make it the weight of an nn.Module"),
-    (dict(mlp=", Scale()"), "the processes have different gradients of "
-     "transformer.h.0.mlp.gelu.1.weight; use no --tp")], ids=["direct", "MLP"])
+@pytest.mark.parametrize(
+    "edits, message",
+    [
+        (
+            dict(heads="nn.Parameter(torch.ones(()))", q="self.scale * q"),
+            "transformer.h.0.attn.scale is in no layer; make it the weight of an nn.Module",
+        ),
+        (
+            dict(mlp=", Scale()"),
+            "the processes have different gradients of "
+            "transformer.h.0.mlp.gelu.1.weight; use no --tp",
+        ),
+    ],
+    ids=["direct", "MLP"],
+)
 def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
     copy_with_scale(tmp_path, **edits)
     # Only rank 0: if it ends early, the other one may lose its connection.
-    process, _ = spawn(*SMALL, "--max_steps", 5, *WAYS["tp"], processes=2, cwd=tmp_path,
-                       program=tmp_path / "train_gpt2.py")
+    process, _ = spawn(
+        *SMALL,
+        "--max_steps",
+        5,
+        *WAYS["tp"],
+        processes=2,
+        cwd=tmp_path,
+        program=tmp_path / "train_gpt2.py",
+    )
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and err.splitlines()[-1] == f"error: --tp: {message}"
 
@@ -180,12 +223,28 @@ def test_gradients_are_compared_in_the_first_step_that_has_finite_ones(tmp_path)
     copy_with_scale(tmp_path, mlp=", Scale()")
     run(tmp_path, "run", 1)
     path = tmp_path / "run" / "model_000001.pt"
-    scaler = dict(scale=2.0**27, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
-                  _growth_tracker=0)
+    scaler = dict(
+        scale=2.0**27,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        _growth_tracker=0,
+    )
     torch.save(torch.load(path) | dict(scaler=scaler), path)
-    process, _ = spawn(*SMALL, "--max_steps", 30, *WAYS["tp"], "--dtype", "float16", "--resume",
-                       "--log_dir", "run", processes=2, cwd=tmp_path,
-                       program=tmp_path / "train_gpt2.py")
+    process, _ = spawn(
+        *SMALL,
+        "--max_steps",
+        30,
+        *WAYS["tp"],
+        "--dtype",
+        "float16",
+        "--resume",
+        "--log_dir",
+        "run",
+        processes=2,
+        cwd=tmp_path,
+        program=tmp_path / "train_gpt2.py",
+    )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and " skipped | " in out
     assert "the processes have different gradients of transformer.h.0.mlp.gelu.1.weight" in err
@@ -197,23 +256,33 @@ def test_a_parameter_needs_its_own_first_value(tmp_path, first):
     copy_program(tmp_path)
     before, size = "        self.dropout = config.dropout\n", "        B, T, C = x.size()\n"
     edit_model(
-        tmp_path, (before, f"{before}        self.mix = nn.Parameter({first})\n"),
-        (size, f"{size}        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n"))
+        tmp_path,
+        (before, f"{before}        self.mix = nn.Parameter({first})\n"),
+        (size, f"{size}        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n"),
+    )
     _, err = run(tmp_path, "run", 1, status=2)
-    assert err == ("error: transformer.h.0.attn.mix has no first value; add one to "
-                   "GPT.init_weight\n")
+    assert err == (
+        "error: transformer.h.0.attn.mix has no first value; add one to GPT.init_weight\n"
+    )
     edit_model(
-        tmp_path, ("    def init_weight", "    @torch.no_grad()\n    def init_weight"),
-        ('        if name.endswith("c_proj.weight"):\n', '        if name.endswith("mix"):\n'
-         f'            p.copy_({first})\n        elif name.endswith("c_proj.weight"):\n'))
+        tmp_path,
+        ("    def init_weight", "    @torch.no_grad()\n    def init_weight"),
+        (
+            '        if name.endswith("c_proj.weight"):\n',
+            '        if name.endswith("mix"):\n'
+            f'            p.copy_({first})\n        elif name.endswith("c_proj.weight"):\n',
+        ),
+    )
     run(tmp_path, "run", 1)
     found = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.0.attn.mix"]
     assert (found - eval(first)).abs().max() < 0.01  # one step away from it
     if found.dim() == 0:
         for flags, n, sentence in (
-                (["--parallel", "fsdp"], 2, "Change mix to a 1D tensor"),
-                (["--pp", 2], 4, "Change mix to a 1D tensor")):
-            process, *_ = spawn(*SMALL, *flags, processes=n, cwd=tmp_path,
-                                program=tmp_path / "train_gpt2.py")
+            (["--parallel", "fsdp"], 2, "Change mix to a 1D tensor"),
+            (["--pp", 2], 4, "Change mix to a 1D tensor"),
+        ):
+            process, *_ = spawn(
+                *SMALL, *flags, processes=n, cwd=tmp_path, program=tmp_path / "train_gpt2.py"
+            )
             assert sentence in process.communicate(timeout=60)[1]  # others may lose the connection
         run(tmp_path, "pp", 1, "--pp", 2, processes=2)

@@ -17,8 +17,14 @@ from plaingpt.huggingface import save_gpt2
 transformers = pytest.importorskip("transformers")
 KINDS = ("bytes", "gpt2", "own")
 PROMPTS = ["MARLOW: ", "the harbor  and\n\n", "中文 é", ""]
-FILES = ["README.md", "config.json", "generation_config.json", "model.safetensors",
-         "tokenizer.json", "tokenizer_config.json"]
+FILES = [
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 PIECES = ["a", " ", "\n", "\r", "'ll", "1", "!", " .", " n't", "中", "\u3000", "é", "<|endoftext|"]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 TEXTS = UNICODE | st.lists(st.sampled_from(PIECES)).map("".join)
@@ -60,8 +66,13 @@ def exported(tmp_path_factory):
 def test_pipeline_equals_generate(exported):
     """The same greedy text in a fresh process, offline: end_of_text is put before a prompt."""
     env = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", USE, json.dumps(PROMPTS), *KINDS], cwd=exported,
-                          capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", USE, json.dumps(PROMPTS), *KINDS],
+        cwd=exported,
+        capture_output=True,
+        text=True,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for kind in KINDS:
@@ -106,8 +117,10 @@ def test_our_programs_read_an_export(exported, kind):
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     flags = ["--prompt", "Ada ", "--temperature", 0, "--dtype", "float32", "--max_new_tokens", 5]
     sources = [("--checkpoint", kind), ("--checkpoint", f"{kind}-hf"), ("--model", f"{kind}-hf")]
-    a, b, c = (program(*source, *flags, cwd=exported, program="generate.py")[0].partition("---")[2]
-               for source in sources)
+    a, b, c = (
+        program(*source, *flags, cwd=exported, program="generate.py")[0].partition("---")[2]
+        for source in sources
+    )
     assert a == b == c and " sample 0 ---\nAda " in a and "sample 1" not in a
     # Other people of the machine may read all files or none.
     assert len({path.stat().st_mode for path in (exported / f"{kind}-hf").iterdir()}) == 1
@@ -116,8 +129,15 @@ def test_our_programs_read_an_export(exported, kind):
 def test_bfloat16_model_card_and_a_second_export(exported):
     """Files of others stay, an earlier export is replaced."""
     (exported / "own-hf" / "notes.txt").write_text("mine")
-    export("--checkpoint", "own/model_000008.pt", "--output", "own-hf", "--dtype", "bfloat16",
-           cwd=exported)
+    export(
+        "--checkpoint",
+        "own/model_000008.pt",
+        "--output",
+        "own-hf",
+        "--dtype",
+        "bfloat16",
+        cwd=exported,
+    )
     assert names(exported / "own-hf") == sorted([*FILES, "notes.txt"])
     model, _ = load_model(exported / "own")
     hf = transformers.GPT2LMHeadModel.from_pretrained(exported / "own-hf")
@@ -125,8 +145,14 @@ def test_bfloat16_model_card_and_a_second_export(exported):
     assert torch.equal(hf.transformer.wte.weight, model.transformer.wte.weight.bfloat16())
     card = (exported / "own-hf" / "README.md").read_text()
     run = json.loads((exported / "own" / "run.json").read_text())
-    for fact in ("# own-hf\n", "| checkpoint | model_000008.pt |", "| dtype | float32 |",
-                 "weights | bfloat16 |", "| max_steps | 8 |", run["started"]):
+    for fact in (
+        "# own-hf\n",
+        "| checkpoint | model_000008.pt |",
+        "| dtype | float32 |",
+        "weights | bfloat16 |",
+        "| max_steps | 8 |",
+        run["started"],
+    ):
         assert fact in card, fact
 
 
@@ -149,10 +175,14 @@ def test_a_checkpoint_without_run_json(exported):
     assert "| checkpoint | moved.pt |" in (exported / "new" / "moved" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    ("--output .", "--output .: is a file, or has other files; give a new directory"),
-    ("--output t.txt", "--output t.txt: is a file, or has other files; give a new directory"),
-    ("--output t.txt/a", "t.txt/a: cannot write (Not a directory)")])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--output .", "--output .: is a file, or has other files; give a new directory"),
+        ("--output t.txt", "--output t.txt: is a file, or has other files; give a new directory"),
+        ("--output t.txt/a", "t.txt/a: cannot write (Not a directory)"),
+    ],
+)
 def test_each_mistake_gives_a_one_sentence_error(exported, flags, sentence):
     _, err = export("--checkpoint", "bytes", *flags.split(), cwd=exported, status=2)
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err

@@ -23,11 +23,27 @@ from plaingpt.cli import UserError
 from tokenizer import get_tokenizer
 
 SHARD = 50_000
-HARD = ["", "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "日本語の文章。　全角の空白\u3000",
-        "🙂👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﷽", "\x00\x01\x1b[0m\x7f\ufeff", " \t\n\r\n\x0b\x85\xa0\u2028 ",
-        "  leading", "trailing \n\n", "I'll we've 'S 'd '' 1234567890 ½ ①", "\ufffd",
-        "مرحبا שלום हिन्दी ไทย", "x" * 3000, " " * 3000, "\n" * 3000 + "x",
-        '{"text": "json"}\\u0041\\', "<|endoftext", "|>", "\U0010ffff"]
+HARD = [
+    "",
+    "<|endoftext|>",
+    "a<|endoftext|>b <|endoftext|>",
+    "日本語の文章。　全角の空白\u3000",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﷽",
+    "\x00\x01\x1b[0m\x7f\ufeff",
+    " \t\n\r\n\x0b\x85\xa0\u2028 ",
+    "  leading",
+    "trailing \n\n",
+    "I'll we've 'S 'd '' 1234567890 ½ ①",
+    "\ufffd",
+    "مرحبا שלום हिन्दी ไทย",
+    "x" * 3000,
+    " " * 3000,
+    "\n" * 3000 + "x",
+    '{"text": "json"}\\u0041\\',
+    "<|endoftext",
+    "|>",
+    "\U0010ffff",
+]
 
 
 @pytest.fixture(scope="session")
@@ -84,10 +100,12 @@ def write(path, documents):
         return path
     records = [{"text": d} for d in documents]
     data = dict(
-        jsonl=jsonl(documents, ensure_ascii=False), ascii=jsonl(documents),
+        jsonl=jsonl(documents, ensure_ascii=False),
+        ascii=jsonl(documents),
         array=json.dumps(records, ensure_ascii=False, indent=1).encode(),
         windows=b"\xef\xbb\xbf" + jsonl(documents).replace(b"\n", b"\r\n\r\n"),
-        text="<|endoftext|>".join(documents).encode())[name]
+        text="<|endoftext|>".join(documents).encode(),
+    )[name]
     if path.suffix == ".gz":  # two gzip members, as from `cat a.gz b.gz`
         data = gzip.compress(data[:1000]) + gzip.compress(data[1000:])
     if path.suffix == ".zst":
@@ -97,14 +115,30 @@ def write(path, documents):
 
 
 def fine(*flags, directory, shard_size=SHARD, num_proc=2):
-    fineweb.main([*map(str, flags), "--output_dir", str(directory), "--shard_size",
-                  str(shard_size), "--num_proc", str(num_proc)])
+    fineweb.main(
+        [
+            *map(str, flags),
+            "--output_dir",
+            str(directory),
+            "--shard_size",
+            str(shard_size),
+            "--num_proc",
+            str(num_proc),
+        ]
+    )
 
 
 def fineweb_py(*flags, directory="out", shard_size=SHARD, **options):
     """Runs the real program in a new process -> (stdout, stderr)."""
-    return program("--output_dir", directory, "--shard_size", shard_size, *flags,
-                   program="fineweb.py", **options)
+    return program(
+        "--output_dir",
+        directory,
+        "--shard_size",
+        shard_size,
+        *flags,
+        program="fineweb.py",
+        **options,
+    )
 
 
 def test_csv_and_jsonl_give_the_same_shards(tmp_path):
@@ -117,9 +151,23 @@ def test_csv_and_jsonl_give_the_same_shards(tmp_path):
     assert shards_in(tmp_path / "csv") == shards_in(tmp_path / "jsonl") == reference(texts)
 
 
-NAMES = ["jsonl.jsonl", "ascii.jsonl", "jsonl.json", "array.json", "windows.jsonl",
-         "jsonl.jsonl.gz", "jsonl.JSONL.zst", "array.json.gz", "table.parquet", "groups.parquet",
-         "large.parquet", "binary.parquet", "text.txt", "text.txt.gz", "text.txt.zst"]
+NAMES = [
+    "jsonl.jsonl",
+    "ascii.jsonl",
+    "jsonl.json",
+    "array.json",
+    "windows.jsonl",
+    "jsonl.jsonl.gz",
+    "jsonl.JSONL.zst",
+    "array.json.gz",
+    "table.parquet",
+    "groups.parquet",
+    "large.parquet",
+    "binary.parquet",
+    "text.txt",
+    "text.txt.gz",
+    "text.txt.zst",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,8 +232,9 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
 
 def test_the_last_line_of_fineweb_works_as_printed(tmp_path):
     (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])
-    out, _ = program("--input", "my.txt", "--output_dir", "mine", cwd=tmp_path,
-                     program="fineweb.py")
+    out, _ = program(
+        "--input", "my.txt", "--output_dir", "mine", cwd=tmp_path, program="fineweb.py"
+    )
     command = re.search(r"^to train on it: python train_gpt2.py (.+)\n\Z", out, re.M)[1]
     small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 2 --val_tokens 512 --sample_tokens 1"
     out, _ = program(*command.split(), *small.split(), cwd=tmp_path)
@@ -193,13 +242,17 @@ def test_the_last_line_of_fineweb_works_as_printed(tmp_path):
     assert (tmp_path / "log/mini/model_000002.pt").is_file()
 
 
-BAD = [(b"not json at all", "not JSON"), (b'{"text": "cut', "not JSON"),
-       (b"[1, 2]", "not an object with fields, but a list"),
-       (b'{"txt": "x", "id": 1}', "no key 'text', but txt, id"),
-       (b'{"text": 7}', "'text' is not a string, but a int"),
-       (b'{"text": null}', "not a string"), (b'{"text": "\xff\xfe"}', "'utf-8' codec can't"),
-       (b"[" * 100_000, "not JSON"),
-       (b'{"text": "' + b" " * 600_000 + b'"}', "white spaces in a row")]
+BAD = [
+    (b"not json at all", "not JSON"),
+    (b'{"text": "cut', "not JSON"),
+    (b"[1, 2]", "not an object with fields, but a list"),
+    (b'{"txt": "x", "id": 1}', "no key 'text', but txt, id"),
+    (b'{"text": 7}', "'text' is not a string, but a int"),
+    (b'{"text": null}', "not a string"),
+    (b'{"text": "\xff\xfe"}', "'utf-8' codec can't"),
+    (b"[" * 100_000, "not JSON"),
+    (b'{"text": "' + b" " * 600_000 + b'"}', "white spaces in a row"),
+]
 
 
 def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
@@ -222,7 +275,8 @@ def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
     assert shards_in(tmp_path / "out") == reference(["one\ntwo", "three", "four", "five"])
     assert re.findall(r"(a\.txt|b\.parquet), (.*)", capsys.readouterr().err) == [
         ("a.txt", "line 2: 'utf-8' codec can't decode byte 0xff in position 4: invalid start byte"),
-        ("b.parquet", "row 2: 'text' is not a string, but a NoneType")]
+        ("b.parquet", "row 2: 'text' is not a string, but a NoneType"),
+    ]
     # Of a document that is cut, only the damaged piece is skipped. The rest stays together.
     monkeypatch.setattr(text, "BLOCK", 1000)
     words = " ".join(["word"] * 3000).encode()
@@ -266,10 +320,12 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
     rows = [dict(text=document, n=i) for i, document in enumerate(documents)]
     configs = dict(default="data", **{"sample-10BT": "sample/10BT"})
     readme = "".join(f"- config_name: {k}\n  data_files: {v}/*\n" for k, v in configs.items())
-    files = {"README.md": f"---\nconfigs:\n{readme}---\n".encode(),
-             "data/0.parquet": parquet([dict(text="wrong")]),
-             "sample/10BT/000.parquet": parquet(rows[:700]),
-             "sample/10BT/001.parquet": parquet(rows[700:])}
+    files = {
+        "README.md": f"---\nconfigs:\n{readme}---\n".encode(),
+        "data/0.parquet": parquet([dict(text="wrong")]),
+        "sample/10BT/000.parquet": parquet(rows[:700]),
+        "sample/10BT/001.parquet": parquet(rows[700:]),
+    }
     with stand_in_hub({"HuggingFaceFW/fineweb-edu": files}) as (url, requests):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_secret")
         online = dict(cwd=tmp_path, env=env, online=True)
@@ -277,9 +333,13 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
         assert shards_in(tmp_path / "out") == reference(documents)
         assert {p.name.split("_")[0] for p in tmp_path.glob("out/*.npy")} == {"edufineweb"}
         assert facts_of(tmp_path / "out")["source"] == dict(
-            dataset="HuggingFaceFW/fineweb-edu", name="sample-10BT", rows=1500, revision=COMMIT)
-        got = [(path, headers["authorization"]) for method, path, headers in requests
-               if method == "GET" and path.endswith(".parquet")]
+            dataset="HuggingFaceFW/fineweb-edu", name="sample-10BT", rows=1500, revision=COMMIT
+        )
+        got = [
+            (path, headers["authorization"])
+            for method, path, headers in requests
+            if method == "GET" and path.endswith(".parquet")
+        ]
         assert got and all("10BT" in path and "hf_secret" in key for path, key in got)
         _, err = fineweb_py("--name", "nosuch", directory="b", status=2, **online)
         assert "fineweb-edu: cannot be loaded (BuilderConfig 'nosuch' not found." in err

@@ -29,8 +29,13 @@ set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))
 
 
 def fuzz(examples, *inputs):
-    how = settings(max_examples=examples, deadline=None, derandomize=True, database=None,
-                   suppress_health_check=[HealthCheck.too_slow])  # a slow machine is not an error
+    how = settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # a slow machine is not an error
     return lambda test: how(given(*inputs)(test))
 
 
@@ -92,10 +97,21 @@ def write_shards(directory, lengths):
     return tokens.tolist()
 
 
-@fuzz(150, st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(1, 20), SMALL, SMALL,
-      SMALL, st.integers(1, 3), st.integers(0, 4), SEEDS, st.booleans())
+@fuzz(
+    150,
+    st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    st.integers(1, 20),
+    SMALL,
+    SMALL,
+    SMALL,
+    st.integers(1, 3),
+    st.integers(0, 4),
+    SEEDS,
+    st.booleans(),
+)
 def test_two_epochs_have_every_sequence_twice_in_any_layout(
-        lengths, T, dp, pp, B, growth, rampup_steps, seed, shuffle):
+    lengths, T, dp, pp, B, growth, rampup_steps, seed, shuffle
+):
     n = (sum(lengths) - 1) // T  # sequences
     assume(n > 0)
 
@@ -115,11 +131,18 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
             assert (sorted(epoch) if shuffle else epoch) == list(range(n))
         first = dp * pp * B  # sequences in the first step
         config = TrainConfig(
-            batch_size=B, total_batch_size=growth * first * T, rampup_steps=rampup_steps, pp=pp,
-            rampup_batch_size=first * T, max_steps=-(-2 * n // first))
+            batch_size=B,
+            total_batch_size=growth * first * T,
+            rampup_steps=rampup_steps,
+            pp=pp,
+            rampup_batch_size=first * T,
+            max_steps=-(-2 * n // first),
+        )
         steps, sizes = range(config.max_steps), plan_steps(config, T, 10**9, dp)
-        streams = [list(loader.batches(steps, 0, sizes, Process(i, dp, i, dp, CPU, torch.float32)))
-                   for i in range(dp)]
+        streams = [
+            list(loader.batches(steps, 0, sizes, Process(i, dp, i, dp, CPU, torch.float32)))
+            for i in range(dp)
+        ]
         position = 0
         for step in steps:
             most = (growth - 1) * first
@@ -127,8 +150,9 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
             end = position + first + grown // first * first
             n_step = end - position
             assert {stream[step][:2] for stream in streams} == {(n_step, n_step * T)}
-            seen = Counter(i for stream in streams for batch in stream[step][2]
-                           for i in numbers(*batch))
+            seen = Counter(
+                i for stream in streams for batch in stream[step][2] for i in numbers(*batch)
+            )
             assert seen.total() == end - position
             # The last steps continue into the third epoch.
             assert not Counter(order[position:end]) - seen
@@ -140,15 +164,33 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
 BOM = b"\xef\xbb\xbf"
 TEXTS = st.text(st.characters(), max_size=12)  # includes lone surrogates
 VALUES = st.none() | st.integers() | st.floats() | TEXTS | st.lists(TEXTS, max_size=3)
-RECORDS = (st.fixed_dictionaries({"text": TEXTS})
-           | st.dictionaries(st.just("text") | TEXTS, VALUES, max_size=3))
-GOOD = st.builds(lambda record, escape: json.dumps(record, ensure_ascii=escape).encode(
-    errors="surrogatepass"), RECORDS, st.booleans())
-ODD = [b"", b" \t", b"\x1c", "\u3000".encode(), b"1" * 5000, b"[" * 10**5, b"[1]", b'"text"',
-       BOM + b"{}", rb'{"text": "\ufeff\ud83d\ude00\ud83d"}']
+RECORDS = st.fixed_dictionaries({"text": TEXTS}) | st.dictionaries(
+    st.just("text") | TEXTS, VALUES, max_size=3
+)
+GOOD = st.builds(
+    lambda record, escape: json.dumps(record, ensure_ascii=escape).encode(errors="surrogatepass"),
+    RECORDS,
+    st.booleans(),
+)
+ODD = [
+    b"",
+    b" \t",
+    b"\x1c",
+    "\u3000".encode(),
+    b"1" * 5000,
+    b"[" * 10**5,
+    b"[1]",
+    b'"text"',
+    BOM + b"{}",
+    rb'{"text": "\ufeff\ud83d\ude00\ud83d"}',
+]
 LINES = st.lists(GOOD | st.binary(max_size=12) | st.sampled_from(ODD), max_size=6)
-FILES = st.builds(lambda bom, end, lines: bom + end.join(lines), st.sampled_from([b"", BOM]),
-                  st.sampled_from([b"\n", b"\r\n", b"\n\n"]), st.lists(GOOD, max_size=3) | LINES)
+FILES = st.builds(
+    lambda bom, end, lines: bom + end.join(lines),
+    st.sampled_from([b"", BOM]),
+    st.sampled_from([b"\n", b"\r\n", b"\n\n"]),
+    st.lists(GOOD, max_size=3) | LINES,
+)
 
 
 def text_of(line):
@@ -164,8 +206,11 @@ def text_of(line):
 def test_texts_of_json_lines(data):
     with file_of("x.jsonl", data) as path:
         found = [(document.where, document.text) for document in texts.read_documents([path])]
-    assert found == [(f"{path}, line {n}", text_of(line))
-                     for n, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
+    assert found == [
+        (f"{path}, line {n}", text_of(line))
+        for n, line in enumerate(data.split(b"\n"), start=1)
+        if line.strip()
+    ]
 
 
 @fuzz(200, st.lists(RECORDS | VALUES, max_size=5), st.sampled_from([None, 0, 2]))

@@ -34,7 +34,7 @@ def test_samples_of_a_prompt(trained):
     for prompt in ("A longer prompt, 30 bytes long", "é\u2028b", ""):
         for flags in (["--temperature", 0], ["--top_p", 0.9, "--num_samples", 3]):
             flags += ["--dtype", "float32", "--max_new_tokens", 40]
-            result, = generate_json("--prompt", prompt, *flags, cwd=trained)
+            (result,) = generate_json("--prompt", prompt, *flags, cwd=trained)
             assert result["prompt"] == prompt
             assert len(result["texts"]) == (1 if flags[0] == "--temperature" else 3)
             assert all(text.startswith(prompt) for text in result["texts"])
@@ -44,6 +44,7 @@ def test_samples_of_a_prompt(trained):
 
 def script(monkeypatch, *rows):
     """A model whose new tokens are fixed: those of each row, one after the other."""
+
     def tokens(model, idx, n, **options):
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # a plan for each length would be slow
         for column in list(zip(*rows))[:n]:
@@ -53,14 +54,17 @@ def script(monkeypatch, *rows):
     return SimpleNamespace(lm_head=torch.nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("ids, flags, parts, whole", [
-    ("Aé中🙂B", {}, ["A", "é", "中", "🙂", "B"], "Aé中🙂B"),
-    ("Aé中🙂B", dict(stop="🙂"), ["A", "é", "中"], "Aé中"),
-    ("Aé中🙂B", dict(stop="中!"), ["A", "é", "中", "🙂B\n"], "Aé中🙂B"),
-    ("Aé中🙂B", dict(stop="é"), ["A"], "A"),
-    ("aaab", dict(stop="aab"), ["a\n"], "a"),
-    ([0x41, 0xE4, 0xB8], {}, ["A", "\ufffd\n"], "A\ufffd"),  # half a character at the end
-])
+@pytest.mark.parametrize(
+    "ids, flags, parts, whole",
+    [
+        ("Aé中🙂B", {}, ["A", "é", "中", "🙂", "B"], "Aé中🙂B"),
+        ("Aé中🙂B", dict(stop="🙂"), ["A", "é", "中"], "Aé中"),
+        ("Aé中🙂B", dict(stop="中!"), ["A", "é", "中", "🙂B\n"], "Aé中🙂B"),
+        ("Aé中🙂B", dict(stop="é"), ["A"], "A"),
+        ("aaab", dict(stop="aab"), ["a\n"], "a"),
+        ([0x41, 0xE4, 0xB8], {}, ["A", "\ufffd\n"], "A\ufffd"),  # half a character at the end
+    ],
+)
 def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, monkeypatch):
     tokenizer, printed = get_tokenizer("bytes"), []
     monkeypatch.setattr("builtins.print", lambda text, **options: printed.append(text))
@@ -72,13 +76,17 @@ def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, 
     assert [part for part in printed[1:] if part.strip()] == parts
 
 
-@pytest.mark.parametrize("ignore, texts", [
-    (False, ["Hello", ""]), (True, ["Hello<|endoftext|> world", "<|endoftext|> a b"])])
+@pytest.mark.parametrize(
+    "ignore, texts",
+    [(False, ["Hello", ""]), (True, ["Hello<|endoftext|> world", "<|endoftext|> a b"])],
+)
 def test_end_of_text_ends_a_text(ignore, texts, monkeypatch):
     tokenizer = get_tokenizer("gpt2")
-    model = script(monkeypatch,
-                   [*tokenizer.encode("Hello"), 50256, *tokenizer.encode(" world")],
-                   [50256, *tokenizer.encode(" a b")])
+    model = script(
+        monkeypatch,
+        [*tokenizer.encode("Hello"), 50256, *tokenizer.encode(" world")],
+        [50256, *tokenizer.encode(" a b")],
+    )
     config = GenerateConfig(num_samples=2, ignore_end=ignore)
     result = write_texts(model, tokenizer, [50256], config)
     assert result["texts"] == texts
@@ -112,8 +120,10 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
     monkeypatch.setattr(generate, "generate_tokens", interrupted)
     monkeypatch.setattr("builtins.input", read)
     config = GenerateConfig(interactive=True, temperature=2.0, top_k=0)
-    texts = [write_texts(model.eval(), tokenizer, ids, config)["texts"][0]
-             for ids in ask_prompts(tokenizer, config, 32)]
+    texts = [
+        write_texts(model.eval(), tokenizer, ids, config)["texts"][0]
+        for ids in ask_prompts(tokenizer, config, 32)
+    ]
     assert [text[0] for text in texts] == ["a", "a"] and len(texts[0]) > 1
     assert texts[0] != texts[1]  # another seed
 

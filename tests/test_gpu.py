@@ -55,8 +55,12 @@ def gpu_train(*flags, cwd, processes=1):
     flags = [*TINY, "--device", "cuda", "--no-compile", *map(str, flags)]
     command = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
     if processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone",
-                        f"--nproc_per_node={processes}"]
+        command[1:1] = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+        ]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -68,8 +72,7 @@ def test_the_compiled_step_equals_the_eager_one():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_steps_are_close_to_float32(dtype):
-    torch.testing.assert_close(
-        losses(dtype=dtype), losses(dtype="float32"), rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(losses(dtype=dtype), losses(dtype="float32"), rtol=3e-2, atol=3e-2)
 
 
 def test_the_residual_stream_is_bfloat16_on_cuda():
@@ -93,9 +96,11 @@ def test_float16_skips_a_step_that_overflows():
     assert all(map(torch.equal, before, parameters()))
 
 
-@pytest.mark.parametrize("settings", [
-    dict(), dict(optimizer="muon"), dict(activation_checkpointing=True)],
-    ids=["adamw", "muon", "checkpointing"])
+@pytest.mark.parametrize(
+    "settings",
+    [dict(), dict(optimizer="muon"), dict(activation_checkpointing=True)],
+    ids=["adamw", "muon", "checkpointing"],
+)
 def test_ddp_compiles_without_a_graph_break(process_group, settings):
     """One process over NCCL. fullgraph=True makes a graph break an error."""
     found = losses(compile=True, several=True, **settings)
@@ -128,9 +133,15 @@ def test_memory_of_a_step_of_gpt2():
     assert torch.cuda.max_memory_allocated() < 28e9
 
 
-@pytest.mark.parametrize("optimizer, first, second", [
-    ("adamw", "cuda", "cuda"), ("muon", "cuda", "cuda"), ("adamw", "cpu", "cuda"),
-    ("adamw", "cuda", "cpu")])
+@pytest.mark.parametrize(
+    "optimizer, first, second",
+    [
+        ("adamw", "cuda", "cuda"),
+        ("muon", "cuda", "cuda"),
+        ("adamw", "cpu", "cuda"),
+        ("adamw", "cuda", "cpu"),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, optimizer, first, second):
     """Also if the second half is computed on another device."""
     flags = ["--optimizer", optimizer, "--save_every", 5, "--keep", 0]
@@ -174,10 +185,14 @@ def test_one_process_with_a_process_group(process_group, kind):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]],
-                         ids=["ddp", "fsdp", "tp", "pp"])
-@pytest.mark.parametrize("how, rel", [
-    ([], 1e-3), (["--compile", "--dtype", "bfloat16"], 3e-2)], ids=["float32", "compiled"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]], ids=["ddp", "fsdp", "tp", "pp"]
+)
+@pytest.mark.parametrize(
+    "how, rel",
+    [([], 1e-3), (["--compile", "--dtype", "bfloat16"], 3e-2)],
+    ids=["float32", "compiled"],
+)
 def test_layouts_of_two_gpus(tmp_path, flags, how, rel):
     gpu_train("--log_dir", "one", *how, cwd=tmp_path)
     gpu_train("--log_dir", "two", *how, *flags, cwd=tmp_path, processes=2)

@@ -61,10 +61,10 @@ def test_permute_is_uniform():
     orders = np.array([[permute(i, n, 0, epoch) for i in range(n)] for epoch in range(epochs)])
     counts = np.stack([np.bincount(column, minlength=n) for column in orders.T])
     steps = np.bincount((np.diff(orders) % n).ravel(), minlength=n)[1:]  # 0 does not occur
-    for found, degrees in ((counts, (n - 1)**2), (steps, n - 2)):
+    for found, degrees in ((counts, (n - 1) ** 2), (steps, n - 2)):
         expected = found.sum() / found.size
-        chi = ((found - expected)**2 / expected).sum()
-        assert abs(chi - degrees) < 5 * (2 * degrees)**0.5, (chi, degrees)
+        chi = ((found - expected) ** 2 / expected).sum()
+        assert abs(chi - degrees) < 5 * (2 * degrees) ** 0.5, (chi, degrees)
 
 
 def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatch):
@@ -72,8 +72,11 @@ def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatc
     (tmp_path / "t.txt").write_bytes(b"text\n" * 200)
     loader, seen = open_loader(tmp_path / "t.txt"), {}
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch)
-    monkeypatch.setattr(torch.Tensor, "to", lambda batch, device, non_blocking: seen.update(
-        {device.type: non_blocking}) or batch)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda batch, device, non_blocking: seen.update({device.type: non_blocking}) or batch,
+    )
     for name in ("cuda", "mps", "cpu"):
         loader.batch(0, 1, torch.device(name))
     assert seen == dict(cuda=True, mps=False, cpu=False)
@@ -137,8 +140,15 @@ def test_fingerprint(shards, tmp_path):
     assert fingerprint(text, **gpt2) == "64,800 tokens with CRC-32 d5be1382"
 
 
-@pytest.mark.parametrize("i, known", [(ENDS - 1, "90bc68aa"), (ENDS, "27ef8611"),
-                                      (2 * ENDS - 1, "27ef8611"), (2 * ENDS, "9b0ed413")])
+@pytest.mark.parametrize(
+    "i, known",
+    [
+        (ENDS - 1, "90bc68aa"),
+        (ENDS, "27ef8611"),
+        (2 * ENDS - 1, "27ef8611"),
+        (2 * ENDS, "9b0ed413"),
+    ],
+)
 def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
     """A change of token i."""
     tokens = np.arange(3 * ENDS, dtype=np.uint32).astype(np.uint16)

@@ -45,9 +45,13 @@ def test_initialization(gpt2):
     assert projections == 24  # two in each block
 
 
-@pytest.mark.parametrize("shape", [
-    dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=200),
-    dict(n_layer=3, n_head=4, n_embd=64, n_positions=48, vocab_size=1000)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=200),
+        dict(n_layer=3, n_head=4, n_embd=64, n_positions=48, vocab_size=1000),
+    ],
+)
 def test_equals_transformers(tmp_path, shape):
     transformers = pytest.importorskip("transformers")
     hf = randomise(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))).eval()
@@ -69,12 +73,16 @@ def test_equals_transformers(tmp_path, shape):
     torch.testing.assert_close(again, theirs.logits, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(activation_function="relu"), "activation_function is 'relu', not 'gelu_new'"),
-    (dict(model_type="llama"), "model_type"),
-    (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
-    (dict(n_layer=3), "no weights for .*h.2.attn"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(activation_function="relu"), "activation_function is 'relu', not 'gelu_new'"),
+        (dict(model_type="llama"), "model_type"),
+        (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
+        (dict(n_layer=3), "no weights for .*h.2.attn"),
+    ],
+    ids=str,
+)
 def test_other_architectures_and_missing_weights_are_refused(tmp_path, change, message):
     save_gpt2(GPT(SMALL), tmp_path, get_tokenizer("bytes"))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -88,14 +96,17 @@ def by_hand(model, idx, n, seed, **sampling):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(n):
         with torch.no_grad():
-            logits, _ = model(idx[:, -model.config.block_size:])
+            logits, _ = model(idx[:, -model.config.block_size :])
         sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **sampling}
         idx = torch.cat([idx, sample(logits[:, -1], generator=generator, **sampling)], dim=1)
     return idx
 
 
-@pytest.mark.parametrize("sampling", [
-    dict(temperature=0.0), dict(), dict(temperature=0.7, top_k=20), dict(top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [dict(temperature=0.0), dict(), dict(temperature=0.7, top_k=20), dict(top_p=0.8)],
+    ids=str,
+)
 @pytest.mark.parametrize("length", [1, 5, 16, 20])
 def test_cached_generation_equals_uncached(length, sampling):
     model = randomise(GPT(SMALL))
@@ -171,7 +182,8 @@ def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
         kept = []
         torch.manual_seed(5)
         with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: kept.append(t.numel()) or t, lambda t: t):
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ):
             _, loss = model(idx, idx)
         return sum(kept), torch.autograd.grad(loss, model.parameters())
 
@@ -222,8 +234,9 @@ def test_dropout_is_in_the_same_places_as_in_gpt2(monkeypatch):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(lambda m, x, y: shapes.append((m.p, tuple(y.shape))))
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: (
-        weights.append(args[4]) or real(*args)))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args: weights.append(args[4]) or real(*args)
+    )
     model.hidden(idx)
     assert shapes == [(0.3, (2, 16, 32))] * 5 and weights == [0.3, 0.3]
     model.eval().hidden(idx)

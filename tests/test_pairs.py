@@ -36,8 +36,9 @@ def letters(rng, least, most):
 def pairs(tmp_path):
     """A file of 400 pairs of many lengths, so that micro-batches have different weights."""
     rng = random.Random(0)
-    return write_pairs(tmp_path / "pairs.jsonl",
-                       [(letters(rng, 0, 15), letters(rng, 1, 15)) for _ in range(400)])
+    return write_pairs(
+        tmp_path / "pairs.jsonl", [(letters(rng, 0, 15), letters(rng, 1, 15)) for _ in range(400)]
+    )
 
 
 def open_loader(items, split="train", **options):
@@ -73,8 +74,15 @@ def test_files_of_pairs(tmp_path):
         assert all(np.array_equal(a, b) for a, b in found), other
 
 
-WAYS = {"16": (1, ["--batch_size", 16]), "2": (1, ["--batch_size", 2]), "ddp": (2, []),
-        "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP), "mixture": (2, [])}
+WAYS = {
+    "16": (1, ["--batch_size", 16]),
+    "2": (1, ["--batch_size", 2]),
+    "ddp": (2, []),
+    "fsdp": (2, FSDP),
+    "tp": (2, TP),
+    "pp": (2, PP),
+    "mixture": (2, []),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -83,8 +91,19 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
     (processes, flags), items = WAYS[way], [pairs]
     if way == "mixture":
         items = [f"{pairs}=0.25", f"{shards}=0.75"]
-    train("--data", *items, *flags, "--log_dir", "run", "--max_steps", 20, "--seed", 1337,
-          cwd=tmp_path, processes=processes)
+    train(
+        "--data",
+        *items,
+        *flags,
+        "--log_dir",
+        "run",
+        "--max_steps",
+        20,
+        "--seed",
+        1337,
+        cwd=tmp_path,
+        processes=processes,
+    )
     loader, log = open_loader(items, seed=1337), read_log(tmp_path / "run")
     curve = plain_curve(MODEL, 20, lambda step: loader.batch(16 * step, 16, CPU))
     for step, (loss, norm) in enumerate(curve):
@@ -95,8 +114,9 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
 def test_losses_equal_those_of_transformers(pairs):
     """A label of -100 does not count there, either. Validation is over the responses only."""
     loader, model = open_loader([pairs], "val", shuffle=False), fresh(MODEL).eval()
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=256, n_positions=32)).eval()
+    hf = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=256, n_positions=32)
+    ).eval()
     assert same_logits(model, hf)  # and hf has the weights of the model now
     n = loader.lengths[0]
     x, y = loader.batch(0, n, CPU)  # (B, T) each
@@ -116,13 +136,34 @@ def test_only_the_responses_are_learned(tmp_path):
     """No model can know random prompts. So the loss is 0 only if they do not count."""
     rng = random.Random(1)
     write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
-    out, _ = train("--data", "p.jsonl", "--max_steps", 60, "--max_lr", 0.01, "--eval_every", 60,
-                   "--log_dir", "run", "--evals", "answers=p.jsonl", cwd=tmp_path)
+    out, _ = train(
+        "--data",
+        "p.jsonl",
+        "--max_steps",
+        60,
+        "--max_lr",
+        0.01,
+        "--eval_every",
+        60,
+        "--log_dir",
+        "run",
+        "--evals",
+        "answers=p.jsonl",
+        cwd=tmp_path,
+    )
     log = read_log(tmp_path / "run")
     assert float(log[59, "train"]) < 0.02 > float(log[60, "val"]) and log[60, "answers"] == "1"
     assert out.count("yes\n\nexpected: yes\n") == 2
-    out, _ = program("--checkpoint", "run", "--prompt", "abc", "--temperature", 0, cwd=tmp_path,
-                     program="generate.py")
+    out, _ = program(
+        "--checkpoint",
+        "run",
+        "--prompt",
+        "abc",
+        "--temperature",
+        0,
+        cwd=tmp_path,
+        program="generate.py",
+    )
     assert out.strip().endswith("---\nabcyes")  # a line break ends the text
     program("--checkpoint", "run", "--output", "hf", cwd=tmp_path, program="export.py")
     hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
@@ -163,10 +204,14 @@ def test_refused_pairs(tmp_path, line):
 def test_long_pairs(tmp_path, capsys):
     path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
     read_pairs(path, BYTES, 16)
-    assert "1 of 10 pairs have more than 16 tokens and are left out; --block_size 32 keeps 99%" in \
-        capsys.readouterr().out
+    assert (
+        "1 of 10 pairs have more than 16 tokens and are left out; --block_size 32 keeps 99%"
+        in capsys.readouterr().out
+    )
     with pytest.raises(UserError, match="10 of 10 pairs have more than 4 tokens"):
         read_pairs(path, BYTES, 4)
     read_pairs(write_pairs(path, [("a", "b" * 5)] * 199 + [("a", "b" * 30)]), BYTES, 16)
-    assert "1 of 200 pairs have more than 16 tokens and are left out; --block_size 32" in \
-        capsys.readouterr().out  # never a shorter one, although few are long
+    assert (
+        "1 of 200 pairs have more than 16 tokens and are left out; --block_size 32"
+        in capsys.readouterr().out
+    )  # never a shorter one, although few are long

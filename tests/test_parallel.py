@@ -8,14 +8,26 @@ from conftest import TINY, assert_close_logs, checkpoint, program, read_log
 
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
-SMALL = [*TINY, *("--n_layer 3 --vocab_size 251 --max_steps 8 --val_tokens 640 --val_every 4 "
-                  "--grad_clip 0.5 --evals lambada=examples.jsonl").split()]
+SMALL = [
+    *TINY,
+    *(
+        "--n_layer 3 --vocab_size 251 --max_steps 8 --val_tokens 640 --val_every 4 "
+        "--grad_clip 0.5 --evals lambada=examples.jsonl"
+    ).split(),
+]
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
 RECOMPUTE = ["--activation_checkpointing"]
-WAYS = {"ddp": (2, []), "fsdp": (2, FSDP), "tp": (2, TP), "pp": (2, PP),
-        "fsdp x pp": (4, FSDP + PP), "ddp x pp 3": (6, ["--pp", 3]),
-        "recompute, ddp": (2, RECOMPUTE), "recompute, fsdp": (2, RECOMPUTE + FSDP),
-        "recompute, tp x pp": (4, RECOMPUTE + TP + PP)}
+WAYS = {
+    "ddp": (2, []),
+    "fsdp": (2, FSDP),
+    "tp": (2, TP),
+    "pp": (2, PP),
+    "fsdp x pp": (4, FSDP + PP),
+    "ddp x pp 3": (6, ["--pp", 3]),
+    "recompute, ddp": (2, RECOMPUTE),
+    "recompute, fsdp": (2, RECOMPUTE + FSDP),
+    "recompute, tp x pp": (4, RECOMPUTE + TP + PP),
+}
 
 
 def run_small(directory, processes, *flags, status=0):
@@ -57,7 +69,7 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
     assert_same_run(tmp_path / "run", alone[0])
     norms = [float(v) for (_, stream), v in read_log(alone[0]).items() if stream == "norm"]
     assert min(norms) > 0.5  # clipping was active
-    samples = [text[text.index("--- sample 0"):text.index("done:")] for text in (out, alone[1])]
+    samples = [text[text.index("--- sample 0") : text.index("done:")] for text in (out, alone[1])]
     assert samples[0] == samples[1]
 
 
@@ -69,8 +81,18 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path, alone):
         for path in run.glob("model_*.pt"):
             if path.name > f"model_{start:06d}.pt":
                 path.unlink()
-        out, _ = run_small(tmp_path, processes, *flags, "--log_dir", "run", "--resume",
-                           "--save_every", 2, "--keep", 0)
+        out, _ = run_small(
+            tmp_path,
+            processes,
+            *flags,
+            "--log_dir",
+            "run",
+            "--resume",
+            "--save_every",
+            2,
+            "--keep",
+            0,
+        )
         assert f"resumed from step {start} " in out or start == 0
         assert_same_run(run, alone[0])
 
@@ -86,13 +108,28 @@ def test_batch_size_rampup_in_a_pipeline(tmp_path):
 def test_all_processes_skip_a_float16_overflow(tmp_path, alone):
     """The scale is too large for eight steps. All processes skip these and halve the scale."""
     saved = checkpoint(alone[0], 4)
-    saved["scaler"] = dict(scale=2.0**40, growth_factor=2.0, backoff_factor=0.5,
-                           growth_interval=2000, _growth_tracker=0)
+    saved["scaler"] = dict(
+        scale=2.0**40,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        _growth_tracker=0,
+    )
     for way in ("fsdp", "pp"):
         (tmp_path / way).mkdir()
         torch.save(saved, tmp_path / way / "model_000004.pt")
-        out, _ = run_small(tmp_path, 2, *WAYS[way][1], "--log_dir", way, "--resume",
-                           "--dtype", "float16", "--max_steps", 12)
+        out, _ = run_small(
+            tmp_path,
+            2,
+            *WAYS[way][1],
+            "--log_dir",
+            way,
+            "--resume",
+            "--dtype",
+            "float16",
+            "--max_steps",
+            12,
+        )
         after = checkpoint(tmp_path / way, 12)
         assert "| 8 skipped" in out and after["scaler"]["scale"] == 2.0**32
         torch.testing.assert_close(after["model"], saved["model"], rtol=0, atol=0)
@@ -108,8 +145,10 @@ def test_parallel_muon_with_bfloat16(tmp_path, processes, flags):
     run_small(tmp_path, 1, *muon, "--log_dir", "one")
     run_small(tmp_path, processes, *muon, *flags, "--log_dir", "two")
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=2e-2)
-    one, two = ({name: saved.keys() for name, saved in
-                 checkpoint(tmp_path / run, 8)["optimizer"].items()} for run in ("one", "two"))
+    one, two = (
+        {name: saved.keys() for name, saved in checkpoint(tmp_path / run, 8)["optimizer"].items()}
+        for run in ("one", "two")
+    )
     assert one == two and one.keys() == {"muon", "adamw"}
 
 
@@ -121,13 +160,23 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
     half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes.
     """
-    flags = ("--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --block_size 8 --evals= "
-             "--batch_size 1 --total_batch_size 16 --max_steps 2 --val_tokens 8 "
-             "--sample_tokens 1").split()
+    flags = (
+        "--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --block_size 8 --evals= "
+        "--batch_size 1 --total_batch_size 16 --max_steps 2 --val_tokens 8 "
+        "--sample_tokens 1"
+    ).split()
     start, whole = {}, {}
     for way in ("ddp", "fsdp"):
-        out, _ = program(*SMALL, *WAYS[way][1], *flags, "--log_dir", way, cwd=tmp_path,
-                         processes=2, program="tests/memory.py")
+        out, _ = program(
+            *SMALL,
+            *WAYS[way][1],
+            *flags,
+            "--log_dir",
+            way,
+            cwd=tmp_path,
+            processes=2,
+            program="tests/memory.py",
+        )
         start[way], whole[way] = map(float, re.search(r"MEMORY (\S+) (\S+)\n", out).groups())
     assert start["ddp"] > 3.9 and start["fsdp"] < 2.6, start
     assert 16 < whole["ddp"] < 20 and 8 < whole["fsdp"] < 8 + 2 + 2, whole
@@ -135,13 +184,18 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
 
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
     """On all processes, before and after a step. All stages of a pipeline return one loss."""
+
     def results(way, processes):
         program(*way, "results", cwd=tmp_path, processes=processes, program="tests/methods.py")
         return [torch.load(tmp_path / f"results.{rank}") for rank in range(processes)]
 
     (alone,) = results(["ddp", 1, 1], 1)  # parallel, tp, pp
-    for way, processes in ((["fsdp", 1, 1], 2), (["ddp", 2, 1], 2), (["ddp", 1, 2], 2),
-                           (["ddp", 1, 3], 3)):
+    for way, processes in (
+        (["fsdp", 1, 1], 2),
+        (["ddp", 2, 1], 2),
+        (["ddp", 1, 2], 2),
+        (["ddp", 1, 3], 3),
+    ):
         found = results(way, processes)
         for result in found:
             torch.testing.assert_close(result, alone, rtol=1e-4, atol=1e-5)
@@ -152,16 +206,31 @@ def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
 def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
     """Each kind of parallelism calls an edited GPT.forward and replaces no method or attribute."""
     for way, flags in dict(one=[], fsdp=FSDP, tp=TP, pp=PP).items():
-        program(*SMALL, *flags, "--max_steps", 5, "--evals=", "--log_dir", way, cwd=tmp_path,
-                processes=2 if flags else 1, program="tests/auxiliary.py")
+        program(
+            *SMALL,
+            *flags,
+            "--max_steps",
+            5,
+            "--evals=",
+            "--log_dir",
+            way,
+            cwd=tmp_path,
+            processes=2 if flags else 1,
+            program="tests/auxiliary.py",
+        )
         assert_same_run(tmp_path / way, tmp_path / "one", steps=5)
     first, plain = (float(read_log(run)[0, "train"]) for run in (tmp_path / "one", alone[0]))
     assert first > plain + 0.05  # the mean square after the last norm is about 1
 
 
-@pytest.mark.parametrize("flags, message", [
-    (TP, "--tp 2 does not divide the model's 3 heads"),
-    (PP, "--pp 2 is more than the model's 1 blocks")], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (TP, "--tp 2 does not divide the model's 3 heads"),
+        (PP, "--pp 2 is more than the model's 1 blocks"),
+    ],
+    ids=["tp", "pp"],
+)
 def test_a_model_that_cannot_be_split(tmp_path, flags, message):
     shape = ["--n_head", 3, "--n_layer", 1, "--n_embd", 33]
     _, err = run_small(tmp_path, 2, *flags, *shape, "--evals", "", "--log_dir", "run", status=2)

@@ -17,15 +17,22 @@ BABY = ROOT / "log/records/baby"
 def lines_of(*directories, x="steps"):
     """{axis title: {label: (x, y)}} of all lines except faint ones and reference scores."""
     figure = plot.draw({path.name: plot.read_run(path) for path in directories}, x)
-    return {axes.get_ylabel(): {line.get_label(): line.get_data() for line in axes.lines
-                                if not line.get_label().startswith("_")}
-            for axes in figure.axes}
+    return {
+        axes.get_ylabel(): {
+            line.get_label(): line.get_data()
+            for line in axes.lines
+            if not line.get_label().startswith("_")
+        }
+        for axes in figure.axes
+    }
 
 
 def test_the_plot_shows_the_log():
     lines, log = lines_of(BABY), read_log(BABY)
-    for title, label, stream in (("loss (nats per token)", "baby, validation", "val"),
-                                 ("learning rate", "baby", "lr")):
+    for title, label, stream in (
+        ("loss (nats per token)", "baby, validation", "val"),
+        ("learning rate", "baby", "lr"),
+    ):
         drawn = {int(step): f"{value:.8g}" for step, value in zip(*lines[title][label])}
         assert drawn == {step: value for (step, name), value in log.items() if name == stream}
     x, y = lines["loss (nats per token)"]["baby, training"]
@@ -36,17 +43,27 @@ def test_the_plot_shows_the_log():
 
 def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     """The interval by hand: 0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
-    for name, final in (("base-1", 1.0), ("base-2", 1.1), ("base-3", 1.2), ("new-1", 0.8),
-                        ("new-2", 0.9), ("new-3", 1.0), ("new.3", 0.5)):
+    for name, final in (
+        ("base-1", 1.0),
+        ("base-2", 1.1),
+        ("base-3", 1.2),
+        ("new-1", 0.8),
+        ("new-2", 0.9),
+        ("new-3", 1.0),
+        ("new.3", 0.5),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.txt").write_text(
-            f"0 val 5.5\n50 val 2\n50 mine 7\n100 val {final}\n100 mine {final}\n")
+            f"0 val 5.5\n50 val 2\n50 mine 7\n100 val {final}\n100 mine {final}\n"
+        )
     paths = sorted(tmp_path.iterdir())
     out, _ = program(*paths, cwd=tmp_path, program="plot.py")
     rows = [re.split(r"  +", line) for line in out.replace(f"{tmp_path}/", "").splitlines()[1:4]]
-    assert rows == [["base", "3", "100", "1.1000 ± 0.1000"],
-                    ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4267 to +0.0267"],
-                    ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0969 to -0.1031"]]
+    assert rows == [
+        ["base", "3", "100", "1.1000 ± 0.1000"],
+        ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4267 to +0.0267"],
+        ["new.3", "1", "100", "0.5000", "-0.6000", "-1.0969 to -0.1031"],
+    ]
     assert len(plot.group_runs(dict.fromkeys(["lr-1e-3", "lr-1e-2"], ({}, {})))) == 2  # a sweep
     widths = {f"w-{n}": ({}, {"model_config": {"n_embd": n}}) for n in (64, 128)}
     seeds = {f"w-{n}": ({}, {"train_config": {"seed": n, "log_dir": n}}) for n in (1, 2)}
@@ -82,12 +99,19 @@ def test_writes_every_format(tmp_path, kind):
         assert pixels.shape[1] == 1200 and 0.7 < pixels.mean() < 1  # the background is white
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    ([], ".: no log.txt with numbers; give a run, such as log/baby"),
-    (["nowhere"], "nowhere: no log.txt with numbers"),
-    (["plain", "--x", "tokens"], "plain: log.txt has no stream tokens; use --x steps"),
-    ([BABY, "--output", "a.xyz"], "--output a.xyz: cannot write (Format 'xyz' is not supported"),
-    ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write (No such file")])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ([], ".: no log.txt with numbers; give a run, such as log/baby"),
+        (["nowhere"], "nowhere: no log.txt with numbers"),
+        (["plain", "--x", "tokens"], "plain: log.txt has no stream tokens; use --x steps"),
+        (
+            [BABY, "--output", "a.xyz"],
+            "--output a.xyz: cannot write (Format 'xyz' is not supported",
+        ),
+        ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write (No such file"),
+    ],
+)
 def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
     (tmp_path / "log.txt").write_text("hello\n")
     (tmp_path / "plain").mkdir()
@@ -100,12 +124,17 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
 
 
 def test_plot_by_tokens_after_a_resume_with_another_batch(copy, tmp_path):
-    train("--log_dir", "run", "--resume", "--max_steps", 14, "--total_batch_size", 1024,
-          cwd=tmp_path)
-    consumed = {step: int(value) for step, stream, value in cli.read_log(copy / "log.txt")
-                if stream == "tokens"}
-    assert consumed == {step: 512 * min(step + 1, 10) + 1024 * max(0, step - 9)
-                        for step in range(14)}
+    train(
+        "--log_dir", "run", "--resume", "--max_steps", 14, "--total_batch_size", 1024, cwd=tmp_path
+    )
+    consumed = {
+        step: int(value)
+        for step, stream, value in cli.read_log(copy / "log.txt")
+        if stream == "tokens"
+    }
+    assert consumed == {
+        step: 512 * min(step + 1, 10) + 1024 * max(0, step - 9) for step in range(14)
+    }
     lines = lines_of(copy, x="tokens")["loss (nats per token)"]
     assert lines["run, training"][0].tolist() == [0, *(consumed[step] for step in range(13))]
     assert lines["run, validation"][0].tolist() == [0, 5 * 512, 5120, 5120 + 4096]
@@ -117,11 +146,15 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
     assert np.isfinite(line.get_ydata()).all()
 
 
-@pytest.mark.parametrize("log, facts, message", [
-    ("1 train x\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
-    ("1 tokens 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
-    ("1 train 2\n", "[1]", "run.json: is damaged (not an object"),
-    ("1 train 2\n", "{", "run.json: is damaged (Expecting")])
+@pytest.mark.parametrize(
+    "log, facts, message",
+    [
+        ("1 train x\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+        ("1 tokens 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+        ("1 train 2\n", "[1]", "run.json: is damaged (not an object"),
+        ("1 train 2\n", "{", "run.json: is damaged (Expecting"),
+    ],
+)
 def test_plot_of_a_strange_run(tmp_path, log, facts, message):
     (tmp_path / "log.txt").write_text(log)
     (tmp_path / "run.json").write_text(facts)
@@ -136,7 +169,9 @@ def test_plot_of_a_diverged_run():
 def test_names_that_begin_with_an_underscore_are_in_the_legend():
     figure = plot.draw({name: ({"val": {0: 1.0}}, {}) for name in ("_a", "b")}, "steps")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "./_a, validation", "b, validation"]
+        "./_a, validation",
+        "b, validation",
+    ]
 
 
 def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):

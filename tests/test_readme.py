@@ -19,13 +19,29 @@ from conftest import ROOT, program
 from plaingpt import cli
 
 BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.M | re.S)
-ENGLISH = ("README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "lesson", "experiments", "speed", "data", "benchmarks", "parallel", "reliability",
-    "measurements")))
+ENGLISH = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "lesson",
+            "experiments",
+            "speed",
+            "data",
+            "benchmarks",
+            "parallel",
+            "reliability",
+            "measurements",
+        )
+    ),
+)
 CHINESE = {"README.md": "README.zh.md", "docs/lesson.md": "docs/lesson.zh.md"}
 PAGES = (*ENGLISH, *CHINESE.values())
-INSTALL = ["pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both
-           "pip install -r requirements-dev.txt && pytest\n"]
+INSTALL = [
+    "pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both
+    "pip install -r requirements-dev.txt && pytest\n",
+]
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
 
 
@@ -77,8 +93,7 @@ def test_format_of_a_page(name):
     assert len(lines) <= 130 or not name.startswith("README")
     assert read(name).count("```") == 2 * len(BLOCK.findall(read(name)))
     assert not re.search(r"^ {4}(python|torchrun|pip) ", prose(name), re.M)
-    known = {"python", "text", "sh", "sh gpu", "sh hub", "sh install", "sh long",
-             "sh slurm"}
+    known = {"python", "text", "sh", "sh gpu", "sh hub", "sh install", "sh long", "sh slurm"}
     assert {f"{kind} {mark}".strip() for kind, mark, _ in BLOCK.findall(read(name))} <= known
 
 
@@ -95,9 +110,12 @@ def test_every_link_picture_and_file_exists(name):
 @pytest.mark.parametrize("name", CHINESE)
 def test_both_languages_agree(name):
     """The same code, tables, pictures, headings and commands; a link to the other language."""
+
     def code(page):
-        return [(kind, mark, re.sub(r"\s*#.*", "", text))  # comments are translated
-                for kind, mark, text in BLOCK.findall(read(page))]
+        return [
+            (kind, mark, re.sub(r"\s*#.*", "", text))  # comments are translated
+            for kind, mark, text in BLOCK.findall(read(page))
+        ]
 
     other = CHINESE[name]
     assert code(name) == code(other)
@@ -122,8 +140,9 @@ def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
         real(*args, **kwargs)
         sys.exit("flags are right")
 
-    found = [(name, *command) for name in ENGLISH for command in commands(name)
-             if command[0] != "rhymes"]  # the example of a benchmark of one's own
+    found = [
+        (name, *command) for name in ENGLISH for command in commands(name) if command[0] != "rhymes"
+    ]  # the example of a benchmark of one's own
     for _, name, flags in found:
         runpy.run_path(str(ROOT / f"{name}.py"))  # imports the modules that are patched next
         for module in list(sys.modules.values()):
@@ -152,13 +171,19 @@ def test_run_the_code_of_all_pages(tmp_path):
     To save time, the training runs take two steps, validate on few tokens and write short samples.
     The first one trains log/baby, which the pages use. .ci/run runs all its 2,700 steps.
     """
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,
-                           check=True).stdout
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in files.rstrip("\0").split("\0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-           "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def run(code):
         """Runs commands in their order: those of Python and torchrun fast, others in bash."""
@@ -168,11 +193,18 @@ def test_run_the_code_of_all_pages(tmp_path):
             if command.startswith(("python ", "torchrun ")):
                 first, path, *flags = shlex.split(command.removeprefix("torchrun "), comments=True)
                 processes = 1 if first == "python" else int(first[-1])  # --nproc_per_node=2
-                output += program(*flags, cwd=tmp_path, program=tmp_path / path,
-                                  processes=processes)[0]
+                output += program(
+                    *flags, cwd=tmp_path, program=tmp_path / path, processes=processes
+                )[0]
             else:
-                done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path,
-                                      env=env, capture_output=True, text=True, timeout=600)
+                done = subprocess.run(
+                    ["bash", "-euo", "pipefail", "-c", command],
+                    cwd=tmp_path,
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                    timeout=600,
+                )
                 assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
                 output += done.stdout
         return output

@@ -64,8 +64,18 @@ def test_each_row_of_the_page_has_tests_that_start_a_program():
 @pytest.mark.slow
 def test_resume_after_kills_at_random_times(tmp_path):
     """The run spends much of its time on saving, so that some kills interrupt a save."""
-    flags = ["--max_steps", 70, "--save_every", 1, "--total_batch_size", 128,
-             "--val_every", 70, "--val_tokens", 256]
+    flags = [
+        "--max_steps",
+        70,
+        "--save_every",
+        1,
+        "--total_batch_size",
+        128,
+        "--val_every",
+        70,
+        "--val_tokens",
+        256,
+    ]
     train(*flags, "--save_every", 0, "--log_dir", "whole", cwd=tmp_path)
     rng, n_torn = random.Random(0), 0
     for _ in range(10):
@@ -122,8 +132,6 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
 # test_two_runs_in_one_directory closes a terminal.
 
 
-
-
 @pytest.mark.parametrize("moment, step", [("step", 3), ("evaluation", 6), ("save", 5)])
 def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment, step):
     """The program finishes the step 2, the validation at step 5 or the save of step 4.
@@ -150,8 +158,7 @@ def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, 
     step = stopped_at(out)
     assert checkpoint(tmp_path / "run", step)["position"] == step * 16
     assert max(s for s, _ in read_log(tmp_path / "run")) == step - 1
-    out, _ = train("--resume", *flags, *layout, "--max_steps", step + 2, cwd=tmp_path,
-                   processes=2)
+    out, _ = train("--resume", *flags, *layout, "--max_steps", step + 2, cwd=tmp_path, processes=2)
     assert f"resumed from step {step}" in out
 
 
@@ -173,8 +180,7 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
 # Row: one of two processes is killed | the other stops; after a restart the run resumes
 
 
-@pytest.mark.parametrize("victim, flags", [
-    (0, []), (1, ["--parallel", "fsdp"]), (0, ["--pp", 2])])
+@pytest.mark.parametrize("victim, flags", [(0, []), (1, ["--parallel", "fsdp"]), (0, ["--pp", 2])])
 def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     """The other one ends, too. The run continues from the last step that was saved."""
     flags = [*TINY, "--log_dir", "run", "--save_every", 1, "--keep", 0, *flags]
@@ -201,7 +207,9 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
         _, err = train(*flags, cwd=tmp_path, status=2, limits=limits)
     assert re.fullmatch(
         r"error: run/model_00000\d.pt: cannot write \(.*\); free some space, "
-        r"then continue with --resume\n", err), err
+        r"then continue with --resume\n",
+        err,
+    ), err
     for path in (tmp_path / "run").glob("model*"):
         load_checkpoint(path)  # all are complete, and there is no temporary file
     out, _ = train(*flags, "--resume", cwd=tmp_path)
@@ -210,10 +218,22 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
 
 def test_a_full_disk_while_the_log_is_written(tmp_path):
     with small_disk(tmp_path / "run", 2**14) as limits:
-        _, err = train("--log_dir", "run", *LONG, "--total_batch_size", 128, cwd=tmp_path, status=2,
-                       limits=limits, env=dict(GIT_DIR="none"))  # no changes.patch: it may be large
-    assert re.fullmatch(r"error: run/log.txt: cannot write \(.*\); free some space, then continue "
-                        r"with --resume\n", err), err
+        _, err = train(
+            "--log_dir",
+            "run",
+            *LONG,
+            "--total_batch_size",
+            128,
+            cwd=tmp_path,
+            status=2,
+            limits=limits,
+            env=dict(GIT_DIR="none"),
+        )  # no changes.patch: it may be large
+    assert re.fullmatch(
+        r"error: run/log.txt: cannot write \(.*\); free some space, then continue "
+        r"with --resume\n",
+        err,
+    ), err
     *lines, _ = (tmp_path / "run" / "log.txt").read_text().split("\n")
     assert len(lines) > 100
     assert all(re.fullmatch(r"\d+ \w+ [-+.e\d]+", line) for line in lines)
@@ -222,10 +242,14 @@ def test_a_full_disk_while_the_log_is_written(tmp_path):
 def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     flags = [*SHARDS, lines / "a.jsonl"]
     program(*flags, "--max_shards", 1, cwd=tmp_path, program="fineweb.py")
-    _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2,
-                     limits={resource.RLIMIT_FSIZE: 11_000})  # bytes, fewer than in a shard
-    assert re.search(r"error: out/out_train_000001\.npy: cannot write \(File too large\); .*"
-                     "the same command continues", err)
+    _, err = program(
+        *flags, cwd=tmp_path, program="fineweb.py", status=2, limits={resource.RLIMIT_FSIZE: 11_000}
+    )  # bytes, fewer than in a shard
+    assert re.search(
+        r"error: out/out_train_000001\.npy: cannot write \(File too large\); .*"
+        "the same command continues",
+        err,
+    )
     assert names(tmp_path / "out") == ["out_val_000000.npy", "progress.json"]
     program(*flags, cwd=tmp_path, program="fineweb.py")
     assert everything_in(tmp_path / "out") == everything_in(lines / "out")
@@ -239,8 +263,15 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     flags = dict(cwd=tmp_path, program="export.py")
     program("--checkpoint", whole, "--dtype", "bfloat16", "--output", "out", **flags)
     before = everything_in(tmp_path / "out")
-    _, err = program("--checkpoint", whole, "--output", "out", status=2,
-                     limits={resource.RLIMIT_FSIZE: 50_000}, **flags)
+    _, err = program(
+        "--checkpoint",
+        whole,
+        "--output",
+        "out",
+        status=2,
+        limits={resource.RLIMIT_FSIZE: 50_000},
+        **flags,
+    )
     assert err.startswith("error: out/tmp") and err.count("\n") == 1, err
     assert everything_in(tmp_path / "out") == before
     program("--checkpoint", "out", "--max_new_tokens", 1, cwd=tmp_path, program="generate.py")
@@ -253,10 +284,14 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 
 
-@pytest.mark.parametrize("damage, message", [
-    ("truncated", UNREADABLE + r"\(.*\); delete it to resume from the one before"),
-    ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
-    ("weights", UNREADABLE + r"\(its weights are not finite\);.*")])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        ("truncated", UNREADABLE + r"\(.*\); delete it to resume from the one before"),
+        ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
+        ("weights", UNREADABLE + r"\(its weights are not finite\);.*"),
+    ],
+)
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     """It ends --resume and changes nothing. Without it, the run continues from step 5."""
     shutil.copytree(whole, tmp_path / "run")
@@ -301,10 +336,14 @@ def test_programs_load_files_safely_and_never_call_a_shell():
                 assert needed.get(name, "") in call and "remote_code=True" not in call, call
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--init_from evil.pt", "evil.pt: not a readable checkpoint ... give another"),
-    ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
-    ("--data nano", "nano/train.bin: has ids of characters")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--init_from evil.pt", "evil.pt: not a readable checkpoint ... give another"),
+        ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
+        ("--data nano", "nano/train.bin: has ids of characters"),
+    ],
+)
 def test_code_in_a_file_does_not_run(world, flags, message):
     fails(world, "train_gpt2.py", flags, message)  # also compares all files: there is no MARK
 
@@ -326,7 +365,8 @@ def test_resumed_with_other_data(tmp_path, shards):
     assert re.fullmatch(
         r"error: run had other data: the training split was 3,381 tokens with CRC-32 "
         r"[0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; use --init_from, not --resume\n",
-        err), err
+        err,
+    ), err
 
 
 # Row: the gradient is not finite | the step changes nothing; after ten in a row the run stops
@@ -351,8 +391,9 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     saved = checkpoint(tmp_path / "run", 2)
     saved["model"]["transformer.ln_f.weight"].fill_(1e38)
     torch.save(saved, tmp_path / "run" / "model_000002.pt")
-    out, err = train("--log_dir", "run", "--resume", "--max_steps", 50, "--val_every", 0,
-                     cwd=tmp_path, status=2)
+    out, err = train(
+        "--log_dir", "run", "--resume", "--max_steps", 50, "--val_every", 0, cwd=tmp_path, status=2
+    )
     assert err.startswith("error: no finite gradient in 10 steps; use --resume")
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
@@ -405,16 +446,29 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
 # Row: a file or directory without permission | error message; nothing is written
 
 
-@pytest.mark.parametrize("name, flags, message", [
-    ("train_gpt2.py", "--data locked.txt", " denied: 'locked.txt'; change the permissions"),
-    ("train_gpt2.py", "--data locked", "locked"),
-    ("train_gpt2.py", "--init_from locked.pt", "locked.pt"),
-    ("train_gpt2.py", "--log_dir fixed", "fixed: cannot write (Permission denied); choose another"),
-    ("train_gpt2.py", "TINY --log_dir fixed --resume", "fixed: cannot write (Permission denied)"),
-    ("train_gpt2.py", "--log_dir fixed/new", "fixed/new: cannot write (Permission denied)"),
-    ("fineweb.py", "--input locked.txt --output_dir new", "locked.txt"),
-    ("fineweb.py", "--input text.txt --output_dir locked", "locked"),
-    ("generate.py", "--checkpoint locked", "locked"), ("export.py", "--output locked", "locked")])
+@pytest.mark.parametrize(
+    "name, flags, message",
+    [
+        ("train_gpt2.py", "--data locked.txt", " denied: 'locked.txt'; change the permissions"),
+        ("train_gpt2.py", "--data locked", "locked"),
+        ("train_gpt2.py", "--init_from locked.pt", "locked.pt"),
+        (
+            "train_gpt2.py",
+            "--log_dir fixed",
+            "fixed: cannot write (Permission denied); choose another",
+        ),
+        (
+            "train_gpt2.py",
+            "TINY --log_dir fixed --resume",
+            "fixed: cannot write (Permission denied)",
+        ),
+        ("train_gpt2.py", "--log_dir fixed/new", "fixed/new: cannot write (Permission denied)"),
+        ("fineweb.py", "--input locked.txt --output_dir new", "locked.txt"),
+        ("fineweb.py", "--input text.txt --output_dir locked", "locked"),
+        ("generate.py", "--checkpoint locked", "locked"),
+        ("export.py", "--output locked", "locked"),
+    ],
+)
 def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
@@ -447,8 +501,10 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
 
 def test_unknown_text_is_counted(tmp_path):
     model = dict(type="WordLevel", vocab={"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]")
-    write_json(tmp_path / "t.json", dict(
-        model=model, added_tokens=[], pre_tokenizer=dict(type="Whitespace"), decoder=None))
+    write_json(
+        tmp_path / "t.json",
+        dict(model=model, added_tokens=[], pre_tokenizer=dict(type="Whitespace"), decoder=None),
+    )
     (tmp_path / "a.txt").write_text("a b a<|endoftext|>a b b")  # 8 tokens with </s>
     out, _ = program(*SHARDS, "a.txt", "--tokenizer", "t.json", cwd=tmp_path, program="fineweb.py")
     assert "note: the tokenizer does not know 37.5% of out/out_val_000000.npy\n" in out
@@ -524,8 +580,10 @@ CASES = {
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); use gpt2"),
     ],
     "fineweb.py": [
-        ("--input missing.txt",
-         "missing.txt: no such file; give files, a glob or a split's directory"),
+        (
+            "--input missing.txt",
+            "missing.txt: no such file; give files, a glob or a split's directory",
+        ),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
@@ -536,8 +594,10 @@ CASES = {
     "hellaswag.py": [("--checkpoint no.pt", "no checkpoint in no.pt")],
     "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
 }
-SHAPE = ("--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "
-         "--optimizer adamw --max_lr 4e-3")
+SHAPE = (
+    "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "
+    "--optimizer adamw --max_lr 4e-3"
+)
 
 
 def everything(directory):
@@ -559,7 +619,8 @@ def fails(world, name, flags, message):
     assert "Traceback" not in out and everything(world) == before
 
 
-@pytest.mark.parametrize("name, flags, message", [
-    (name, *case) for name, cases in CASES.items() for case in cases])
+@pytest.mark.parametrize(
+    "name, flags, message", [(name, *case) for name, cases in CASES.items() for case in cases]
+)
 def test_each_mistake_gives_a_one_sentence_error(world, name, flags, message):
     fails(world, name, flags, message)

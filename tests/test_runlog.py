@@ -46,9 +46,6 @@ def test_a_run_directory_that_is_a_mount_point(tmp_path):
         assert names(tmp_path / run) == ["log.txt", "model_000001.pt", "run.json"]
 
 
-
-
-
 # Steps and notes
 
 
@@ -72,9 +69,12 @@ assert read_log(path) == [(1, name, "2.5")]
 def test_printed_steps(tmp_path):
     out, _ = train("--log_dir", "run", "--log_every", 4, cwd=tmp_path)
     assert re.findall(r"^step +(\d+)/10", out, re.M) == ["0", "4", "8", "9"]
-    assert re.search(r"^step     9/10 \| loss \d\.\d{4} \| 0:00:00 to go \| norm \d+\.\d{3} \| "
-                     r"[\d,]+ tok/s \| lr \d\.\d\de-\d\d \| \d+ ms \| \d+\.\d\d TFLOP/s$",
-                     out, re.M), out
+    assert re.search(
+        r"^step     9/10 \| loss \d\.\d{4} \| 0:00:00 to go \| norm \d+\.\d{3} \| "
+        r"[\d,]+ tok/s \| lr \d\.\d\de-\d\d \| \d+ ms \| \d+\.\d\d TFLOP/s$",
+        out,
+        re.M,
+    ), out
     log = read_log(tmp_path / "run")
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
 
@@ -93,8 +93,19 @@ def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
 
 def test_small_data_get_a_note_each(tmp_path):
     (tmp_path / "t.txt").write_bytes((ROOT / "input.txt").read_bytes()[:3000])
-    out, _ = train("--data", "t.txt", "--max_steps", 200, "--val_every", 20, "--n_embd", 128,
-                   "--log_dir", "run", cwd=tmp_path)
+    out, _ = train(
+        "--data",
+        "t.txt",
+        "--max_steps",
+        200,
+        "--val_every",
+        20,
+        "--n_embd",
+        128,
+        "--log_dir",
+        "run",
+        cwd=tmp_path,
+    )
     assert "reads the data 37 times" in out
     assert "only 300 validation tokens, so the loss is inexact" in out
     assert out.count("the validation loss has risen three times in a row") == 1
@@ -117,12 +128,15 @@ def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
         assert "resumed from step " in out
     events = EventAccumulator(str(tmp_path / "run"), size_guidance=dict(scalars=0, tensors=0))
     tags = events.Reload().Tags()["scalars"]
-    found = [((e.step, name), e.value) for name in tags for e in events.Scalars(name)
-             if name != "tok_s"]
+    found = [
+        ((e.step, name), e.value) for name in tags for e in events.Scalars(name) if name != "tok_s"
+    ]
     log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
     assert len(found) == len(log) and dict(found) == pytest.approx(log, rel=1e-6)
-    samples = {e.step: e.tensor_proto.string_val[0].decode()
-               for e in events.Tensors("sample 1/text_summary")}
+    samples = {
+        e.step: e.tensor_proto.string_val[0].decode()
+        for e in events.Tensors("sample 1/text_summary")
+    }
     assert sorted(samples) == [5, 10, 12, 14]
     assert all(re.fullmatch("<pre>.+</pre>", text, re.S) for text in samples.values())
 
@@ -152,10 +166,13 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
         for record in wandb_records(path.read_bytes()):
             if record.HasField("run"):
                 ids.add(record.run.run_id)
-                settings += [item.value_json for item in record.run.config.update
-                             if item.key == "max_steps"]
-            row = {".".join(item.nested_key) or item.key: json.loads(item.value_json)
-                   for item in record.history.item}
+                settings += [
+                    item.value_json for item in record.run.config.update if item.key == "max_steps"
+                ]
+            row = {
+                ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
             samples |= {row["_step"] for name in row if name.startswith("sample 0")}
             for stream in row.keys() & {"train", "val", "bpb", "lr", "norm", "tokens"}:
                 number = pytest.approx(row[stream], rel=1e-7)  # log.txt has 8 digits
@@ -166,8 +183,13 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
 
 
 def test_wandb_without_a_login_is_one_sentence(tmp_path):
-    env = dict(HOME=str(tmp_path), WANDB_API_KEY="", WANDB_SILENT="true", WANDB_MODE="online",
-               WANDB_BASE_URL="http://127.0.0.1:9")
+    env = dict(
+        HOME=str(tmp_path),
+        WANDB_API_KEY="",
+        WANDB_SILENT="true",
+        WANDB_MODE="online",
+        WANDB_BASE_URL="http://127.0.0.1:9",
+    )
     err = train("--wandb", "boats", cwd=tmp_path, env=env, status=2)[1]
     assert "error: --wandb (" in err and "; first run wandb login" in err
     assert "Traceback" not in err
@@ -179,8 +201,11 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "runlog.py").write_text("")
     (package / "a.txt").write_bytes(b"caf\xe9 1\n")
-    for command in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b",
-                                             "commit", "-m", "first"]):
+    for command in (
+        ["init"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first"],
+    ):
         subprocess.run(["git", *command], cwd=package.parent, check=True, capture_output=True)
     (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")

@@ -38,9 +38,11 @@ def plain_curve(config, steps, batch=text_step):
     model, curve = fresh(config), []
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     other = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1),
-                                   dict(params=other, weight_decay=0.0)],
-                                  betas=(0.9, 0.95), foreach=False)
+    optimizer = torch.optim.AdamW(
+        [dict(params=decayed, weight_decay=0.1), dict(params=other, weight_decay=0.0)],
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
     rates = TrainConfig(max_lr=4e-3, min_lr=4e-4, warmup_steps=2, max_steps=20)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -56,16 +58,31 @@ def plain_curve(config, steps, batch=text_step):
     return curve
 
 
-@pytest.mark.parametrize("flags, tolerance", [
-    (["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)])
+@pytest.mark.parametrize(
+    "flags, tolerance",
+    [(["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)],
+)
 def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
     """20 steps of four micro-steps each. With fullgraph, a graph break is an error.
 
     A benchmark is scored between steps.
     """
     (tmp_path / "l.jsonl").write_text('{"text": "The boats came home with the evening tide"}\n')
-    train("--log_dir", "run", "--max_steps", 20, "--n_layer", 1, "--compile", *flags,
-          "--eval_every", 10, "--evals", "lambada=l.jsonl", cwd=tmp_path)
+    train(
+        "--log_dir",
+        "run",
+        "--max_steps",
+        20,
+        "--n_layer",
+        1,
+        "--compile",
+        *flags,
+        "--eval_every",
+        10,
+        "--evals",
+        "lambada=l.jsonl",
+        cwd=tmp_path,
+    )
     log = read_log(tmp_path / "run")
     assert {(10, "lambada"), (20, "lambada")} <= log.keys()
     for step, (loss, norm) in enumerate(plain_curve(replace(MODEL, n_layer=1), 20)):
@@ -86,8 +103,9 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path):
 
     saved["scaler"]["scale"] = 2.0**40  # The next steps overflow until the scale is small enough.
     torch.save(saved, tmp_path / "half" / "model_000010.pt")
-    out, _ = train("--log_dir", "half", "--dtype", "float16", "--resume", "--max_steps", 18,
-                   cwd=tmp_path)
+    out, _ = train(
+        "--log_dir", "half", "--dtype", "float16", "--resume", "--max_steps", 18, cwd=tmp_path
+    )
     assert " | 1 skipped | " in out and "loss nan" not in out
     assert checkpoint(tmp_path / "half", 18)["scaler"]["scale"] == 2.0**32
 
@@ -120,8 +138,12 @@ def test_a_run_compiles_its_model_once():
     training = make_training(MODEL, TrainConfig(), ALONE)
     raw_model = training.raw_model
     x, graphs = torch.randint(256, (2, 32)), []  # (B, T)
-    model = torch.compile(raw_model, backend=lambda graph, _: graphs.append(graph) or graph,
-                          dynamic=False, fullgraph=True)
+    model = torch.compile(
+        raw_model,
+        backend=lambda graph, _: graphs.append(graph) or graph,
+        dynamic=False,
+        fullgraph=True,
+    )
     for _ in range(2):
         train_step(training._replace(model=model), 3 * x.numel(), [(x, x)] * 3, 1.0, [], ALONE)
         with torch.no_grad():

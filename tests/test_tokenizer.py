@@ -12,7 +12,12 @@ def test_gpt2_known_ids():
     assert gpt2.n_vocab == 50257 and gpt2.name == "gpt2" and gpt2.end_of_text == 50256
     assert gpt2.encode("Hello, I'm a model,") == [15496, 11, 314, 1101, 257, 2746, 11]
     assert gpt2.encode_documents(["Hello", "", "<|endoftext|>"]).tolist() == [
-        50256, 15496, 50256, 50256, *gpt2.encode("<|endoftext|>")]
+        50256,
+        15496,
+        50256,
+        50256,
+        *gpt2.encode("<|endoftext|>"),
+    ]
     assert 50256 not in gpt2.encode("<|endoftext|>")  # ordinary text
 
 

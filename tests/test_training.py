@@ -36,8 +36,13 @@ from train_gpt2 import DataLoaderLite, TrainConfig, get_lr
 
 def test_two_processes_of_torchrun_match_one_process(tmp_path, whole):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, ROOT / "train_gpt2.py", *TINY, "--log_dir", "two"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*torchrun, ROOT / "train_gpt2.py", *TINY, "--log_dir", "two"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     0/10") == 1  # only rank 0 prints
     assert_close_logs(whole, tmp_path / "two", rel=1e-5)
@@ -56,8 +61,18 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     assert shapes == {(64, 32)}  # torch.compile would compile a second one
     assert found == pytest.approx(model(*text_batch("val", 27, shuffle=False))[1].item(), rel=1e-5)
     for name, (B, processes) in dict(b=(1, 1), c=(2, 2), d=(64, 2)).items():
-        train("--log_dir", name, "--max_steps", 1, "--batch_size", B, "--val_tokens", 32 * 27,
-              cwd=tmp_path, processes=processes)
+        train(
+            "--log_dir",
+            name,
+            "--max_steps",
+            1,
+            "--batch_size",
+            B,
+            "--val_tokens",
+            32 * 27,
+            cwd=tmp_path,
+            processes=processes,
+        )
         assert float(read_log(tmp_path / name)[0, "val"]) == pytest.approx(found, rel=1e-5)
 
 
@@ -81,13 +96,26 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import train_gpt2\nfrom plaingpt.cli import run_program\n"
         "i = 2 + 2 * int(os.environ['RANK'])\n"
-        "run_program(lambda: train_gpt2.main([*sys.argv[5:], *sys.argv[i - 1:i + 1]]))\n")
+        "run_program(lambda: train_gpt2.main([*sys.argv[5:], *sys.argv[i - 1:i + 1]]))\n"
+    )
     for flag, message in (
-            (["--data", "my.txt"], "--data: the processes have different data; copy"),
-            (["--max_lr", 1.0], "the processes have different flags; give all the same"),
-            (["--log_dir", "other"], "the processes have different checkpoints; give one")):
-        _, err = program("--log_dir", "run", *flag, *TINY, "--resume", "--log_dir", "run",
-                         cwd=tmp_path, processes=2, status=2, program=tmp_path / "train.py")
+        (["--data", "my.txt"], "--data: the processes have different data; copy"),
+        (["--max_lr", 1.0], "the processes have different flags; give all the same"),
+        (["--log_dir", "other"], "the processes have different checkpoints; give one"),
+    ):
+        _, err = program(
+            "--log_dir",
+            "run",
+            *flag,
+            *TINY,
+            "--resume",
+            "--log_dir",
+            "run",
+            cwd=tmp_path,
+            processes=2,
+            status=2,
+            program=tmp_path / "train.py",
+        )
         assert message in err
 
 
@@ -100,9 +128,20 @@ def test_one_process_checks_a_checkpoint(tmp_path):
         "def log(self):\n"
         "    open('checks', 'a').write(os.environ['RANK'] + os.path.basename(self.filename))\n"
         "    return testzip(self)\n"
-        "zipfile.ZipFile.testzip = log\ntrain_gpt2.main()\n")
-    program(*TINY, "--max_steps", 5, "--keep_best", "--log_dir", "run", "--resume", cwd=tmp_path,
-            processes=2, program=tmp_path / "train.py")
+        "zipfile.ZipFile.testzip = log\ntrain_gpt2.main()\n"
+    )
+    program(
+        *TINY,
+        "--max_steps",
+        5,
+        "--keep_best",
+        "--log_dir",
+        "run",
+        "--resume",
+        cwd=tmp_path,
+        processes=2,
+        program=tmp_path / "train.py",
+    )
     assert (tmp_path / "checks").read_text() == "0model_000004.pt"
 
 
@@ -119,14 +158,28 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
     """Every step and process has the same sequence, so only the masks change the losses."""
     text = (ROOT / "input.txt").read_bytes()[:33]
     (tmp_path / "one.txt").write_bytes(text * 1000)
-    flags = ["--data", "one.txt", "--dropout", 0.5, "--max_lr", 1e-12, "--max_steps", 3,
-             "--total_batch_size", 64, "--no-shuffle", "--val_tokens", 32]
+    flags = [
+        "--data",
+        "one.txt",
+        "--dropout",
+        0.5,
+        "--max_lr",
+        1e-12,
+        "--max_steps",
+        3,
+        "--total_batch_size",
+        64,
+        "--no-shuffle",
+        "--val_tokens",
+        32,
+    ]
     for name, more in dict(a=[], b=["--seed", 2], none=["--dropout", 0]).items():
         train(*flags, "--log_dir", name, *more, cwd=tmp_path)
     train(*flags, "--log_dir", "two", cwd=tmp_path, processes=2)
     logs = {name: read_log(tmp_path / name) for name in ("a", "b", "two", "none")}
-    losses = [log[step, "train"] for name, log in logs.items() if name != "none"
-              for step in range(3)]
+    losses = [
+        log[step, "train"] for name, log in logs.items() if name != "none" for step in range(3)
+    ]
     assert len({*losses}) == 9
     assert logs["a"][0, "val"] == logs["none"][0, "val"]  # evaluation has no dropout
 
@@ -136,8 +189,9 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
-    (process,) = spawn(*TINY, "--log_dir", "run", "--max_steps", 100_000,
-                       "--total_batch_size", 16384, cwd=tmp_path)
+    (process,) = spawn(
+        *TINY, "--log_dir", "run", "--max_steps", 100_000, "--total_batch_size", 16384, cwd=tmp_path
+    )
     wait_for(process, "step     1/")
     process.send_signal(signal.SIGINT)
     wait_for(process, "finishing this step; Ctrl-C again to quit now")
@@ -151,6 +205,7 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
 @pytest.mark.parametrize("max_steps, end", [(2, "done: "), (3, "stopped by a signal")])
 def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys, max_steps, end):
     """The validation of the last step still happens, unlike that of an earlier step."""
+
     def interrupted(step, config):
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -171,7 +226,8 @@ def test_main_returns_the_last_figures(tmp_path):
     figures = train_gpt2.main([*TINY, "--log_dir", str(tmp_path / "run")])
     log = read_log(tmp_path / "run")
     assert {name: f"{figures[name]:.8g}" for name in ("val", "train", "lr", "norm")} == {
-        name: log[step, name] for name, step in [("val", 10), ("train", 9), ("lr", 9), ("norm", 9)]}
+        name: log[step, name] for name, step in [("val", 10), ("train", 9), ("lr", 9), ("norm", 9)]
+    }
 
 
 def test_main_twice_in_one_process(tmp_path, capsys):

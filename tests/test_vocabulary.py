@@ -36,14 +36,24 @@ def chinese(n, seed=0):
     words = ["".join(rng.choices(letters, k=rng.choice([1, 2, 2, 3]))) for _ in range(3000)]
     rng.seed(seed)
     chosen = rng.choices(words, [1 / (i + 1) for i in range(3000)], k=n)
-    return "".join(word + "。" * (i % 9 == 8) + "\n" * (i % 50 == 49)
-                   for i, word in enumerate(chosen))
+    return "".join(
+        word + "。" * (i % 9 == 8) + "\n" * (i % 50 == 49) for i, word in enumerate(chosen)
+    )
 
 
 def make_shards(directory, out, *flags, **options):
     """The shards of the two files of `zh`, made by fineweb.py -> all tokens in their order."""
-    program("--input", directory / "a.txt", directory / "b.jsonl", "--output_dir", out, *flags,
-            cwd=out.parent, program="fineweb.py", **options)
+    program(
+        "--input",
+        directory / "a.txt",
+        directory / "b.jsonl",
+        "--output_dir",
+        out,
+        *flags,
+        cwd=out.parent,
+        program="fineweb.py",
+        **options,
+    )
     shards = [np.load(p) for p in sorted(out.glob("*.npy"), key=lambda path: path.name[-10:])]
     dtype = np.uint16 if find_tokenizer(out).n_vocab <= 65_536 else np.uint32
     assert {shard.dtype.type for shard in shards} == {dtype}
@@ -58,8 +68,17 @@ def zh(tmp_path_factory):
     lines = [json.dumps({"text": text}) + "\n" for text in documents[10:]]
     (d / "b.jsonl").write_text("".join(lines))
     for name in ("zh.json", "again.json"):
-        out, _ = program("--input", "a.txt", "b.jsonl", "--vocab_size", 8000, "--output", name,
-                         cwd=d, program="tokenizer.py")
+        out, _ = program(
+            "--input",
+            "a.txt",
+            "b.jsonl",
+            "--vocab_size",
+            8000,
+            "--output",
+            name,
+            cwd=d,
+            program="tokenizer.py",
+        )
     (d / "out.txt").write_text(out)
     changed = json.loads((d / "zh.json").read_text())
     changed["added_tokens"].append({**changed["added_tokens"][0], "id": 8000, "content": "[X]"})
@@ -80,13 +99,20 @@ def llama():
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{b:02X}>": 3 + b for b in range(256)}}
     vocab |= {token: 259 + i for i, token in enumerate(["\u2581", "a", "b", "\u2581a", "ab"])}
     merges = [("\u2581", "a"), ("a", "b")]
-    library = hf.Tokenizer(hf.models.BPE(
-        vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library = hf.Tokenizer(
+        hf.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     library.normalizer = hf.normalizers.Sequence(
-        [hf.normalizers.Prepend("\u2581"), hf.normalizers.Replace(" ", "\u2581")])
-    library.decoder = hf.decoders.Sequence([
-        hf.decoders.Replace("\u2581", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse(),
-        hf.decoders.Strip(" ", 1, 0)])
+        [hf.normalizers.Prepend("\u2581"), hf.normalizers.Replace(" ", "\u2581")]
+    )
+    library.decoder = hf.decoders.Sequence(
+        [
+            hf.decoders.Replace("\u2581", " "),
+            hf.decoders.ByteFallback(),
+            hf.decoders.Fuse(),
+            hf.decoders.Strip(" ", 1, 0),
+        ]
+    )
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     return library
 
@@ -108,7 +134,8 @@ def test_a_new_vocabulary(zh):
 
 
 @pytest.mark.parametrize(
-    "kind", ["zh.json", "nfkc.json", "llama.json", "large.json", "gpt2", "bytes"])
+    "kind", ["zh.json", "nfkc.json", "llama.json", "large.json", "gpt2", "bytes"]
+)
 def test_ids_equal_the_library(zh, kind):
     """On English and any Unicode. end_of_text is before each document, never part of a text."""
     known = kind in ("gpt2", "bytes")
@@ -132,14 +159,24 @@ def test_ids_equal_the_library(zh, kind):
     assert found.encode("caf\udce9") == found.encode("caf\ufffd")  # from a prompt in Latin-1
 
 
-@pytest.mark.parametrize("kind, unknown, options", [
-    ("BertWordPiece", "[UNK]", {}), ("SentencePieceBPE", "<unk>", {}),
-    ("SentencePieceUnigram", "<unk>", {"unk_token": "<unk>"})])
+@pytest.mark.parametrize(
+    "kind, unknown, options",
+    [
+        ("BertWordPiece", "[UNK]", {}),
+        ("SentencePieceBPE", "<unk>", {}),
+        ("SentencePieceUnigram", "<unk>", {"unk_token": "<unk>"}),
+    ],
+)
 def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
     """It has no bits per byte, and fineweb.py shows how much of a text it does not know."""
     library, special = getattr(hf, f"{kind}Tokenizer")(), [unknown, "</s>"]
-    library.train_from_iterator(["the king the king "] * 9, vocab_size=90, show_progress=False,
-                                special_tokens=special, **options)
+    library.train_from_iterator(
+        ["the king the king "] * 9,
+        vocab_size=90,
+        show_progress=False,
+        special_tokens=special,
+        **options,
+    )
     library.save(str(tmp_path / "t.json"))
     (tmp_path / "t.txt").write_text("the king " * 2000 + "中 " * 2000, "utf-8")
     flags = ["--tokenizer", "t.json", "--max_steps", 1, "--data", "t.txt"]
@@ -159,8 +196,15 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
     tokenizer = get_tokenizer("bytes")
     save_gpt2(fresh(MODEL), tmp_path / "hf", tokenizer)
     settings = json.loads((tmp_path / "hf/tokenizer.json").read_text())
-    token = dict(id=256, content="[PAD]", special=True, single_word=False, lstrip=False,
-                 rstrip=False, normalized=False)
+    token = dict(
+        id=256,
+        content="[PAD]",
+        special=True,
+        single_word=False,
+        lstrip=False,
+        rstrip=False,
+        normalized=False,
+    )
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps({**settings, "added_tokens": [token]}))
     with pytest.raises(UserError, match="hf: has fewer ids than its tokenizer; correct"):
         load_model(str(tmp_path / "hf"))
@@ -183,9 +227,14 @@ def test_known_vocabularies_are_recognized(name):
     assert (get_tokenizer(json.dumps(source)) is known) == (name == "bytes")
 
 
-@pytest.mark.parametrize("kind, flags, end", [
-    ("zh.json", [], 7999), ("nfkc.json", ["--end_of_text", "[X]"], 8000),
-    ("large.json", [], 99_999)])
+@pytest.mark.parametrize(
+    "kind, flags, end",
+    [
+        ("zh.json", [], 7999),
+        ("nfkc.json", ["--end_of_text", "[X]"], 8000),
+        ("large.json", [], 99_999),
+    ],
+)
 def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
     """For any number of threads, and in two runs; with --end_of_text, too."""
     d, documents = zh
@@ -210,8 +259,10 @@ def test_from_a_text_to_scores(zh, tmp_path, kind):
     for data in (["shards"], [d / "a.txt", "--tokenizer", d / kind]):
         program(*TINY, "--max_steps", 5, "--data", *data, "--log_dir", "a", cwd=tmp_path)
         assert load_model(tmp_path / "a")[1].name == load_tokenizer(d / kind).name
-    for name, *flags in (("generate.py", "--prompt", "一丁", "--json", "a.json"),
-                         ("wikitext.py", "--data", "t.txt", "--json", "b.json")):
+    for name, *flags in (
+        ("generate.py", "--prompt", "一丁", "--json", "a.json"),
+        ("wikitext.py", "--data", "t.txt", "--json", "b.json"),
+    ):
         program("--checkpoint", "a", *flags, cwd=tmp_path, program=name)
     texts, scores = (json.loads((tmp_path / f"{x}.json").read_text("utf-8")) for x in "ab")
     assert texts[0]["prompt"] == "一丁" and scores["figures"]["token_perplexity"] > 100
@@ -223,10 +274,11 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
         make_shards(d, tmp_path / name, *choice)
     program(*TINY, "--max_steps", 1, "--data", "en", "--log_dir", "a", cwd=tmp_path)
     for flags, *messages in (
-            ("--data zh --init_from a", "--data: needs ids of gpt2"),
-            ("--data zh --resume --log_dir a", "--data: needs ids of gpt2"),
-            (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; leave out --tokenizer"),
-            ("--data zh=0.5 en=0.5", "--data: zh has tokenizer.json (", ", en has gpt2; ")):
+        ("--data zh --init_from a", "--data: needs ids of gpt2"),
+        ("--data zh --resume --log_dir a", "--data: needs ids of gpt2"),
+        (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; leave out --tokenizer"),
+        ("--data zh=0.5 en=0.5", "--data: zh has tokenizer.json (", ", en has gpt2; "),
+    ):
         _, err = program(*TINY, *flags.split(), cwd=tmp_path, status=2)
         assert err.startswith("error: ") and err.count("\n") == 1, err
         assert all(message in err for message in messages), err
@@ -264,10 +316,15 @@ def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
 NO_FILE = "not usable ("
 
 
-@pytest.mark.parametrize("content, message", [
-    ("{", NO_FILE), (None, NO_FILE + "No such file"),
-    ("{}", NO_FILE + "'model'); give another"),
-    ('{"model": {"vocab": {"a": 0}}', NO_FILE + "no end-of-text token <|endoftext|> or ")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", NO_FILE),
+        (None, NO_FILE + "No such file"),
+        ("{}", NO_FILE + "'model'); give another"),
+        ('{"model": {"vocab": {"a": 0}}', NO_FILE + "no end-of-text token <|endoftext|> or "),
+    ],
+)
 def test_a_bad_tokenizer_is_one_sentence(content, message, tmp_path):
     path = tmp_path / "t.json"
     if content:
@@ -290,10 +347,17 @@ def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
     make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / "zh.json")
     flags = [*TINY, "--max_steps", "1", "--parallel", "fsdp", "--data", "s"]
     others = {"tiktoken", "tokenizers", "transformers", "datasets", "pyarrow"}
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2\n"
-            f"train_gpt2.main({flags!r}); print({others!r} & sys.modules.keys())")
-    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                         text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt2\n"
+        f"train_gpt2.main({flags!r}); print({others!r} & sys.modules.keys())"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ).stdout
     assert "--- sample 1 at step 1 ---" in out and "bits per byte" in out
     assert out.endswith("set()\n")
 
@@ -313,11 +377,15 @@ def test_a_sample_of_few_large_documents(tmp_path):
     assert 190_000 < len(text) < 220_000 and 90_000 < text.count("b") < 120_000
 
 
-@pytest.mark.parametrize("flags, error", [
-    ("", "--input: is missing; give text files"),
-    ("--input t.txt", "t.txt: no text in it; choose another file or --text_key"),
-    ("--input t.txt --output no/x.json", "--output no/x.json: cannot write there; give a file"),
-    ("--input *.txt --output ./t.txt", "--output ./t.txt: is also an input; give another file")])
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ("", "--input: is missing; give text files"),
+        ("--input t.txt", "t.txt: no text in it; choose another file or --text_key"),
+        ("--input t.txt --output no/x.json", "--output no/x.json: cannot write there; give a file"),
+        ("--input *.txt --output ./t.txt", "--output ./t.txt: is also an input; give another file"),
+    ],
+)
 def test_mistakes(flags, error, tmp_path):
     (tmp_path / "t.txt").write_bytes("中".encode()[:2])
     out, err = program(*flags.split(), cwd=tmp_path, program="tokenizer.py", status=2)
