@@ -11,7 +11,10 @@ An answer is right if every token of the response, and the end of the text after
 it, is the most likely one: the greedy answer is then the response, and ends.
 """
 
-from plaingpt.evaluation import Benchmark, Example, get_fields, launch
+from plaingpt.scoring.benchmark import Benchmark, Example, get_fields
+from plaingpt.scoring.program import launch
+
+from model import GPT
 
 
 def examples(records):
@@ -23,7 +26,8 @@ def examples(records):
 
 def prompt_ids(example, tokenizer):
     """Yields the ids of a prompt and of its response, as in training."""
-    prompt, response = map(tokenizer.encode, example.contexts + example.endings)
+    prompt = tokenizer.encode(example.contexts[0])
+    response = tokenizer.encode(example.endings[0])
     yield [tokenizer.end_of_text, *prompt], [[*response, tokenizer.end_of_text]]
 
 
@@ -44,4 +48,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    launch(BENCHMARK)
+    launch(BENCHMARK, GPT)

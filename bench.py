@@ -24,16 +24,20 @@ import time
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Literal
 
-import plaingpt.device as devices  # must come before torch, see plaingpt/__init__.py
+from plaingpt.base.errors import run_program
+from plaingpt.base.flags import parse_flags, pick
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.batch_search import fit_batch_size
+from plaingpt.distributed.device import choose_compile
+from plaingpt.distributed.hardware import peak_flops
+from plaingpt.distributed.memory import batch_size_advice
+from plaingpt.distributed.process import start
+from plaingpt.run.presets import PRESETS
+from plaingpt.run.steps import plan_steps
 
-# isort: split
 import torch
 
 from model import GPTConfig
-from plaingpt import cli
-from plaingpt.checkpoint import whole_gpt
-from plaingpt.data import plan_steps
-from plaingpt.presets import PRESETS
 from train_gpt2 import TrainConfig, make_training, train_step
 
 
@@ -46,83 +50,103 @@ class BenchConfig:
 
 
 # These flags of train_gpt2.py are the same here.
-SharedConfig = make_dataclass(
-    "SharedConfig",
-    [
-        (f.name, f.type, f.default)
-        for f in (*fields(GPTConfig), *fields(TrainConfig))
-        if f.name
-        in (
-            "block_size",
-            "optimizer",
-            "device",
-            "dtype",
-            "compile",
-            "parallel",
-            "tp",
-            "pp",
-            "activation_checkpointing",
-        )
-    ],
+SHARED = (
+    "block_size",
+    "optimizer",
+    "device",
+    "dtype",
+    "compile",
+    "parallel",
+    "tp",
+    "pp",
+    "activation_checkpointing",
 )
 
 
+def shared_config():
+    """Makes a dataclass of the fields of GPTConfig and TrainConfig that are in SHARED."""
+    shared = []
+    for field in (*fields(GPTConfig), *fields(TrainConfig)):
+        if field.name in SHARED:
+            shared.append((field.name, field.type, field.default))
+    return make_dataclass("SharedConfig", shared)
+
+
 def main(argv=None):
-    given = cli.parse_flags(__doc__, BenchConfig, SharedConfig, argv=argv)
-    bench = cli.pick(BenchConfig, given)
+    given = parse_flags(__doc__, BenchConfig, shared_config(), argv=argv)
+    bench = pick(BenchConfig, given)
     values = {**PRESETS[bench.preset], **given}
-    gpt_config, config = cli.pick(GPTConfig, values), cli.pick(TrainConfig, values)
-    process = devices.start(config.device, config.dtype, config.tp, config.pp, config.parallel)
-    cuda = process.device.type == "cuda"
-    B, T = bench.batch_size or (64 if cuda else 4), gpt_config.block_size
+    gpt_config = pick(GPTConfig, values)
+    config = pick(TrainConfig, values)
+    process = start(config.device, config.dtype, config.tp, config.pp, config.parallel)
+    is_cuda = process.device.type == "cuda"
+    T = gpt_config.block_size
+    largest_B = bench.batch_size or (64 if is_cuda else 4)
     config = replace(
         config,
-        compile=devices.choose_compile(config.compile, process.device),
-        batch_size=B,
-        total_batch_size=B * T * process.dp_size,
+        compile=choose_compile(config.compile, process.device),
+        batch_size=largest_B,
+        total_batch_size=largest_B * T * process.dp_size,
     )
-    [(n, micro_B)] = sizes = plan_steps(config, T, math.inf, process.dp_size)
+    sizes = plan_steps(config, T, math.inf, process.dp_size)
     training = make_training(gpt_config, config, process)
-    B = bench.batch_size or devices.fit_batch_size(training, config, T, sizes, process)
-    n, micro_B = B * process.dp_size, min(B, micro_B)
+    B = bench.batch_size or fit_batch_size(training, config, T, sizes, process)
+    # All steps have one size. With --pp, it has several micro-batches.
+    [(_, planned_B)] = sizes
+    micro_B = min(B, planned_B)
+    n_tokens = B * T * process.dp_size  # in a step of all processes
     torch.manual_seed(process.dp_rank)
-    with devices.batch_size_advice(B):
+    with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
         micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
 
-        def timed_step():
-            start = time.perf_counter()
+        def time_step():
+            begin = time.perf_counter()
             # This also waits for the device.
-            train_step(training, n * T, micro_batches, config.grad_clip, [], process)
-            return time.perf_counter() - start
+            train_step(training, n_tokens, micro_batches, config.grad_clip, [], process)
+            return time.perf_counter() - begin
 
         # The first two steps may be slow.
-        first, _, *times = [timed_step() for _ in range(bench.steps + 2)]
+        first, _, *seconds = [time_step() for _ in range(bench.steps + 2)]
         if bench.profile:
             with torch.profiler.profile() as profiler:
-                timed_step()
-            sort_by = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-            cli.print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
+                time_step()
+            sort_by = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
+            print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
             if process.rank == 0:
                 profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
-    memory = torch.cuda.max_memory_allocated() if cuda else math.nan
-    if not cuda and sys.platform != "win32":
-        import resource  # Windows does not have it
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    flops = whole_gpt(gpt_config).flops_per_token()
-    ms, peak = [1000 * seconds for seconds in times], devices.peak_flops(process)
-    tok_s = n * T / statistics.median(times)
-    share = f" | {tok_s * flops / peak:.1%} of peak" if peak else ""
-    cli.print0(
-        f"{'compiled' if config.compile else 'eager'} {process.dtype_name} "
-        f"{config.optimizer} | {bench.preset} B={B} T={T} | {statistics.median(ms):,.0f} ms "
-        f"({min(ms):,.0f}-{max(ms):,.0f}) | {tok_s:,.0f} tok/s | {tok_s * flops / 1e12:.2f} "
-        f"TFLOP/s{share} | {memory / 1e9:.2f} GB | first step {first:.1f} s"
-    )
+    ms = [1000 * each for each in seconds]
+    tok_s = n_tokens / statistics.median(seconds)
+    flops = tok_s * training.whole_gpt.flops_per_token()
+    parts = [
+        f"{'compiled' if config.compile else 'eager'} {process.dtype_name} {config.optimizer}",
+        f"{bench.preset} B={B} T={T}",
+        f"{statistics.median(ms):,.0f} ms ({min(ms):,.0f}-{max(ms):,.0f})",
+        f"{tok_s:,.0f} tok/s",
+        f"{flops / 1e12:.2f} TFLOP/s",
+    ]
+    if peak := peak_flops(process):
+        parts.append(f"{flops / peak:.1%} of peak")
+    parts.append(f"{peak_memory(process.device) / 1e9:.2f} GB")
+    parts.append(f"first step {first:.1f} s")
+    print0(" | ".join(parts))
     process.barrier()
 
 
+def peak_memory(device):
+    """Returns the peak memory of this process in bytes, on a GPU only that of its tensors.
+
+    It is NaN where it is unknown.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return math.nan
+    import resource  # Windows does not have it
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -26,13 +26,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.flags import EMPTY
+from plaingpt.base.terminal import print0
+from plaingpt.data.records import read_records
+from plaingpt.scoring.benchmark import (
+    Benchmark,
+    Example,
+    bad_record,
+    get_fields,
+    split_by_example,
+)
+from plaingpt.scoring.program import run_benchmark
+
 import numpy as np
 import yaml  # comes with the package datasets
 
-import plaingpt.evaluation as evaluation
-from plaingpt.cli import EMPTY, UserError, print0, run_program
-from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields
-from plaingpt.text import read_records
+from model import GPT
 
 
 @dataclass
@@ -52,7 +62,7 @@ class Task:
     file: Path
     num_fewshot: int = 0
     delimiter: str = " "  # stands between a context and its answer
-    chance: float | None = None  # accuracy by chance; if it is None, load_task computes it
+    chance: float | None = None  # accuracy by chance; None: computed from its examples
 
 
 def load(path, limit=0, **options):
@@ -60,36 +70,48 @@ def load(path, limit=0, **options):
 
     limit: items of a task, if max_per_task is not given. options: fields of Options.
     """
-    options = Options(**options)
-    path = options.bundle or path or "."
-    options.max_per_task = options.max_per_task or limit
-    return sum((load_task(task, options) for task in find_tasks(Path(path), options.tasks)), [])
+    given = Options(**options)
+    given.max_per_task = given.max_per_task or limit
+    directory = Path(given.bundle or path or ".")
+    examples = []
+    for task in find_tasks(directory, given.tasks):
+        examples += load_task(task, given)
+    return examples
 
 
 def find_tasks(path, names):
     """Finds the Tasks of a directory with core.yaml, or of a file. Raises UserError.
 
-    names: as in --tasks.
+    names: as in --tasks, or None for all.
     """
     if path.suffix == ".jsonl":
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
-    chance = {
-        row["Eval Task"]: 0.01 * float(row["Random baseline"])
-        for row in read_records([path / "eval_meta_data.csv"])
-    }
+    chances = {}
+    for row in read_records([path / "eval_meta_data.csv"]):
+        chances[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
         record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
         label, uri, shots, delimiter = get_fields(
-            record, label=str, dataset_uri=str, num_fewshot=list, continuation_delimiter=str
+            record,
+            label=str,
+            dataset_uri=str,
+            num_fewshot=list,
+            continuation_delimiter=str,
         )
-        tasks[label] = Task(label, path / "eval_data" / uri, shots[0], delimiter, chance.get(label))
-    chosen = [name.strip() for name in names.split(",")] if names else tasks
-    if unknown := [name for name in chosen if name not in tasks]:
-        raise UserError(f"--tasks {unknown[0]}: must be one of {', '.join(tasks)}")
-    return [tasks[name] for name in chosen]
+        file = path / "eval_data" / uri
+        tasks[label] = Task(label, file, shots[0], delimiter, chances.get(label))
+    if not names:
+        return list(tasks.values())
+    chosen = []
+    for name in names.split(","):
+        name = name.strip()
+        if name not in tasks:
+            raise UserError(f"--tasks {name}: must be one of {', '.join(tasks)}")
+        chosen.append(tasks[name])
+    return chosen
 
 
 def load_task(task, options):
@@ -97,18 +119,26 @@ def load_task(task, options):
     items = list(read_records([task.file]))
     random.Random(1337).shuffle(items)
     items = items[: options.max_per_task or None]
-    n = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
+    n_shots = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
-    if len(items) <= n:
-        raise UserError(f"{task.file}: has too few items for --num_fewshot {n}; give fewer")
+    if len(items) <= n_shots:
+        raise UserError(f"{task.file}: has too few items for --num_fewshot {n_shots}; give fewer")
     examples = [make_example(item, delimiter) for item in items]
+    chance = mean_chance(examples) if task.chance is None else task.chance
     solved = [texts(example)[example.label] + "\n\n" for example in examples]
-    if task.chance is None:
-        task.chance = float(np.mean([1 / len(e) if len(e) > 1 else 0 for e in examples]))
     for i, (example, item) in enumerate(zip(examples, items)):
-        example.shots = tuple(random.Random(1234 + i).sample(solved[:i] + solved[i + 1 :], n))
-        example.counts = dict(task=task.label, item=i, where=item["where"], chance=task.chance)
+        others = solved[:i] + solved[i + 1 :]
+        example.shots = tuple(random.Random(1234 + i).sample(others, n_shots))
+        example.counts = dict(task=task.label, item=i, where=item["where"], chance=chance)
     return examples
+
+
+def mean_chance(examples):
+    """Returns the accuracy of random answers. It is 0 for an item of language_modeling."""
+    chances = []
+    for example in examples:
+        chances.append(1 / len(example) if len(example) > 1 else 0)
+    return float(np.mean(chances))
 
 
 def make_example(item, delimiter):
@@ -122,7 +152,10 @@ def make_example(item, delimiter):
         example = Example([query], [f"{delimiter}{choice}" for choice in choices], gold)
     elif "context_options" in item:
         contexts, continuation, gold = get_fields(
-            item, context_options=list, continuation=str | int | float, gold=int
+            item,
+            context_options=list,
+            continuation=str | int | float,
+            gold=int,
         )
         example = Example(contexts, [f"{delimiter}{continuation}"], gold)
     else:
@@ -146,34 +179,46 @@ def prompt_ids(example, tokenizer):
 
     shots = "".join(example.shots)
     prompts = [ids(shots + text) for text in texts(example)]
-    if len(example.contexts) > 1:  # in a schema, the end of all prompts is the same
-        n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
-        for prompt in prompts:
-            split = len(prompt) - n
-            yield prompt[:split] or prompt[:1], [prompt[split:] if split else []]
+    if len(example.contexts) > 1:
+        yield from split_schema(prompts)
         return
-    # Otherwise, the start is the same. It is the context.
+    # In all other kinds, the start of the prompts is the same. It is the context.
     same = prompts
     if len(example) == 1:  # language_modeling
-        same = [*prompts, ids((shots + example.contexts[0]).rstrip())]
+        before = ids((shots + example.contexts[0]).rstrip())
+        same = [*prompts, before]
     n = len(os.path.commonprefix(same))  # works with lists, too
     yield prompts[0][:n], [prompt[n:] for prompt in prompts]
 
 
+def split_schema(prompts):
+    """Yields (ids of a context, [ids of its ending]) of each prompt, a list of ids.
+
+    In a schema, the end of all prompts is the same. It is the ending.
+    """
+    n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
+    for prompt in prompts:
+        split = len(prompt) - n
+        if split > 0:
+            yield prompt[:split], [prompt[split:]]
+        else:  # all of the prompt is the same
+            yield prompt[:1], [[]]
+
+
 def report(examples, scores):
-    """The metric, and the figures of each task."""
+    """Computes the metric, and the figures of each task."""
     with np.errstate(invalid="ignore"):  # an ending without tokens has 0 / 0
-        losses = evaluation.split(examples, -scores.log_likelihood / scores.tokens)
-    greedy = evaluation.split(examples, scores.greedy)
-    solved = {}  # {(task, chance): whether the answer to each item is right}
+        losses = split_by_example(examples, -scores.log_likelihood / scores.tokens)
+    greedy = split_by_example(examples, scores.greedy)
+    chances = {}  # {task: accuracy by chance}
+    answers = {}  # {task: whether the answer to each item is right}
     for example, loss, is_greedy in zip(examples, losses, greedy):
-        # min() as in nanochat, where NaN is the lowest loss only if it is the first.
-        correct = min(range(len(loss)), key=loss.__getitem__) == example.label
-        if len(loss) == 1:  # language_modeling
-            correct = bool(is_greedy[0])
-        solved.setdefault((example.counts["task"], example.counts["chance"]), []).append(correct)
+        task = example.counts["task"]
+        chances[task] = example.counts["chance"]
+        answers.setdefault(task, []).append(is_correct(example, loss, is_greedy))
     tasks = {}
-    for (task, chance), correct in solved.items():
+    for task, correct in answers.items():
+        chance = chances[task]
         accuracy = sum(correct) / len(correct)
         tasks[task] = dict(
             accuracy=accuracy,
@@ -182,12 +227,25 @@ def report(examples, scores):
             items=len(correct),
             correct=correct,
         )
-    return dict(core=float(np.mean([task["centered"] for task in tasks.values()])), tasks=tasks)
+    centered = [figures["centered"] for figures in tasks.values()]
+    return dict(core=float(np.mean(centered)), tasks=tasks)
+
+
+def is_correct(example, losses, is_greedy):
+    """Returns whether the answer to an item is right.
+
+    losses: mean loss of the ending of each pair. is_greedy: whether the model would write it.
+    """
+    if len(losses) == 1:  # language_modeling
+        return bool(is_greedy[0])
+    # min() as in nanochat, where NaN is the lowest loss only if it is the first.
+    answer = min(range(len(losses)), key=lambda i: losses[i])
+    return answer == example.label
 
 
 def main(argv=None):
     """Runs the program. Prints the figures, then a line for each task."""
-    figures = evaluation.main(BENCHMARK, argv)
+    figures = run_benchmark(BENCHMARK, GPT, argv)
     print0(f"\n{'task':<34}accuracy  centered     items")
     for name, task in figures["tasks"].items():
         print0(f"{name:<34}{task['accuracy']:8.4f}{task['centered']:10.4f}{task['items']:10,}")

@@ -39,13 +39,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.files import check_output, lock, read_json, write_json, writing
+from plaingpt.base.flags import EMPTY, parse_flags
+from plaingpt.base.git import run_git
+from plaingpt.base.log_file import read_streams
+from plaingpt.base.machine import count_cores
+from plaingpt.base.terminal import print0
+from plaingpt.run.intervals import compare_pairs
+
 import numpy as np
 import torch
 from tqdm import tqdm
-
-from plaingpt import cli
-from plaingpt.cli import EMPTY, UserError
-from plaingpt.intervals import compare_pairs
 
 ROOT = Path(__file__).resolve().parent
 LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
@@ -84,7 +89,7 @@ class Side:
 
     def read(self, run, stream):
         """The values of a stream in a run's log: {step: value}."""
-        return cli.read_streams(self.directory(run) / "log.txt").get(stream, {})
+        return read_streams(self.directory(run) / "log.txt").get(stream, {})
 
     def last(self, run, stream="val"):
         """The value after the last step, by default the validation loss, or None."""
@@ -94,17 +99,19 @@ class Side:
 def make_copy(name, commit, changes=b"", files=()):
     """Copies a commit to LAB, changes the copy, and adds files of this clone. Raises UserError.
 
-    A worktree of git has a HEAD of its own, so a run.json in it names its own changes.
+    name: of the copy. changes: a patch, as bytes. files: relative paths. A worktree of git has a
+    HEAD of its own, so a run.json in it names its own changes.
     """
     place = LAB / name
     shutil.rmtree(place, ignore_errors=True)
-    cli.run_git("worktree", "add", "--force", "--detach", place, commit)
+    run_git("worktree", "add", "--force", "--detach", place, commit)
     if changes:
-        cli.run_git("apply", "-", place=place, data=changes)
+        run_git("apply", "-", place=place, data=changes)
     for file in files:
-        (place / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, place / file)
-        cli.run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
+        target = place / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, target)
+        run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
 
 
 def train(runs, title="training; after Ctrl-C, the same command continues"):
@@ -115,18 +122,21 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
     """
     n_gpus = torch.cuda.device_count()
     # An even number: both runs of a pair go at the same time, under the same load.
-    slots = max(1, (n_gpus or cli.count_cores()) // 2 * 2)
+    slots = max(1, (n_gpus or count_cores()) // 2 * 2)
 
     def train_one(i):
         side, name, flags = runs[i]
         place = side.directory(name)
         place.mkdir(parents=True, exist_ok=True)
-        gpu = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
-        command = [sys.executable, LAB / side.name / "train_gpt2.py", *gpu, *side.flags, *flags]
-        with open(place / "output.txt", "w") as file:
-            done = subprocess.run([*command, *QUIET, "--log_dir", place], stdout=file, stderr=file)
+        command = [sys.executable, LAB / side.name / "train_gpt2.py"]
+        if n_gpus:
+            command += ["--device", f"cuda:{i % n_gpus}"]
+        command += [*side.flags, *flags, *QUIET, "--log_dir", place]
+        output = place / "output.txt"
+        with open(output, "w") as file:
+            done = subprocess.run(command, stdout=file, stderr=file)
         if done.returncode:
-            lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
+            lines = output.read_text("utf-8", "replace").splitlines()
             raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
@@ -138,9 +148,10 @@ def ask(sides):
     """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
     train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], "one step")
     for side in sides:
-        said = cli.read_json(side.directory("asked") / "run.json")
+        said = read_json(side.directory("asked") / "run.json")
+        train_config = said.pop("train_config")
         # `said` is last: it has the device and the dtype that were chosen, not "auto" or "cuda:1".
-        side.facts = said.pop("train_config") | said["model_config"] | said["fingerprints"] | said
+        side.facts = train_config | said["model_config"] | said["fingerprints"] | said
         known = {name: value for name, value in side.facts.items() if name not in OTHER_FACTS}
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     for name in ("validation split", "val_tokens", "block_size"):
@@ -154,15 +165,19 @@ def choose_rates(sides, rates):
     These runs have the seed 0, which no pair has.
     """
     for rate in rates:
-        runs = [(side, f"rate{rate}", ["--seed", "0", "--max_lr", str(rate)]) for side in sides]
+        name = f"rate{rate}"
+        flags = ["--seed", "0", "--max_lr", str(rate)]
+        runs = [(side, name, flags) for side in sides if side.last(name) is None]
         with contextlib.suppress(UserError):  # a large rate may diverge
-            train([run for run in runs if run[0].last(run[1]) is None])
+            train(runs)
     for side in sides:
-        # min returns inf instead of NaN, which is not below it.
-        losses = {rate: min(math.inf, side.last(f"rate{rate}") or math.inf) for rate in rates}
+        losses = {}
+        for rate in rates:
+            loss = side.last(f"rate{rate}") or math.inf
+            losses[rate] = min(math.inf, loss)  # inf instead of NaN, which is not below it
         best = min(losses, key=losses.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
-        cli.print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
+        print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
         side.flags += ["--max_lr", str(best)]
     ask(sides)
 
@@ -174,19 +189,23 @@ def audit(base, changed, facts, places):
     two streams to each log: audit, the loss, and later, by how much later tokens change the logits.
     """
     sys.path.insert(0, changed)
-    from plaingpt.checkpoint import load_model
+    from model import GPT
 
-    loaded = [load_model(place) for place in places]
-    for name, module in [*sys.modules.items()]:  # from here on, these names mean other files
+    loaded = [GPT.load(place) for place in places]
+    for name, module in list(sys.modules.items()):  # from here on, these names mean other files
         if (getattr(module, "__file__", None) or "").startswith(changed):
             del sys.modules[name]
     sys.path[0] = base
-    from plaingpt.data import Data, Sources
+    from plaingpt.data.data_sets import Data
+    from plaingpt.data.sources import Sources
+
     from train_gpt2 import DataLoaderLite, GPTConfig
 
+    tokenizer = loaded[0][1]
     sources = Sources(facts["data"], None, facts["val_fraction"])
-    data = Data(sources, loaded[0][1], GPTConfig(**facts["model_config"]))
-    T, step = facts["model_config"]["block_size"], facts["max_steps"]
+    data = Data(sources, tokenizer, GPTConfig(**facts["model_config"]))
+    T = facts["model_config"]["block_size"]
+    step = facts["max_steps"]
     for place, (model, _) in zip(places, loaded):
         model.requires_grad_(False).eval()
         loss = 0.0
@@ -198,95 +217,167 @@ def audit(base, changed, facts, places):
                 logits = model(x)[0][0]  # (T, vocab_size)
                 nats = torch.nn.functional.cross_entropy(logits, y[0], reduction="sum").item()
                 loss += float(share) * nats / loader.count_targets(0, n)
-        later = max((model(x[:, :t])[0][0, -1] - logits[t - 1]).abs().max() for t in range(1, T, 9))
+        later = effect_of_later_tokens(model, x, logits)
         with open(f"{place}/log.txt", "a") as file:
-            file.write(f"{step} audit {loss:.8g}\n{step} later {later / logits.abs().max():.8g}\n")
+            file.write(f"{step} audit {loss:.8g}\n{step} later {later:.8g}\n")
 
 
-def check(side, base, seeds):
-    """Returns why the losses of a side's runs do not count, or None. See audit."""
+def effect_of_later_tokens(model, x, logits):
+    """Returns the largest change of a logit when later tokens are cut off, over the largest logit.
 
-    def find_fault(seed):
-        logged, found = side.last(seed), side.last(seed, "audit")
-        if found is None or not abs(found - logged) <= TOLERANCE * found:  # NaN is a fault, too
-            return f"the log has a loss of {logged:.4f}, but the logits give {found or 0:.4f}"
-        if not side.last(seed, "later") <= TOLERANCE:
-            return "the logits of a position depend on later tokens"
+    x: (1, T). logits: (T, vocab_size), those that the model gives for x.
+    """
+    changes = []
+    for t in range(1, x.size(1), 9):
+        last = model(x[:, :t])[0][0, -1]  # (vocab_size)
+        changes.append((last - logits[t - 1]).abs().max())
+    return max(changes) / logits.abs().max()
 
+
+def fault_of_run(side, seed):
+    """Returns why the loss in the log of a run does not count, or None. See audit."""
+    logged = side.last(seed)
+    computed = side.last(seed, "audit")
+    # A comparison with NaN is false, so NaN is a fault, too.
+    if computed is None or not abs(computed - logged) <= TOLERANCE * computed:
+        return f"the log has a loss of {logged:.4f}, but the logits give {computed or 0:.4f}"
+    if not side.last(seed, "later") <= TOLERANCE:
+        return "the logits of a position depend on later tokens"
+    return None
+
+
+def find_fault(side, base, seeds):
+    """Returns why the losses of a side's runs do not count, or None. Audits those with a fault."""
     # A run with a fault is computed again, because the base may be another one by now.
-    new = [str(side.directory(seed)) for seed in seeds if find_fault(seed)]
-    facts = dict(base.facts, max_steps=side.facts["max_steps"])
-    arguments = [str(LAB / "base"), str(LAB / side.name), facts, new]
-    code = f"import sys, torch\n{inspect.getsource(audit)}\naudit(*{arguments!r})" if new else ""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        return f"the base cannot score a model ({(done.stderr.splitlines() or ['killed'])[-1]})"
-    return next(filter(None, map(find_fault, seeds)), None)
+    places = [str(side.directory(seed)) for seed in seeds if fault_of_run(side, seed)]
+    if places:
+        facts = dict(base.facts, max_steps=side.facts["max_steps"])
+        arguments = [str(LAB / "base"), str(LAB / side.name), facts, places]
+        functions = inspect.getsource(audit) + inspect.getsource(effect_of_later_tokens)
+        code = f"import sys, torch\n{functions}\naudit(*{arguments!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if done.returncode:
+            lines = done.stderr.splitlines() or ["killed"]
+            return f"the base cannot score a model ({lines[-1]})"
+    for seed in seeds:
+        if fault := fault_of_run(side, seed):
+            return fault
+    return None
 
 
-def compare(sides, config):
+def compare_sides(sides, config):
     """Trains the pairs -> the facts of the verdict. Raises UserError if a run fails."""
     ask(sides)
     if config.rates:
         choose_rates(sides, config.rates)
-    facts = dict(keys=[s.key for s in sides], parameters=[s.facts["parameters"] for s in sides])
+    facts = dict(
+        keys=[side.key for side in sides],
+        parameters=[side.facts["parameters"] for side in sides],
+    )
     if sides[0].key == sides[1].key:
-        reason = "only comments, layout or docstrings have changed"
-        return dict(facts, verdict="equal", difference=0.0, half=0.0, n=0, reason=reason)
+        facts.update(
+            verdict="equal",
+            difference=0.0,
+            half=0.0,
+            n=0,
+            reason="only comments, layout or docstrings have changed",
+        )
+        return facts
     seeds = range(1, config.seeds + 1)
-    new = [
-        (side, seed, ["--seed", str(seed)])
-        for seed in seeds
-        for side in sides
-        if side.last(seed) is None
-    ]
-    train(new)
-    losses = np.array([[side.last(seed) for side in sides] for seed in seeds], float)
+    runs = []  # those that earlier experiments have not trained
+    for seed in seeds:
+        for side in sides:
+            if side.last(seed) is None:
+                runs.append((side, seed, ["--seed", str(seed)]))
+    train(runs)
+    losses = np.array([[side.last(seed) for side in sides] for seed in seeds], float)  # (pairs, 2)
     if not np.isfinite(losses).all():
         raise UserError("a run was stopped, or its loss is not finite")
-    paces = [np.median([*side.read(seed, "tok_s").values()]) for side, seed, _ in new]
-    # Only runs that went side by side: a change that follows its base in the list.
-    ratios = [paces[i] / paces[i + 1] for i in range(len(new) - 1) if new[i][1] == new[i + 1][1]]
-    facts.update(
-        compare_pairs(*losses.T, config.delta),
-        losses=losses.tolist(),
-        time_ratio=float(np.median(ratios)) if ratios else None,
-    )
-    cli.print0("computing the losses again")
+    base_losses, changed_losses = losses.T
+    facts.update(compare_pairs(base_losses, changed_losses, config.delta))
+    facts.update(losses=losses.tolist(), time_ratio=ratio_of_times(runs))
+    print0("computing the losses again")
     for side in sides:
-        if reason := check(side, sides[0], seeds):
-            return dict(facts, verdict="invalid", reason=reason)  # keeps the models, see check
+        if reason := find_fault(side, sides[0], seeds):
+            facts.update(verdict="invalid", reason=reason)
+            return facts  # keeps the models, see find_fault
         for seed in seeds[:-1]:
             for path in side.directory(seed).glob("model_*.pt"):
                 path.unlink()
     return facts
 
 
-def describe(entry):
-    """An experiment of the ledger as one line, for a person."""
-    figures = "{difference:+.4f} ± {half:.4f} in {n} pairs; " if "n" in entry else ""
-    return ("{date}  {change}: {verdict}; " + figures + "{reason}").format(**entry)
+def ratio_of_times(runs):
+    """Returns the time of a step with the change over that without it, or None if it is unknown.
+
+    runs: those that were just trained, as in train.
+    """
+    ratios = []
+    # Both runs of a pair follow each other in the list, and went side by side. A run whose partner
+    # was trained earlier does not count.
+    for (base, seed, _), (changed, next_seed, _) in zip(runs, runs[1:]):
+        if seed == next_seed:
+            ratios.append(median_pace(base, seed) / median_pace(changed, seed))
+    return float(np.median(ratios)) if ratios else None
+
+
+def median_pace(side, seed):
+    """Returns the median of a run's tokens per second."""
+    return np.median(list(side.read(seed, "tok_s").values()))
+
+
+def entry_as_line(entry):
+    """Returns an experiment of the ledger as one line, for a person."""
+    figures = ""
+    if "n" in entry:
+        figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {entry['n']} pairs; "
+    return f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}"
+
+
+def read_ledgers():
+    """Returns the experiments so far, as dicts."""
+    entries = []
+    for path in LEDGERS:
+        if path.exists():
+            with open(path) as file:
+                entries += map(json.loads, file)
+    return entries
+
+
+def changes_of_clone(commit):
+    """Returns what was changed in this clone since a commit: (patch, untracked Python files).
+
+    The patch is bytes. The files are relative paths.
+    """
+    # The settings of git may want colors, other prefixes or another program.
+    fixed = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
+    changes = run_git("diff", "--binary", *fixed, commit)
+    found = run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
+    # The link by which Emacs locks model.py has this end, too, but leads to no file.
+    files = [name for name in os.fsdecode(found).split("\0") if (ROOT / name).is_file()]
+    return changes, files
 
 
 def main():
     end = [*sys.argv, "--"].index("--")
-    given = cli.parse_flags(__doc__, ExperimentConfig, argv=sys.argv[1:end], rest="PATCH")
-    patches, more, config = given.pop("PATCH"), sys.argv[end + 1 :], ExperimentConfig(**given)
-    ledger = [json.loads(line) for path in LEDGERS if path.exists() for line in open(path)]
+    given = parse_flags(__doc__, ExperimentConfig, argv=sys.argv[1:end], rest="PATCH")
+    patches = given.pop("PATCH")
+    config = ExperimentConfig(**given)
+    more = sys.argv[end + 1 :]  # flags of the changed program
+    ledger = read_ledgers()
     if config.list:
-        return cli.print0("\n".join(map(describe, ledger)))
-    if missing := [path for path in patches if not Path(path).is_file()]:
-        raise UserError(f"{missing[0]}: no such patch; give a file")
-    commit = cli.run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
-    changes, files = b"".join(Path(path).read_bytes() for path in patches), []
-    names = [Path(path).stem for path in patches]
-    if not patches:
-        # The settings of git may want colors, other prefixes or another program.
-        fixed = "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"
-        changes = cli.run_git("diff", "--binary", *fixed, commit)
-        found = cli.run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
-        # The link by which Emacs locks model.py has this end, too, but leads to no file.
-        files = [name for name in os.fsdecode(found).split("\0") if (ROOT / name).is_file()]
+        print0("\n".join(map(entry_as_line, ledger)))
+        return
+    for path in patches:
+        if not Path(path).is_file():
+            raise UserError(f"{path}: no such patch; give a file")
+    commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
+    if patches:
+        changes = b"".join(Path(path).read_bytes() for path in patches)
+        files = []
+        names = [Path(path).stem for path in patches]
+    else:
+        changes, files = changes_of_clone(commit)
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
@@ -297,30 +388,35 @@ def main():
         change=config.name or " ".join([*names, *more]),
         patch=hashlib.sha256(changes).hexdigest()[:12],
     )
-    cli.check_output("--json", config.json)
+    check_output("--json", config.json)
     LAB.mkdir(parents=True, exist_ok=True)
-    cli.lock(LAB, "experiments in")  # until the program ends
+    lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sides = [Side("base", config.flags.split()), Side("changed", config.flags.split() + more)]
+    flags = config.flags.split()
+    sides = [Side("base", flags), Side("changed", flags + more)]
     try:
         make_copy("base", commit)
         make_copy("changed", commit, changes, files)
-        entry.update(compare(sides, config))
+        entry.update(compare_sides(sides, config))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:
         for side in sides:
             shutil.rmtree(LAB / side.name, ignore_errors=True)
-        cli.run_git("worktree", "prune")
-    entry["looks"] = 1 + sum(old.get("keys") == entry.get("keys", 0) for old in ledger)
-    with cli.writing(LEDGERS[1]), open(LEDGERS[1], "a") as file:
+        run_git("worktree", "prune")
+    # How many times this pair of programs was compared, with this time. A failure has no keys.
+    entry["looks"] = 1
+    for old in ledger:
+        if "keys" in entry and old.get("keys") == entry["keys"]:
+            entry["looks"] += 1
+    with writing(LEDGERS[1]), open(LEDGERS[1], "a") as file:
         file.write(json.dumps(entry) + "\n")
     if config.json:
-        cli.write_json(config.json, entry)
-    cli.print0(f"{describe(entry)}\n{json.dumps(entry)}")
+        write_json(config.json, entry)
+    print0(f"{entry_as_line(entry)}\n{json.dumps(entry)}")
     sys.exit(STATUS[entry["verdict"]])
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

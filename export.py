@@ -12,16 +12,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.files import read_json, writing
+from plaingpt.base.flags import parse_flags
+from plaingpt.base.terminal import print0
+from plaingpt.weights.checkpoint import newest_model
+from plaingpt.weights.huggingface import save_gpt2
+
 import torch
 
-from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.cli import UserError, parse_flags, print0, read_json, run_program, writing
-from plaingpt.huggingface import save_gpt2
+from model import GPT
 
 EXAMPLE = """from transformers import pipeline
 print(pipeline("text-generation", model="{name}")("Once upon a time")[0]["generated_text"])"""
-CARD = """---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}
-```python\n{example}\n```\n\n| | |\n|---|---|\n{rows}\n"""
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+```python
+{example}
+```
+
+| | |
+|---|---|
+{rows}
+"""
+# These facts of run.json are in the model card.
 FACTS = (
     "parameters",
     "tokenizer",
@@ -34,7 +51,7 @@ FACTS = (
     "device",
     "started",
     "git_commit",
-)  # of run.json, in the model card
+)
 
 
 @dataclass
@@ -44,26 +61,37 @@ class ExportConfig:
     dtype: Annotated[Literal["float32", "bfloat16"], "number format of the weights"] = "float32"
 
 
-def main(argv=None):
-    config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
-    source, output = newest_model(config.checkpoint), Path(config.output)
-    occupied = any(output.iterdir()) if output.is_dir() else output.exists()
-    if occupied and not read_json(output / "tokenizer_config.json").get("end_of_text"):
+def check_directory(output):
+    """Raises UserError if there is something else than an earlier export at this path."""
+    is_taken = any(output.iterdir()) if output.is_dir() else output.exists()
+    # Only an export has this field.
+    if is_taken and not read_json(output / "tokenizer_config.json").get("end_of_text"):
         raise UserError(f"--output {output}: is a file, or has other files; give a new directory")
-    model, tokenizer = load_model(source)
+
+
+def make_card(source, model, tokenizer, config):
+    """Returns the text of the model card. source: the path of the checkpoint."""
+    facts = asdict(model.config)
     run_json = read_json(source.with_name("run.json"))
     known = run_json.get("train_config", {}) | run_json  # run_json has the dtype that was chosen
-    facts = asdict(model.config) | {name: known[name] for name in FACTS if known.get(name)}
-    facts.update(
-        {
-            "checkpoint": source.name,
-            "dtype of the weights": config.dtype,
-            "token before every text": repr(tokenizer.decode([tokenizer.end_of_text])),
-        }
-    )
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    name = output.resolve().name
-    card = CARD.format(name=name, example=EXAMPLE.format(name=name), rows=rows)
+    for fact in FACTS:
+        if known.get(fact):
+            facts[fact] = known[fact]
+    facts["checkpoint"] = source.name
+    facts["dtype of the weights"] = config.dtype
+    facts["token before every text"] = repr(tokenizer.decode([tokenizer.end_of_text]))
+    rows = [f"| {fact} | {value} |" for fact, value in facts.items()]
+    name = Path(config.output).resolve().name
+    return CARD.format(name=name, example=EXAMPLE.format(name=name), rows="\n".join(rows))
+
+
+def main(argv=None):
+    config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
+    source = newest_model(config.checkpoint)
+    output = Path(config.output)
+    check_directory(output)
+    model, tokenizer = GPT.load(source)
+    card = make_card(source, model, tokenizer, config)
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         # An earlier export is replaced only when the new one is complete.

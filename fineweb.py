@@ -11,8 +11,8 @@ an interruption, the same command continues. Damaged records are counted and
 skipped; the first 5 are shown.
 """
 
-# plaingpt/text.py reads a stream of documents. Threads encode batches of them. The main thread
-# writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
+# plaingpt/data/documents.py reads a stream of documents. Threads encode batches of them. The main
+# thread writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
 
 import itertools
 import os
@@ -24,14 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.files import lock, replacing, write_json, writing
+from plaingpt.base.flags import OR, parse_flags
+from plaingpt.base.machine import count_cores
+from plaingpt.base.terminal import print0, visible
+from plaingpt.data.documents import read_documents
+from plaingpt.data.hub import load_hub
+from plaingpt.data.records import find_files
+from plaingpt.data.shards import find_shards, read_meta
+from plaingpt.data.tokenizer import load_tokenizer
+
 import numpy as np
 from tqdm import tqdm
-
-from plaingpt import cli
-from plaingpt.cli import OR, UserError, print0
-from plaingpt.shards import find_shards, read_meta
-from plaingpt.text import find_files, load_hub, read_documents
-from tokenizer import load_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
@@ -65,43 +70,54 @@ def read_progress(directory, name, settings):
     them. It is None at the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
-    written = {"meta.json", "progress.json", "tokenizer.json"} & {*os.listdir(directory)}
-    if not written and not find_shards(directory, "(train|val)"):
+    replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
+    shards = find_shards(directory, "(train|val)")
+    if not replaced and not shards:
         return facts
     old = read_meta(directory)
-    differ = ", ".join(key for key in settings if old.get(key) != settings[key])
+    differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
-        raise UserError(f"{directory}: has files of another {differ}; use a new directory")
+        raise UserError(
+            f"{directory}: has files of another {', '.join(differ)}; use a new directory"
+        )
     facts.update(old)  # also takes the old name: the directory may have been renamed
-    if len(find_shards(directory, "(train|val)")) < facts["shards"]:
+    if len(shards) < facts["shards"]:
         raise UserError(f"{directory}: a shard is missing; restore it, or use a new directory")
     return facts
 
 
-def save_shard(directory, facts, parts, next, tokenizer):
+def count_id(parts, i):
+    """Returns how often an id is in arrays of tokens."""
+    return sum(int((part == i).sum()) for part in parts)
+
+
+def save_shard(directory, facts, parts, following, tokenizer):
     """Writes the next shard, and progress.json before it and after it.
 
-    parts: arrays of tokens. next: the value of facts["next"] after this shard.
+    parts: arrays of tokens. following: the value of facts["next"] after this shard.
     """
-    index, n_tokens = facts["shards"], sum(map(len, parts))
+    index = facts["shards"]
     split = "val" if index < facts["val_shards"] else "train"
     path = directory / f"{facts['name']}_{split}_{index:06d}.npy"
-    can_miss = tokenizer.unknown is not None
-    if n := sum(int((part == tokenizer.unknown).sum()) for part in parts if can_miss):
-        tqdm.write(f"note: the tokenizer does not know {n / n_tokens:.1%} of {path}")
+    n_tokens = sum(map(len, parts))
+    n_unknown = 0
+    if tokenizer.unknown is not None:
+        n_unknown = count_id(parts, tokenizer.unknown)
+    if n_unknown:
+        tqdm.write(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {path}")
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
-    with cli.writing(path, "free some space; the same command continues"):
-        cli.write_json(directory / "progress.json", facts)
+    with writing(path, "free some space; the same command continues"):
+        write_json(directory / "progress.json", facts)
         if tokenizer.settings:
             (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
         (directory / "meta.json").unlink(missing_ok=True)
-        with cli.replacing(path) as file:
+        with replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
     if tokenizer.special:  # in bytes, a document may have line breaks inside
-        facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
-    facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=next)
-    cli.write_json(directory / "progress.json", facts)
+        facts["documents"] += count_id(parts, tokenizer.end_of_text)
+    facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)
+    write_json(directory / "progress.json", facts)
 
 
 def make_batches(documents):
@@ -109,11 +125,13 @@ def make_batches(documents):
 
     Only the first Document of a list may continue an earlier one.
     """
-    batch, size = [], 0
+    batch = []
+    size = 0  # characters
     for document in documents:
         if batch and (size >= BATCH or not document.begins):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(document)
         size += len(document.text or "")
     if batch:
@@ -127,7 +145,9 @@ def encode_batch(batch, tokenizer):
     """
     good = [document for document in batch if document.text is not None]
     tokens = tokenizer.encode_documents([document.text for document in good])
-    return batch, tokens[1:] if good and not good[0].begins else tokens
+    if good and not good[0].begins:
+        tokens = tokens[1:]
+    return batch, tokens
 
 
 def encode_all(documents, tokenizer, n_threads):
@@ -140,32 +160,44 @@ def encode_all(documents, tokenizer, n_threads):
             yield running.pop(0).result()
 
 
+def show_damaged(batch, n_before):
+    """Prints the damaged documents of a batch, if they are among the first -> number of them.
+
+    n_before: how many documents before this batch are damaged.
+    """
+    damaged = [document for document in batch if document.problem]
+    for document in damaged[: max(0, SHOWN - n_before)]:
+        text = f"skipped {document.where}: {document.problem}"
+        tqdm.write(visible(text, sys.stderr), file=sys.stderr)
+    return len(damaged)
+
+
 def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
     if facts["shards"]:
         print0(f"{directory} has {facts['shards']} whole shards: continuing after them")
-    n_done, n_used = facts["next"]
+    n_done, n_used = facts["next"]  # n_used: tokens of the first batch that a shard has
     documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
     documents = itertools.islice(documents, n_done, None)
     n_bytes = sum(path.stat().st_size for path in paths)
+    n_threads = config.num_proc or count_cores()
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
-        for batch, tokens in encode_all(documents, tokenizer, config.num_proc or cli.count_cores()):
-            damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
-            for text in damaged[: max(0, SHOWN - facts["skipped"])]:
-                tqdm.write(cli.visible(f"skipped {text}", sys.stderr), file=sys.stderr)
-            used, n_used = n_used, 0
-            while used < len(tokens) and facts["shards"] < config.max_shards:
+        for batch, tokens in encode_all(documents, tokenizer, n_threads):
+            n_damaged = show_damaged(batch, facts["skipped"])
+            while n_used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
-                parts.append(tokens[used : used + room])
-                used += len(parts[-1])
-                if len(parts[-1]) == room:
-                    save_shard(directory, facts, parts, [n_done, used], tokenizer)
+                part = tokens[n_used : n_used + room]
+                parts.append(part)
+                n_used += len(part)
+                if len(part) == room:
+                    save_shard(directory, facts, parts, [n_done, n_used], tokenizer)
                     parts = []
             if facts["shards"] == config.max_shards:
                 return
-            facts["skipped"] += len(damaged)
+            facts["skipped"] += n_damaged
             n_done += len(batch)
+            n_used = 0
             bar.update(batch[-1].done - bar.n)
     if parts:
         save_shard(directory, facts, parts, None, tokenizer)
@@ -174,22 +206,48 @@ def write_shards(directory, facts, config, paths, tokenizer):
     facts["next"] = None
 
 
-def main(argv=None):
-    config = ShardConfig(**cli.parse_flags(__doc__, ShardConfig, argv=argv))
-    tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-    directory = Path(config.output_dir)
-    name = directory.resolve().name
+def load_source(config):
+    """Finds the files of --input, or downloads --dataset -> (paths of its files, source).
+
+    source: what meta.json says about it, to tell it from other sources. Raises UserError.
+    """
     if config.input:
         paths = find_files(config.input)
-        source = dict(input=[[path.name, path.stat().st_size] for path in paths])
+        return paths, dict(input=[[path.name, path.stat().st_size] for path in paths])
+    name = config.name
+    if config.dataset == FINEWEB and not name:
+        name = "sample-10BT"
+    paths, rows, revision = load_hub(config.dataset, name)
+    return paths, dict(dataset=config.dataset, name=name, rows=rows, revision=revision)
+
+
+def show_result(directory, facts, tokenizer):
+    """Prints what the directory has now, and what to do next."""
+    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
+    n_val = min(facts["val_shards"], facts["shards"])
+    n_documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
+    print0(
+        f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
+        f"{facts['tokens']:,} tokens, {n_documents}{facts['skipped']:,} damaged records skipped"
+    )
+    if n_val < facts["shards"]:
+        print0(f"to train on it: python train_gpt2.py --data {directory}")
     else:
-        if config.dataset == FINEWEB:
-            name, config.name = "edufineweb", config.name or "sample-10BT"
-        paths, rows, revision = load_hub(config.dataset, config.name)
-        source = dict(dataset=config.dataset, name=config.name, rows=rows, revision=revision)
+        print0("no shard is for training; give more text, or a smaller --shard_size")
+
+
+def main(argv=None):
+    config = ShardConfig(**parse_flags(__doc__, ShardConfig, argv=argv))
+    tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
+    directory = Path(config.output_dir)
+    paths, source = load_source(config)
+    name = directory.resolve().name
+    if source.get("dataset") == FINEWEB:
+        name = "edufineweb"
     # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text also
     # has shards for validation and for training.
-    usual_size = min(SHARD_SIZE, max(1000, sum(path.stat().st_size for path in paths) // 80))
+    n_bytes = sum(path.stat().st_size for path in paths)
+    usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
     settings = dict(
         source=source,
         text_key=config.text_key,
@@ -197,29 +255,19 @@ def main(argv=None):
         shard_size=config.shard_size or usual_size,
         val_shards=config.val_shards,
     )
-    with cli.writing(f"--output_dir {directory}"):
+    with writing(f"--output_dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    weakref.finalize(config, os.close, cli.lock(directory, "--output_dir"))
+    # The directory is locked until main returns, and config is deleted.
+    weakref.finalize(config, os.close, lock(directory, "--output_dir"))
     facts = read_progress(directory, name, settings)
     if facts["next"] is not None and facts["shards"] < config.max_shards:
         write_shards(directory, facts, config, paths, tokenizer)
-    cli.write_json(directory / "meta.json", facts)
+    write_json(directory / "meta.json", facts)
     (directory / "progress.json").unlink(missing_ok=True)
-    extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
-    n_val = min(facts["val_shards"], facts["shards"])
-    documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
-    print0(
-        f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
-        f"{facts['tokens']:,} tokens, {documents}{facts['skipped']:,} damaged records skipped"
-    )
-    print0(
-        f"to train on it: python train_gpt2.py --data {directory}"
-        if n_val < facts["shards"]
-        else "no shard is for training; give more text, or a smaller --shard_size"
-    )
+    show_result(directory, facts, tokenizer)
 
 
 if __name__ == "__main__":
     # Ends at once. Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    cli.run_program(main)
+    run_program(main)

@@ -13,22 +13,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
-import plaingpt.device as devices  # must come before torch, see plaingpt/__init__.py
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.files import check_output, write_json
+from plaingpt.base.flags import EMPTY, OR, parse_flags
+from plaingpt.base.terminal import print0, visible
+from plaingpt.distributed.device import Dtype
+from plaingpt.distributed.memory import memory_advice
+from plaingpt.distributed.process import start
+from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
+from plaingpt.weights.checkpoint import newest_model
 
-# isort: split
 import torch
 
-from plaingpt import cli
-from plaingpt.checkpoint import load_model, newest_model
-from plaingpt.sampling import attention_for_many_shapes, generate_tokens
+from model import GPT
 
 
 @dataclass
 class GenerateConfig:
     checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
-    model: Annotated[str | None, "or GPT-2 of Hugging Face: name or directory", cli.OR] = None
-    prompt: Annotated[str | None, "text to continue [start from nothing]", cli.EMPTY] = None
-    interactive: Annotated[bool, "read prompts from the terminal", cli.OR] = False
+    model: Annotated[str | None, "or GPT-2 of Hugging Face: name or directory", OR] = None
+    prompt: Annotated[str | None, "text to continue [start from nothing]", EMPTY] = None
+    interactive: Annotated[bool, "read prompts from the terminal", OR] = False
     num_samples: Annotated[int, "texts per prompt", "at least 1"] = 1
     max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
     stop: Annotated[str | None, "end a text before this text"] = None
@@ -39,14 +44,14 @@ class GenerateConfig:
     seed: Annotated[int, "random seed", f"at least 0 and at most {2**63 - 1}"] = 42
     json: Annotated[str | None, "also write prompts and texts to this file"] = None
     device: Annotated[str, "cuda, mps or cpu"] = "auto"
-    dtype: Annotated[devices.Dtype, "number format of weights; float32 is the most exact"] = "auto"
+    dtype: Annotated[Dtype, "number format of weights; float32 is the most exact"] = "auto"
 
 
 def tokenize_prompt(prompt, tokenizer, T):
     """Turns a prompt into a list of at most T ids, with end_of_text first. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     if len(ids) > T:
-        raise cli.UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
+        raise UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
     return ids
 
 
@@ -60,7 +65,7 @@ def ask_prompts(tokenizer, config, T):
         try:
             yield tokenize_prompt(input("> "), tokenizer, T)
             config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
-        except (cli.UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
+        except (UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
             print(message)
         except EOFError:
             print()
@@ -72,7 +77,8 @@ def decode_new(ids, n_prompt, tokenizer, config):
 
     n_prompt: how many of the ids are those of the prompt.
     """
-    prompt, new = ids[1:n_prompt], ids[n_prompt:]
+    prompt = ids[1:n_prompt]
+    new = ids[n_prompt:]
     # In bytes, a line break is inside a text.
     ended = tokenizer.source != "bytes" and tokenizer.end_of_text in new and not config.ignore_end
     if ended:
@@ -86,44 +92,51 @@ def decode_new(ids, n_prompt, tokenizer, config):
 def write_texts(model, tokenizer, ids, config):
     """Continues a prompt num_samples times. Prints the texts, the first one while it grows.
 
-    ids: those of the prompt, with end_of_text first. In the interactive mode, Ctrl-C ends the
-    texts.
-    Returns {"prompt": text, "texts": list of texts, with the prompt}.
+    ids: those of the prompt, with end_of_text first. Returns {"prompt": text, "texts": list of
+    texts, with the prompt}. In the interactive mode, Ctrl-C ends the texts.
     """
-    n, prompt = config.num_samples, tokenizer.decode(ids[1:])
-    options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    n = config.num_samples
+    prompt = tokenizer.decode(ids[1:])
+    options = dict(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
-    texts, shown = [""] * n, ""  # these do not contain the prompt
-    print(cli.visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
+    texts = [""] * n  # without the prompt
+    n_shown = 0  # characters of the first text that are printed
+    print(visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
     with (
         suppress(*stops),
         attention_for_many_shapes(),
-        devices.memory_advice(f"--num_samples {n}: out of memory; give fewer"),
+        memory_advice(f"--num_samples {n}: out of memory; give fewer"),
     ):
         for new in generate_tokens(model, idx, config.max_new_tokens, **options):
             idx = torch.cat([idx, new], dim=1)
-            rows = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
-            texts, ended = zip(*rows)
-            # Later tokens may complete a character, or --stop.
-            settled = max(0, len(texts[0]) - len(config.stop or ""))
-            part = texts[0][:settled].rstrip("\ufffd")[len(shown) :]
-            print(cli.visible(part), end="", flush=True)
-            shown += part
-            if all(ended):
+            decoded = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
+            texts = [text for text, _ in decoded]
+            # The end of the text is not printed yet: later tokens may complete a character, or
+            # --stop.
+            n_settled = max(0, len(texts[0]) - len(config.stop or ""))
+            settled = texts[0][:n_settled].rstrip("\ufffd")
+            print(visible(settled[n_shown:]), end="", flush=True)
+            n_shown = max(n_shown, len(settled))
+            if all(ended for _, ended in decoded):
                 break
-    print(cli.visible(f"{texts[0][len(shown) :]}\n"), flush=True)
+    print(visible(f"{texts[0][n_shown:]}\n"), flush=True)
     for i, text in enumerate(texts[1:], start=1):
-        print(cli.visible(f"--- sample {i} ---\n{prompt}{text}\n"), flush=True)
+        print(visible(f"--- sample {i} ---\n{prompt}{text}\n"), flush=True)
     return dict(prompt=prompt, texts=[prompt + text for text in texts])
 
 
 def main(argv=None):
-    config = GenerateConfig(**cli.parse_flags(__doc__, GenerateConfig, argv=argv))
-    cli.check_output("--json", config.json)
+    config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
+    check_output("--json", config.json)
     name = config.model or newest_model(config.checkpoint)
-    process = devices.start(config.device, config.dtype)
-    model, tokenizer = load_model(name)
+    process = start(config.device, config.dtype)
+    model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:
         # To multiply one vector, a CPU reads a tall matrix faster if it is stored by columns.
@@ -131,7 +144,7 @@ def main(argv=None):
             if p.dim() == 2 and len(p) >= p.size(1):
                 p.data = p.t().contiguous().t()
     prompts = [tokenize_prompt(config.prompt or "", tokenizer, model.config.block_size)]
-    cli.print0(
+    print0(
         f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{process.dtype_name} on {process.device}\n"
     )
@@ -139,8 +152,8 @@ def main(argv=None):
         prompts = ask_prompts(tokenizer, config, model.config.block_size)
     results = [write_texts(model, tokenizer, ids, config) for ids in prompts]
     if config.json:
-        cli.write_json(config.json, results)
+        write_json(config.json, results)
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -19,7 +19,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, launch
+from plaingpt.scoring.benchmark import Benchmark, accuracy, choice, get_fields
+from plaingpt.scoring.program import launch
+
+from model import GPT
 
 
 @dataclass
@@ -49,7 +52,10 @@ def report(examples, scores):
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(
-        acc_norm_token=scores.tokens, acc=1, acc_norm_char=chars, acc_norm_byte=scores.bytes - 1
+        acc_norm_token=scores.tokens,
+        acc=1,
+        acc_norm_char=chars,
+        acc_norm_byte=scores.bytes - 1,
     )
     return {name: accuracy(examples, scores, length) for name, length in lengths.items()}
 
@@ -71,4 +77,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    launch(BENCHMARK)
+    launch(BENCHMARK, GPT)

@@ -14,7 +14,10 @@ word. An answer is right if every token of the ending is the most likely one.
 docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 """
 
-from plaingpt.evaluation import Benchmark, Example, bad_record, get_fields, launch, perplexity
+from plaingpt.scoring.benchmark import Benchmark, Example, bad_record, get_fields, perplexity
+from plaingpt.scoring.program import launch
+
+from model import GPT
 
 
 def examples(records):
@@ -53,4 +56,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    launch(BENCHMARK)
+    launch(BENCHMARK, GPT)

@@ -13,14 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from plaingpt.ops.loss import LinearCrossEntropyLoss, matmul_dtype, stream_dtype
+from plaingpt.ops.muon import Muon
+from plaingpt.ops.sampling import generate_tokens
+from plaingpt.weights.load import load_model
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-
-from plaingpt.loss import LinearCrossEntropyLoss, matmul_dtype, stream_dtype
-from plaingpt.muon import Muon
-from plaingpt.sampling import generate_tokens
 
 
 @dataclass
@@ -97,6 +98,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model."""
 
+    config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -138,7 +141,7 @@ class GPT(nn.Module):
         cache: a KVCache for each block, with the keys and values of earlier tokens.
         pos: the positions, (B, T). By default, they continue after the cache.
         mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
-        tokens in the cache. plaingpt/evaluation.py gives pos and mask, to pack endings into rows.
+        tokens in the cache. plaingpt/scoring gives pos and mask, to pack endings into rows.
         """
         T, start = idx.size(1), cache[0].length if cache else 0
         if start and T > 1 and mask is None:
@@ -189,9 +192,18 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, **options):
         """Samples ids after each row: (B, T) -> (B, T + max_new_tokens).
 
-        options: seed, temperature, top_k and top_p. plaingpt/sampling.py explains them.
+        options: seed, temperature, top_k and top_p. plaingpt/ops/sampling.py explains them.
         """
         return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
+
+    @classmethod
+    def load(cls, place):
+        """Loads trained weights -> (GPT, Tokenizer), on the CPU. Raises UserError.
+
+        place: a checkpoint of this program, of nanoGPT or of build-nanogpt; a run directory, for
+        its newest checkpoint; or the name or the directory of a Hugging Face GPT-2.
+        """
+        return load_model(place, cls)
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
         """Returns [AdamW], or for "muon" [Muon, AdamW]. muon_lr: None means learning_rate.
@@ -201,22 +213,28 @@ class GPT(nn.Module):
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices of the
         blocks. Its updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, 2.2).
         """
-        matrices = [(n, p) for n, p in self.named_parameters() if p.dim() >= 2]
-        vectors = [(n, p) for n, p in self.named_parameters() if p.dim() < 2]
+        of_muon = []  # pairs of name and parameter, as in the other two lists
+        matrices = []
+        vectors = []
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                vectors.append((name, p))
+            elif optimizer == "muon" and ".h." in name and p.dim() == 2:
+                of_muon.append((name, p))
+            else:
+                matrices.append((name, p))
         optimizers = []
         if optimizer == "muon":
-            in_blocks = [(n, p) for n, p in matrices if ".h." in n and p.dim() == 2]
-            matrices = [(n, p) for n, p in matrices if ".h." not in n or p.dim() > 2]
-            optimizers.append(Muon(in_blocks, muon_lr or learning_rate, weight_decay))
+            optimizers.append(Muon(of_muon, muon_lr or learning_rate, weight_decay))
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
         # A stage of a pipeline may have no matrices outside its blocks.
         groups = [group for group in groups if group["params"]]
-        optimizers.append(
-            torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
-        )  # fused is faster
+        # fused=True is faster.
+        adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        optimizers.append(adamw)
         return optimizers
 
     def flops_per_token(self):

@@ -20,11 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from plaingpt.base.errors import UserError, explaining, require, run_program
+from plaingpt.base.files import read_json
+from plaingpt.base.flags import FREE, REPEAT, marked, parse_flags
+from plaingpt.base.log_file import read_streams
+from plaingpt.base.terminal import print0
+from plaingpt.run.intervals import unpaired_interval
+
 import numpy as np
 
-from plaingpt import cli
-from plaingpt.cli import require
-from plaingpt.intervals import unpaired_interval
 from train_gpt2 import TrainConfig
 
 # These are the panels in their order, with their labels. Streams that are not here follow in panels
@@ -53,51 +57,67 @@ class PlotConfig:
 
 def read_run(directory):
     """Reads a run directory -> ({stream: {step: value}}, run.json or {}). Raises UserError."""
-    streams = cli.read_streams(Path(directory, "log.txt"))
+    streams = read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
-        raise cli.UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    return streams, cli.read_json(Path(directory, "run.json"))  # build-nanogpt writes none
+        raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
+    return streams, read_json(Path(directory, "run.json"))  # build-nanogpt writes none
 
 
 def group_runs(runs):
     """Groups {directory: (streams, facts)} -> {group: list of streams}. rms-1, rms-2 are in rms."""
-    groups, named, ignored = {}, {}, cli.marked(TrainConfig, cli.FREE, cli.REPEAT)
-    for name, (streams, facts) in runs.items():
-        same = {k: v for k, v in facts.get("train_config", {}).items() if k not in ignored}
-        stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", name)
-        same.update(facts.get("model_config", {}), program=facts.get("program"))
-        groups.setdefault((stem, repr(same)), {})[name] = streams
+    ignored = marked(TrainConfig, FREE, REPEAT)
+    groups = {}  # {(stem of the names, settings): {directory: streams}}
+    for directory, (streams, facts) in runs.items():
+        settings = {}
+        for flag, value in facts.get("train_config", {}).items():
+            if flag not in ignored:
+                settings[flag] = value
+        settings.update(facts.get("model_config", {}), program=facts.get("program"))
+        stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", directory)  # keeps the 3 of lr-1e-3
+        groups.setdefault((stem, repr(settings)), {})[directory] = streams
+    named = {}
     for (stem, _), members in groups.items():
         name = stem.rstrip("-_")
         if len(members) == 1 or name in runs or name in named:
             name = ", ".join(members)
-        named[name] = [*members.values()]
+        named[name] = list(members.values())
     return named
 
 
-def compare(groups):
+def compare_groups(groups):
     """Returns the rows of a table: final validation losses, and differences to the first group.
 
     There are none if no run has a validation loss.
     """
-    rows, first = [("group", "runs", "step", "val loss", "difference", "95 % interval")], None
+    rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
+    first_losses = []  # those of the first group
     for name, runs in groups.items():
-        ends = [[*run["val"].items()][-1] for run in runs if "val" in run]  # (step, loss)
+        ends = [list(run["val"].items())[-1] for run in runs if "val" in run]  # (step, loss)
         if not ends:
             continue
+        steps = sorted({step for step, _ in ends})
         losses = [loss for _, loss in ends]
         spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
-        difference, interval = "", ""
-        if first:
-            mean, half = unpaired_interval(first, losses)
+        difference = ""
+        interval = ""
+        if first_losses:
+            mean, half = unpaired_interval(first_losses, losses)
             difference = f"{mean:+.4f}"
-            interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half < np.inf else ""
-        first = first or losses
-        steps = ", ".join(map(str, sorted({step for step, _ in ends})))
+            if half < np.inf:
+                interval = f"{mean - half:+.4f} to {mean + half:+.4f}"
+        else:
+            first_losses = losses
         rows.append(
-            (name, str(len(losses)), steps, f"{np.mean(losses):.4f}{spread}", difference, interval)
+            (
+                name,
+                str(len(losses)),
+                ", ".join(map(str, steps)),
+                f"{np.mean(losses):.4f}{spread}",
+                difference,
+                interval,
+            )
         )
-    return rows if first else []
+    return rows if first_losses else []
 
 
 def running_mean(values):
@@ -118,81 +138,88 @@ def panel_of(stream):
 
 
 def draw_group(panels, name, color, runs, x_kind):
-    """Draws a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
+    """Draws the streams of a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
     # {step: tokens consumed before it}. The log has the count after a step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
-        panel = panels.get(panel_of(stream))
-        # All runs have these steps.
-        steps = sorted(set.intersection(*({*run.get(stream, ())} for run in runs)))
-        if not (panel and steps):
-            continue
-        x = steps if x_kind == "steps" else [tokens.get(step, 0) for step in steps]
-        values = np.array([[run[stream][step] for step in steps] for run in runs])  # (runs, steps)
-        noisy = stream in ("train", "norm", "tok_s")
-        if noisy:
-            if len(runs) == 1:
-                panel.plot(x, values[0], color=color, alpha=0.15, linewidth=0.6)
-            values = np.array([running_mean(row) for row in values])
-        mean = values.mean(axis=0)
-        label = name if panel_of(stream) == stream else f"{name}, {LOSSES.get(stream, stream)}"
-        number = re.search(r"_(\d+)$|$", stream)[1] or 0  # lines of higher numbers are lighter
-        panel.plot(
-            x,
-            mean,
-            color=color,
-            linewidth=1.5 if noisy else 0.8,
-            label=label,
-            marker="" if noisy or stream == "lr" else ".",
-            alpha=8 / (8 + int(number)),
-        )
-        if len(runs) > 1:
-            sd = values.std(axis=0, ddof=1)
-            panel.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, linewidth=0)
+        panel = panels.get(panel_of(stream))  # the stream tokens has none
+        steps = common_steps(runs, stream)
+        if panel and steps:
+            x = steps
+            if x_kind == "tokens":
+                x = [tokens.get(step, 0) for step in steps]
+            values = np.array([[run[stream][step] for step in steps] for run in runs])
+            draw_stream(panel, stream, name, color, x, values)
+
+
+def common_steps(runs, stream):
+    """Returns the steps for which all runs have a value of the stream, in order."""
+    steps_of_runs = [set(run.get(stream, {})) for run in runs]
+    return sorted(set.intersection(*steps_of_runs))
+
+
+def draw_stream(panel, stream, name, color, x, values):
+    """Draws the mean of a group's values, and a band if there are several runs.
+
+    name: of the group. x: (steps). values: (runs, steps).
+    """
+    is_noisy = stream in ("train", "norm", "tok_s")
+    if is_noisy:
+        if len(values) == 1:
+            panel.plot(x, values[0], color=color, alpha=0.15, linewidth=0.6)
+        values = np.array([running_mean(row) for row in values])
+    mean = values.mean(axis=0)
+    label = name if panel_of(stream) == stream else f"{name}, {LOSSES.get(stream, stream)}"
+    alpha = 1.0
+    if number := re.search(r"_(\d+)$", stream):  # lines of higher numbers are lighter
+        alpha = 8 / (8 + int(number[1]))
+    panel.plot(
+        x,
+        mean,
+        color=color,
+        linewidth=1.5 if is_noisy else 0.8,
+        label=label,
+        marker="" if is_noisy or stream == "lr" else ".",
+        alpha=alpha,
+    )
+    if len(values) > 1:
+        sd = values.std(axis=0, ddof=1)
+        panel.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, linewidth=0)
 
 
 def fit_to_the_end(panel):
     """Fits the y axis to the values after the first tenth of each line."""
-    lines = [line.get_data() for line in panel.lines if not line.get_label().startswith("_")]
-    values = np.concatenate([[np.nan], *(y[x >= 0.1 * x[-1]] for x, y in lines)])
-    values = values[np.isfinite(values)]
-    if values.size:
-        margin = 0.05 * np.ptp(values) or 0.1
-        panel.set_ylim(values.min() - margin, values.max() + margin)
+    values = []
+    for line in panel.lines:
+        if not line.get_label().startswith("_"):  # matplotlib names the faint lines "_child0"
+            x, y = line.get_data()
+            end = y[x >= 0.1 * x[-1]]
+            values += end[np.isfinite(end)].tolist()
+    if values:
+        margin = 0.05 * (max(values) - min(values)) or 0.1
+        panel.set_ylim(min(values) - margin, max(values) + margin)
 
 
 def draw(runs, x):
     """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
-    found = {panel_of(stream) for streams, _ in runs.values() for stream in streams}
-    names = [name for name in PANELS if name in found]
-    names += sorted(found - PANELS.keys() - {"tokens"})
-    rows = (len(names) + 1) // 2
-    figure = require("matplotlib.figure").Figure((10, 3.2 * rows), dpi=120, layout="constrained")
-    panels = {name: figure.add_subplot(rows, 2, i) for i, name in enumerate(names, start=1)}
+    names = find_panels(runs)
+    n_rows = (len(names) + 1) // 2
+    figure = require("matplotlib.figure").Figure((10, 3.2 * n_rows), dpi=120, layout="constrained")
+    panels = {name: figure.add_subplot(n_rows, 2, i) for i, name in enumerate(names, start=1)}
     for i, (name, group) in enumerate(group_runs(runs).items()):
         if x == "tokens" and "tokens" not in group[0]:
-            raise cli.UserError(f"{name}: log.txt has no stream tokens; use --x steps")
-        # A legend leaves out names that begin with "_".
-        draw_group(panels, re.sub("^_", "./_", name).replace("$", r"\$"), f"C{i}", group, x)
-    fineweb = all(
-        facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
-        for _, facts in runs.values()
-    )
+            raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
+        # A legend leaves out names that begin with "_", and reads "$" as the start of a formula.
+        label = re.sub("^_", "./_", name).replace("$", r"\$")
+        draw_group(panels, label, f"C{i}", group, x)
+    # The published losses are those of FineWeb-Edu.
+    is_fineweb = all(reads_fineweb(facts) for _, facts in runs.values())
     for name, panel in panels.items():
         if name in ("loss", "bpb", "norm", "wikitext"):
             fit_to_the_end(panel)
-        for model, score in SCORES.get(name, {}).items() if name != "loss" or fineweb else []:
-            panel.axhline(score, color="black", linestyle=":", linewidth=1)
-            panel.text(
-                1,
-                score,
-                f"{model}: {score:g}",
-                ha="right",
-                va="bottom",
-                size=8,
-                transform=panel.get_yaxis_transform(),
-                clip_on=True,
-            )
+        if name != "loss" or is_fineweb:
+            for model, score in SCORES.get(name, {}).items():
+                draw_score(panel, model, score)
         panel.set(xlabel=x, ylabel=PANELS.get(name, name))
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
@@ -202,20 +229,49 @@ def draw(runs, x):
     return figure
 
 
+def find_panels(runs):
+    """Returns the names of the panels for runs, in their order."""
+    found = set()
+    for streams, _ in runs.values():
+        found.update(map(panel_of, streams))
+    known = [name for name in PANELS if name in found]
+    return known + sorted(found - PANELS.keys() - {"tokens"})
+
+
+def reads_fineweb(facts):
+    """Returns whether a run reads FineWeb-Edu with the tokens of GPT-2. facts: from run.json."""
+    return facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
+
+
+def draw_score(panel, model, score):
+    """Draws the published score of a model as a dotted line."""
+    panel.axhline(score, color="black", linestyle=":", linewidth=1)
+    panel.text(
+        1,
+        score,
+        f"{model}: {score:g}",
+        ha="right",
+        va="bottom",
+        size=8,
+        transform=panel.get_yaxis_transform(),
+        clip_on=True,
+    )
+
+
 def main(argv=None):
-    given = cli.parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
+    given = parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
     directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a last /
     config = PlotConfig(**given)
     runs = {directory: read_run(directory) for directory in directories}
     figure = draw(runs, config.x)
-    with cli.explaining(f"--output {config.output}: cannot write", "give another file"):
+    with explaining(f"--output {config.output}: cannot write", "give another file"):
         figure.savefig(config.output)
-    rows = compare(group_runs(runs))
+    rows = compare_groups(group_runs(runs))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        cli.print0("  ".join(map(str.ljust, row, widths)).rstrip())
-    cli.print0(f"{config.output}: {', '.join(directories)}")
+        print0("  ".join(map(str.ljust, row, widths)).rstrip())
+    print0(f"{config.output}: {', '.join(directories)}")
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -15,23 +15,43 @@ The context is the four sentences; the model's answer is the likelier ending.
 Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
 """
 
-from plaingpt.evaluation import Benchmark, accuracy, choice, get_fields, launch
+from plaingpt.scoring.benchmark import Benchmark, accuracy, choice, get_fields
+from plaingpt.scoring.program import launch
 
-STORY = {f"inputsentence{i}": str for i in (1, 2, 3, 4)}
+from model import GPT
 
 
 def examples(records):
     """Turns records into Examples with two endings. Raises UserError."""
-    for record in records:
-        # The files of 2016 and 2018 spell the names of the columns differently.
-        record = {
-            str(name).lower().replace("_", "").replace("randomfifth", ""): value
-            for name, value in record.items()
-        }
-        *story, a, b, label = get_fields(
-            record, **STORY, sentencequiz1=str, sentencequiz2=str, answerrightending=int | str
+    for record in map(unify_names, records):
+        story = get_fields(
+            record,
+            inputsentence1=str,
+            inputsentence2=str,
+            inputsentence3=str,
+            inputsentence4=str,
         )
-        yield choice(record, " ".join(story), [a, b], {"1": 0, "2": 1}.get(str(label)))
+        *endings, answer = get_fields(
+            record,
+            sentencequiz1=str,
+            sentencequiz2=str,
+            answerrightending=int | str,
+        )
+        label = {"1": 0, "2": 1}.get(str(answer))  # None if it is neither
+        yield choice(record, " ".join(story), endings, label)
+
+
+def unify_names(record):
+    """Returns a record whose names have one spelling.
+
+    The files of 2016 and 2018 spell them differently: RandomFifthSentenceQuiz1 and sentence_quiz1
+    become sentencequiz1.
+    """
+    unified = {}
+    for name, value in record.items():
+        plain = str(name).lower().replace("_", "").replace("randomfifth", "")
+        unified[plain] = value
+    return unified
 
 
 def report(examples, scores):
@@ -54,4 +74,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    launch(BENCHMARK)
+    launch(BENCHMARK, GPT)

@@ -22,9 +22,23 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from plaingpt.evaluation import Benchmark, Example, get_fields, launch, perplexity
+from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
+from plaingpt.scoring.program import launch
+
+from model import GPT
 
 TITLE = r"[^\S\n]*= (?!=).*(?<!=) =[^\S\n]*$"  # the line " = Title = "
+BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+REPLACEMENTS = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
 
 
 @dataclass
@@ -36,16 +50,25 @@ def examples(records, stride=Options.stride):
     """Turns records into Examples, one for each article. Raises UserError."""
     for page in pages(records):
         # Counts words like the harness: white space at either end adds an empty word.
-        counts = dict(words=len(re.split(r"\s+", page)), bytes_before=len(page.encode()))
-        text = detokenize(page) if re.match(rf"(?m)\s*{TITLE}", page) else page  # plain text stays
+        n_words = len(re.split(r"\s+", page))
+        counts = dict(words=n_words, bytes_before=len(page.encode()))
+        text = page
+        if re.match(rf"(?m)\s*{TITLE}", page):  # a text without titles is not changed
+            text = detokenize(page)
         yield Example([""], [text], stride=stride, counts=counts)
 
 
 def pages(records):
     """Yields articles. Records of lines are joined, then split before each title."""
-    # The hub's empty lines are "", without their space.
-    lines = [(get_fields(record, text=str)[0] or " ").removesuffix("\n") for record in records]
-    yield from filter(str.strip, re.split(rf"(?m)\n(?={TITLE})", "\n".join([*lines, ""])))
+    lines = []
+    for record in records:
+        (line,) = get_fields(record, text=str)
+        # The hub's empty lines are "", without their space.
+        lines.append((line or " ").removesuffix("\n"))
+    text = "\n".join(lines) + "\n"
+    for page in re.split(rf"(?m)\n(?={TITLE})", text):
+        if page.strip():
+            yield page
 
 
 def detokenize(text):
@@ -55,18 +78,9 @@ def detokenize(text):
         text = text.replace(f" @{mark}@ ", mark)  # these are inside numbers and compounds
     for mark in ":;.!?,":
         text = text.replace(f" {mark} ", f"{mark} ")
-    for left, right in ("()", "[]", "{}", '""', "''"):
+    for left, right in BRACKETS:
         text = re.sub(rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}", text)
-    for old, new in (
-        ("= = = =", "===="),
-        ("= = =", "==="),
-        ("= =", "=="),
-        (" ° ", "°"),
-        (" \n", "\n"),
-        ("\n ", "\n"),
-        (" N ", " 1 "),
-        (" 's", "'s"),
-    ):
+    for old, new in REPLACEMENTS:
         text = text.replace(old, new)
     return text
 
@@ -99,4 +113,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    launch(BENCHMARK)
+    launch(BENCHMARK, GPT)

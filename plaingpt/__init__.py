@@ -1,11 +1,18 @@
-"""Prepares the import of the other files: how a CPU's threads wait, and which model.py is ours."""
+"""The parts of the programs, in rooms. A room imports only those that stand before it in this list:
+
+ops, base      what the model and a step compute; flags, errors, files
+distributed    processes, devices, memory, models that are split over processes
+data           texts, tokens, shards, tokenizers
+weights        checkpoints, and where a run starts
+scoring        benchmarks
+run            the configuration and the log of a training run
+"""
 
 import os
-import sys
+
+# This import comes before torch, which ignores Ctrl-C while it imports numpy itself.
+import numpy  # noqa: F401
 
 # Waiting threads spin by default. When another program uses the cores, that makes a step several
 # times slower, so let them sleep early. torch reads this when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-# Otherwise, Python would take a model.py or tokenizer.py that lies beside a notebook.
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

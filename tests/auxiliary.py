@@ -4,12 +4,12 @@ Checks that splitting replaces no method or attribute of the model. FSDP wraps h
 register_fsdp_forward_method.
 """
 
+from plaingpt.base.errors import run_program
+
 import train_gpt2
 from model import GPT
-from plaingpt import parallel
-from plaingpt.cli import run_program
 
-split = parallel.split
+split_model = train_gpt2.split_model
 
 
 def forward(self, idx, targets=None):
@@ -22,7 +22,7 @@ def forward(self, idx, targets=None):
 def checked_split(model, *args):
     methods = dict(vars(GPT))
     before = {module: dict(vars(module)) for module in model.modules()}
-    whole = split(model, *args)
+    whole = split_model(model, *args)
     assert dict(vars(GPT)) == methods
     for module, attributes in before.items():
         for key, value in vars(module).items():
@@ -35,5 +35,5 @@ def checked_split(model, *args):
 
 
 GPT.forward = forward
-parallel.split = checked_split
+train_gpt2.split_model = checked_split
 run_program(train_gpt2.main)

@@ -14,15 +14,17 @@ from pathlib import Path
 
 from forked import Program  # isort: skip  before torch, whose number of threads it sets
 
+
+from plaingpt.data.splits import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.process import Process
+from plaingpt.weights.fill import load_weights, make_whole_gpt
+
 import numpy as np
 import pytest
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.checkpoint import load_weights
-from plaingpt.device import Process
-from plaingpt.shards import open_splits
-from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite
 
 torch.set_num_threads(1)  # two workers share the machine
@@ -170,9 +172,8 @@ def text_batch(split, B, position=0, tokenizer="bytes", **options):
 
 def fresh(config):
     """The model that a run with seed 1337 starts from."""
-    with torch.device("meta"):
-        model = GPT(config)
-    load_weights(model, seed=1337)
+    model = make_whole_gpt(GPT, config)
+    load_weights(model, model, seed=1337)
     return model
 
 

@@ -5,15 +5,16 @@ import os
 import signal
 import sys
 
+from plaingpt.base.errors import run_program
+
 import train_gpt2
-from plaingpt.cli import run_program
 
 MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
     "start": (train_gpt2, "make_training", 1),
     "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
-    "gradient": (train_gpt2.parallel, "clip_grad_norm", 3),  # gets one that is not finite
+    "gradient": (train_gpt2, "clip_grad_norm", 3),  # gets one that is not finite
 }
 owner, name, n = MOMENTS[sys.argv.pop(1)]
 function, calls = getattr(owner, name), 0

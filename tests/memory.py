@@ -7,11 +7,12 @@ are above what the process had before.
 import re
 from pathlib import Path
 
+from plaingpt.base.errors import run_program
+from plaingpt.weights.saver import Saver
+
 import torch._dynamo  # noqa: F401  before memory is measured
 
 import train_gpt2
-from plaingpt.checkpoint import Saver
-from plaingpt.cli import run_program
 
 load_weights, numbers = train_gpt2.load_weights, {}
 

@@ -5,11 +5,12 @@ Saves the results of rank R to FILE.R. Saves those of one process to FILE.0.
 
 import sys
 
+from plaingpt.distributed.process import start
+from plaingpt.ops.sampling import generate_tokens
+
 import torch
 
 from model import GPTConfig
-from plaingpt.device import start
-from plaingpt.sampling import generate_tokens
 from train_gpt2 import TrainConfig, make_training, train_step
 
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

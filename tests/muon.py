@@ -1,15 +1,17 @@
 """Two steps of Muon under DDP. Each process prints the FLOPs of its second optimizer step."""
 
+from plaingpt.distributed.process import start
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
-from plaingpt.device import start
 from train_gpt2 import TrainConfig, make_training
 
 process = start("cpu", "float32")
 shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=32, vocab_size=256)
-_, model, (muon, _), _ = make_training(shape, TrainConfig(optimizer="muon"), process)
+training = make_training(shape, TrainConfig(optimizer="muon"), process)
+model, (muon, _) = training.model, training.optimizers
 x = torch.zeros((2, 32), dtype=torch.long)  # (B, T)
 for _ in range(2):
     model(x, x)[1].backward()

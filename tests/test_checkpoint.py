@@ -5,15 +5,18 @@ import os
 import shutil
 from types import SimpleNamespace
 
+from plaingpt.base.errors import UserError
+from plaingpt.base.log_file import read_streams
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.weights.checkpoint import load_checkpoint, load_newest
+from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.weights.load import load_model
+
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_close_logs, checkpoint, names, program, read_log, train
 
 from model import GPT, GPTConfig
-from plaingpt.checkpoint import load_checkpoint, load_model, load_newest
-from plaingpt.cli import UserError, read_streams
-from plaingpt.huggingface import save_gpt2
-from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig
 
 # Saving
@@ -95,14 +98,14 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
 def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
     """Another model.py gives one note, also before an error of its own."""
     path, note = copy / "model_000010.pt", "was written by another model.py\n"
-    load_model(path)
+    load_model(path, GPT)
     assert note not in capsys.readouterr().out
     torch.save(checkpoint(copy, 10) | {"model_code": "0"}, path)
-    load_model(path)
+    load_model(path, GPT)
     assert capsys.readouterr().out.count(note) == 1
     torch.save(checkpoint(copy, 10) | {"model": {}}, path)
     with pytest.raises(UserError, match="restore that model.py; its run may have a changes.patch"):
-        load_model(path)
+        load_model(path, GPT)
 
 
 # Resuming
@@ -338,9 +341,9 @@ def test_moments_of_a_wrong_shape_are_refused(copy, key):
 
 def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
     """Windows refuses to delete a mapped file, so a resumed run could not save any more."""
-    monkeypatch.setattr("plaingpt.checkpoint.sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr("plaingpt.weights.checkpoint.sys", SimpleNamespace(platform="win32"))
     path = shutil.copy(ROOT / "tests" / "checkpoints" / "e2d0309.pt", tmp_path / "model.pt")
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, GPT)
     path.write_bytes(bytes(path.stat().st_size))  # a map would now be all zeros
     assert all(w.any() for name, w in checkpoint["model"].items() if "weight" in name)
 
@@ -352,16 +355,16 @@ def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     for name in ("ckpt.pt", "pickle.pt", "model.safetensors"):
         with pytest.raises(UserError, match="not a readable checkpoint .*; give another one$") as e:
-            load_checkpoint(tmp_path / name)
+            load_checkpoint(tmp_path / name, GPT)
         assert "\x1b" not in str(e.value) and "\n" not in str(e.value)
     path = tmp_path / "model_000001.pt"
     path.write_bytes(b"damaged")
     with pytest.raises(UserError, match="delete it to resume from the one before$"):
-        load_newest(tmp_path)
+        load_newest(tmp_path, GPT)
 
     def fail(*args):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("zipfile.ZipFile", fail)
     with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); try again$"):
-        load_newest(tmp_path)
+        load_newest(tmp_path, GPT)

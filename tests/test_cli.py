@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.flags import EMPTY, OR, parse_flags
+from plaingpt.base.terminal import print0, show_progress
+
 import pytest
 from conftest import ROOT, TEXT, TINY, names, program, train
 
 import fineweb
 import plot
 import tokenizer
-from plaingpt.cli import EMPTY, OR, UserError, parse_flags, print0, run_program, show_progress
 
 
 @dataclass
@@ -33,7 +36,9 @@ def run_source(source, cwd, status):
     """Runs `source` as the body of a program's main() -> stderr."""
     lines = "\n    ".join(source.splitlines())
     (cwd / "prog.py").write_text(
-        f"from plaingpt import cli\n\ndef main():\n    {lines}\n\ncli.run_program(main)\n"
+        "from plaingpt.base.errors import UserError, explaining, require, run_program\n"
+        "from plaingpt.base.files import replacing, write_json, writing\n"
+        f"\n\ndef main():\n    {lines}\n\n\nrun_program(main)\n"
     )
     return program(cwd=cwd, program=cwd / "prog.py", status=status)[1]
 
@@ -52,7 +57,7 @@ def run_source(source, cwd, status):
         ("import jsn", "ModuleNotFoundError: No module named 'jsn'"),
         ("from json import dump_all", "ImportError: cannot import name 'dump_all' from 'json'"),
         ('open("missing.txt")', "FileNotFoundError: [Errno 2] No such file or directory"),
-        ('with cli.writing("x"):\n    raise RuntimeError("a bug")', "RuntimeError: a bug"),
+        ('with writing("x"):\n    raise RuntimeError("a bug")', "RuntimeError: a bug"),
     ],
     ids=["nccl", "gloo", "module", "name", "file", "writing"],
 )
@@ -66,14 +71,14 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
 @pytest.mark.parametrize(
     "source, status, line",
     [
-        ('raise cli.UserError("--n 0: must be above 0")', 2, "error: --n 0: must be above 0\n"),
+        ('raise UserError("--n 0: must be above 0")', 2, "error: --n 0: must be above 0\n"),
         (
-            'cli.require("no_such_package.part")',
+            'require("no_such_package.part")',
             2,
             "error: the package no_such_package is missing: pip install no_such_package\n",
         ),
         (
-            'with cli.writing("a/b"):\n    open("a/b", "w")',
+            'with writing("a/b"):\n    open("a/b", "w")',
             2,
             "error: a/b: cannot write (No such file "
             "or directory); choose another place, or free some space\n",

@@ -4,6 +4,15 @@ import dataclasses
 import re
 import sys
 
+from plaingpt.base.errors import UserError
+from plaingpt.base.flags import parse_flags
+from plaingpt.base.other_flags import OTHER_FLAGS
+from plaingpt.data.splits import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.scoring.program import EvalConfig
+from plaingpt.weights.checkpoint import load_newest
+from plaingpt.weights.load import load_model
+
 import numpy as np
 import pytest
 import torch
@@ -13,11 +22,6 @@ import train_gpt2
 from bench import BenchConfig
 from generate import GenerateConfig
 from model import GPT, GPTConfig
-from plaingpt.checkpoint import load_model, load_newest
-from plaingpt.cli import OTHER_NAMES, UserError, parse_flags
-from plaingpt.evaluation import EvalConfig
-from plaingpt.shards import open_splits
-from tokenizer import get_tokenizer
 
 SHAPE = dict(block_size=8, n_layer=2, n_head=2, n_embd=4)
 
@@ -77,7 +81,7 @@ def test_a_program_suggests_only_its_own_flags(config, flags, message):
 def test_the_table_of_flags_names_flags_that_exist():
     configs = (GPTConfig, train_gpt2.TrainConfig, GenerateConfig)
     ours = {field.name for config in configs for field in dataclasses.fields(config)}
-    assert {*re.findall(r"--(\w+)", " ".join(OTHER_NAMES))} <= ours
+    assert {*re.findall(r"--(\w+)", " ".join(other.ours for other in OTHER_FLAGS))} <= ours
 
 
 def test_tokens_of_nanogpt_and_llm_c(tmp_path):
@@ -122,17 +126,17 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
         found |= dict(config=kind(**SHAPE, vocab_size=50304), step=10)
     torch.save(found, path)
-    loaded, tokenizer = load_model(str(path))
+    loaded, tokenizer = load_model(str(path), GPT)
     idx = torch.randint(50257, (2, 8))
     torch.testing.assert_close(loaded(idx)[0], model(idx)[0])
     assert tokenizer.name == "gpt2"
     assert ("GELU is exact" in capsys.readouterr().out) == (trainer == "nanogpt")
     with pytest.raises(UserError, match="another program wrote it; use --init_from"):
-        load_newest(tmp_path)
+        load_newest(tmp_path, GPT)
     program("--checkpoint", path, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     torch.save(dict(found, model_args=dict(SHAPE, vocab_size=65)), path)
     with pytest.raises(UserError, match="or its ids are not GPT-2's"):
-        load_model(str(path))
+        load_model(str(path), GPT)
 
 
 def test_only_biases_may_be_missing(theirs, tmp_path):
@@ -141,7 +145,7 @@ def test_only_biases_may_be_missing(theirs, tmp_path):
     del weights["_orig_mod.transformer.h.1.mlp.c_fc.weight"]
     torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")
     with pytest.raises(UserError, match="not a readable checkpoint"):
-        load_model(str(tmp_path / "ckpt.pt"))
+        load_model(str(tmp_path / "ckpt.pt"), GPT)
 
 
 def test_a_directory_of_save_to_disk(tmp_path):

@@ -3,20 +3,23 @@
 import math
 import struct
 
+from plaingpt.base.errors import UserError
+from plaingpt.base.flags import parse_flags
+from plaingpt.data.sources import Sources
+from plaingpt.run.steps import plan_steps
+
 import pytest
 import torch
 from conftest import ROOT, program, read_log, train
 
 from model import GPT, GPTConfig
-from plaingpt.cli import UserError, parse_flags
-from plaingpt.data import Sources, plan_steps
 from train_gpt2 import TrainConfig, choose_data, get_lr, make_configs
 
 
 def configs(*flags):
     """The GPTConfig and the TrainConfig of these flags."""
     given = parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
-    return make_configs(given, Sources(choose_data(given)))
+    return make_configs(given, Sources(choose_data(given)), GPTConfig, TrainConfig)
 
 
 def config_of(*flags):

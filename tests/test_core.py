@@ -4,6 +4,12 @@ import json
 import math
 import random
 
+from plaingpt.base.errors import run_program
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.scoring.benchmark import load_examples
+from plaingpt.scoring.rows import make_rows
+from plaingpt.weights.huggingface import save_gpt2
+
 import numpy as np
 import pytest
 import torch
@@ -13,10 +19,6 @@ from conftest import WORDS, overfit, program, write_lines
 
 import core
 from model import GPT, GPTConfig
-from plaingpt.cli import run_program
-from plaingpt.evaluation import load_examples, make_rows
-from plaingpt.huggingface import save_gpt2
-from tokenizer import get_tokenizer
 
 T = 96  # context of the tiny model; some prompts below are longer
 KINDS = dict(m="multiple_choice", s="schema", l="language_modeling")

@@ -5,6 +5,14 @@ import re
 import struct
 from fractions import Fraction
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.data_sets import Data
+from plaingpt.data.mixture import read_shares
+from plaingpt.data.sources import Sources
+from plaingpt.data.splits import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.ops.order import order_of_sets, permute
+
 import numpy as np
 import pytest
 from conftest import TINY, assert_close_logs, program, read_log, train
@@ -12,11 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import GPTConfig
-from plaingpt.cli import UserError
-from plaingpt.data import Data, Sources, read_shares
-from plaingpt.order import order_of_sets, permute
-from plaingpt.shards import open_splits
-from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite
 
 GPT2 = get_tokenizer("gpt2")

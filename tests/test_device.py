@@ -1,4 +1,4 @@
-"""plaingpt/device.py: devices and their errors, and the thread that prepares batches."""
+"""Devices and their errors, the search for a micro-batch, and the thread that prepares batches."""
 
 import json
 import os
@@ -8,16 +8,20 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.prefetch import prefetch
+from plaingpt.distributed import batch_search
+from plaingpt.distributed.device import choose_compile, find_device
+from plaingpt.distributed.memory import memory_advice
+from plaingpt.distributed.process import Process
+from plaingpt.weights import saver
+
 import pytest
 import torch
 from conftest import ALONE, CPU, MODEL, ROOT, TINY, read_log
 
-import plaingpt.device as devices
 import train_gpt2
 from model import GPT
-from plaingpt import checkpoint
-from plaingpt.cli import UserError
-from plaingpt.device import Process, choose_compile, find_device, memory_advice, prefetch
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
@@ -78,7 +82,7 @@ def small_gpu(monkeypatch):
     The search runs the model on the CPU. Test and search use both lists.
     """
     most, tried, forward = [4], [], GPT.forward
-    has_memory, fit = devices.has_memory, devices.fit_batch_size
+    has_memory, fit = batch_search.has_memory, train_gpt2.fit_batch_size
 
     def limited(model, idx, targets=None):
         torch.rand(1)
@@ -88,12 +92,12 @@ def small_gpu(monkeypatch):
 
     monkeypatch.setattr(GPT, "forward", limited)
     monkeypatch.setattr(
-        devices,
+        batch_search,
         "has_memory",
         lambda training, B, T, _: tried.append(B) or has_memory(training, B, T, ALONE),
     )
     monkeypatch.setattr(
-        devices,
+        train_gpt2,
         "fit_batch_size",
         lambda *args: fit(*args[:-1], replace(args[-1], device=torch.device("cuda"))),
     )
@@ -116,10 +120,10 @@ def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, t
     training, state = train_gpt2.make_training(MODEL, config, ALONE), torch.get_rng_state()
     args = training, config, 32, sizes, ALONE
     if most:
-        assert devices.fit_batch_size(*args) == tried[-1]
+        assert train_gpt2.fit_batch_size(*args) == tried[-1]
     else:
         with pytest.raises(UserError, match="^no sequence fits .* with --parallel fsdp$"):
-            devices.fit_batch_size(*args)
+            train_gpt2.fit_batch_size(*args)
     assert small_gpu[1] == tried and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in training.raw_model.parameters())
 
@@ -141,7 +145,7 @@ def test_different_flags_are_found_before_the_search(small_gpu, monkeypatch, tmp
         if "different flags" in message:
             raise UserError(message)
 
-    monkeypatch.setattr(checkpoint, "check_equal", check_equal)
+    monkeypatch.setattr(saver, "check_equal", check_equal)
     i = TINY.index("--batch_size")
     with pytest.raises(UserError, match="different flags"):
         train_gpt2.main([*TINY[:i], *TINY[i + 2 :], "--log_dir", str(tmp_path)])

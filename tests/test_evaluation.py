@@ -6,6 +6,17 @@ import math
 import re
 import sys
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.text import clean_text
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.process import Process
+from plaingpt.scoring import program as scoring_program
+from plaingpt.scoring.benchmark import Example, accuracy, load_examples, perplexity
+from plaingpt.scoring.evals import load_evals
+from plaingpt.scoring.rows import make_rows
+from plaingpt.scoring.score import ROUND, score
+from plaingpt.weights.huggingface import save_gpt2
+
 import numpy as np
 import pytest
 import torch
@@ -20,14 +31,7 @@ import lambada
 import storycloze
 import wikitext
 from model import GPT, GPTConfig
-from plaingpt import evaluation
-from plaingpt.cli import UserError
-from plaingpt.device import Process
-from plaingpt.evaluation import Example, make_rows, perplexity, score
-from plaingpt.huggingface import save_gpt2
-from plaingpt.text import clean_text
-from tokenizer import get_tokenizer
-from train_gpt2 import TrainConfig
+from train_gpt2 import TrainConfig, import_benchmarks
 
 T = 48  # context of the tiny model; some rows below are longer
 
@@ -189,7 +193,7 @@ def run_benchmark(name, tiny, tmp_path, *flags, processes):
     if processes > 1:
         program(*flags, program=f"{name}.py", cwd=tmp_path, processes=processes)
     else:
-        evaluation.main(sys.modules[name].BENCHMARK, list(map(str, flags)))
+        scoring_program.run_benchmark(sys.modules[name].BENCHMARK, GPT, list(map(str, flags)))
     return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 
 
@@ -314,7 +318,7 @@ def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     for records in (lines, hub, [dict(text=whole)]):
         assert list(wikitext.pages(records)) == PAGES
     (tmp_path / "a.txt").write_bytes(whole.replace("\n", "\r\n").encode())  # as on Windows
-    found = evaluation.load_examples(wikitext.BENCHMARK, tmp_path / "a.txt")
+    found = load_examples(wikitext.BENCHMARK, tmp_path / "a.txt")
     assert [example.endings[0] for example in found] == TEXTS
 
 
@@ -413,7 +417,7 @@ def test_an_example_may_have_several_contexts_with_one_ending():
     greedy = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0]
     assert scores.greedy.tolist() == alone.greedy.tolist() == greedy
     assert scores.tokens.tolist() == scores.bytes.tolist() == [2, 2, 2] + [1] * 11
-    assert evaluation.accuracy(examples, scores) == 3 / 5  # in a tie the first pair counts
+    assert accuracy(examples, scores) == 3 / 5  # in a tie the first pair counts
 
 
 def test_logits_are_float32_under_autocast():
@@ -436,12 +440,12 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=80, vocab_size=256))
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in rng.integers(2, 60, 80)]
-    examples = [evaluation.Example([text], [" a", " bcd"]) for text in texts]
+    examples = [Example([text], [" a", " bcd"]) for text in texts]
     hidden, shapes, found = model.hidden, set(), {}
     model.hidden = lambda idx, **kwargs: shapes.add(idx.shape[1]) or hidden(idx, **kwargs)
     for multiple in (1, 64):
         shapes.clear()
-        monkeypatch.setitem(evaluation.ROUND, "cpu", multiple)
+        monkeypatch.setitem(ROUND, "cpu", multiple)
         scores = scores_of(model, examples, tokens=64)
         found[multiple] = scores.log_likelihood, len(shapes)
     np.testing.assert_allclose(found[64][0], found[1][0], rtol=1e-5)
@@ -469,7 +473,7 @@ def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_pa
     text = json.dumps(text) if isinstance(text, dict) else text
     path.write_text("\n" + text if file == "x.jsonl" else text)
     with pytest.raises(UserError) as error:
-        evaluation.load_examples(sys.modules[name].BENCHMARK, path)
+        load_examples(sys.modules[name].BENCHMARK, path)
     assert str(error.value).startswith(str(path)) and message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -595,6 +599,28 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     assert (10, "hella") not in log
 
 
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        (
+            "from plaingpt.evaluation import Benchmark, launch",
+            "plaingpt.evaluation is now plaingpt.scoring; import Benchmark and its helpers from",
+        ),
+        (
+            "from lambada import BENCHMARK\n"
+            "from plaingpt.scoring.program import launch\n"
+            "launch(BENCHMARK)",
+            "lambada.py: ends with launch(BENCHMARK); write: from model import GPT, and launch(",
+        ),
+    ],
+    ids=["import", "launch"],
+)
+def test_the_file_of_an_older_benchmark_is_told_what_to_write(tmp_path, code, message):
+    (tmp_path / "older.py").write_text(code)
+    _, err = program(cwd=tmp_path, program=tmp_path / "older.py", status=2)
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
 def test_names_of_evals(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "l.jsonl").write_text('{"text": "The boat came home"}\n')
@@ -602,7 +628,8 @@ def test_names_of_evals(tmp_path, monkeypatch):
 
     def load(evals):
         config = TrainConfig(evals=evals, eval_every=1)
-        return [found.name for found, *_ in evaluation.load_evals(config, tokenizer, gpt_config)]
+        evals = load_evals(import_benchmarks(config), tokenizer, gpt_config)
+        return [found.name for found, *_ in evals]
 
     assert load(" lambada=l.jsonl, wikitext=l.jsonl,") == ["lambada", "wikitext"]
     for evals, message in (

@@ -4,12 +4,13 @@ import runpy
 import shutil
 import subprocess
 
+from plaingpt.scoring.rows import Row
+from plaingpt.scoring.score import forward
+
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, checkpoint, program, randomise, read_log, spawn
-
-from plaingpt.evaluation import Row, forward
 
 # Changed lines.
 LIMITS = {
@@ -50,7 +51,7 @@ class CausalSelfAttention("""
 
 def copy_program(directory):
     """Copies what a run needs, without the git repository."""
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/*.py")):
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/**/*.py")):
         copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)

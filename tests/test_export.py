@@ -4,15 +4,16 @@ import json
 import subprocess
 import sys
 
+from plaingpt.base.errors import UserError
+from plaingpt.weights.huggingface import save_gpt2
+
 import pytest
 import torch
 from conftest import ROOT, TINY, names, program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.checkpoint import load_model
-from plaingpt.cli import UserError
-from plaingpt.huggingface import save_gpt2
+from model import GPT
 
 transformers = pytest.importorskip("transformers")
 KINDS = ("bytes", "gpt2", "own")
@@ -76,7 +77,7 @@ def test_pipeline_equals_generate(exported):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for kind in KINDS:
-        model, tokenizer = load_model(exported / kind)
+        model, tokenizer = GPT.load(exported / kind)
         for prompt, text in zip(PROMPTS, found[kind]):
             idx = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode(prompt)]])
             ids = model.eval().generate(idx, 12, temperature=0)[0, 1:].tolist()
@@ -88,7 +89,7 @@ def test_pipeline_equals_generate(exported):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizer_is_the_same(exported, kind):
     """On any Unicode and any ids, except for the name of end_of_text in a text."""
-    _, tokenizer = load_model(exported / kind)
+    _, tokenizer = GPT.load(exported / kind)
     auto = transformers.AutoTokenizer.from_pretrained(exported / f"{kind}-hf")
     end = tokenizer.decode([tokenizer.end_of_text])
 
@@ -111,8 +112,8 @@ def test_tokenizer_is_the_same(exported, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_programs_read_an_export(exported, kind):
     """The same tokenizer and the same weights."""
-    model, tokenizer = load_model(exported / kind)
-    again, same = load_model(exported / f"{kind}-hf")
+    model, tokenizer = GPT.load(exported / kind)
+    again, same = GPT.load(exported / f"{kind}-hf")
     assert same.name == tokenizer.name and same.end_of_text == tokenizer.end_of_text
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     flags = ["--prompt", "Ada ", "--temperature", 0, "--dtype", "float32", "--max_new_tokens", 5]
@@ -139,7 +140,7 @@ def test_bfloat16_model_card_and_a_second_export(exported):
         cwd=exported,
     )
     assert names(exported / "own-hf") == sorted([*FILES, "notes.txt"])
-    model, _ = load_model(exported / "own")
+    model, _ = GPT.load(exported / "own")
     hf = transformers.GPT2LMHeadModel.from_pretrained(exported / "own-hf")
     assert hf.dtype == torch.bfloat16 and hf.lm_head.weight is hf.transformer.wte.weight
     assert torch.equal(hf.transformer.wte.weight, model.transformer.wte.weight.bfloat16())
@@ -158,7 +159,7 @@ def test_bfloat16_model_card_and_a_second_export(exported):
 
 @pytest.mark.parametrize("change", ["activation", "norm"])
 def test_a_model_that_is_not_gpt2_is_refused(exported, change, tmp_path):
-    model, tokenizer = load_model(exported / "bytes")
+    model, tokenizer = GPT.load(exported / "bytes")
     block = model.transformer.h[0]
     if change == "norm":
         block.ln_1 = torch.nn.RMSNorm(model.config.n_embd)

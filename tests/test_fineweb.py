@@ -10,6 +10,10 @@ import json
 import random
 import re
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.documents import read_documents
+from plaingpt.data.tokenizer import get_tokenizer
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,9 +22,6 @@ from conftest import ROOT, everything_in, program
 from stand_in_hub import COMMIT, parquet, stand_in_hub
 
 import fineweb
-from plaingpt import text
-from plaingpt.cli import UserError
-from tokenizer import get_tokenizer
 
 SHARD = 50_000
 HARD = [
@@ -173,7 +174,8 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [2**20, 5000])  # one read and one batch, or hundreds
 def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatch, name, size):
-    monkeypatch.setattr(text, "BLOCK", size)
+    monkeypatch.setattr("plaingpt.data.records.BLOCK", size)
+    monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
     monkeypatch.setattr(fineweb, "BATCH", size)
     if name.startswith("text"):
         documents = [d for d in documents if "<|" not in d]
@@ -199,16 +201,16 @@ def test_several_files_and_threads(documents, tmp_path, num_proc):
 
 def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch):
     """It is cut for GPT-2, where a cut cannot change its tokens, and for no other tokenizer."""
-    monkeypatch.setattr(text, "BLOCK", 2000)
+    monkeypatch.setattr("plaingpt.data.documents.BLOCK", 2000)
     rng, path = random.Random(1), tmp_path / "text.txt"
     large = " ".join(rng.choices([d for d in documents if "<|" not in d], k=2000))
     texts = ["short", large, "", large[::-1], "日本語" * 10000, "end"]
     fine("--input", write(path, texts), directory=tmp_path / "out")
     assert shards_in(tmp_path / "out") == reference(texts)
-    pieces = list(text.read_documents([path], cut=True))
+    pieces = list(read_documents([path], cut=True))
     sizes = sorted(len(piece.text.encode()) for piece in pieces)
     assert sizes[-2] < 20_000 < 90_000 <= sizes[-1] < 110_000, "text without spaces is one piece"
-    assert [d.text for d in text.read_documents([path])] == texts
+    assert [d.text for d in read_documents([path])] == texts
 
 
 def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
@@ -278,7 +280,7 @@ def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
         ("b.parquet", "row 2: 'text' is not a string, but a NoneType"),
     ]
     # Of a document that is cut, only the damaged piece is skipped. The rest stays together.
-    monkeypatch.setattr(text, "BLOCK", 1000)
+    monkeypatch.setattr("plaingpt.data.documents.BLOCK", 1000)
     words = " ".join(["word"] * 3000).encode()
     for i, data in enumerate([b"\xff" + words, words[:9000] + b"\xff" + words]):
         (tmp_path / "c.txt").write_bytes(b"first<|endoftext|>" + data + b"<|endoftext|>next")

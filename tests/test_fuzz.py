@@ -8,6 +8,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.documents import read_documents
+from plaingpt.data.shards import open_shard
+from plaingpt.data.splits import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.process import Process
+from plaingpt.run.steps import plan_steps
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +24,6 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from plaingpt import text as texts
-from plaingpt.cli import UserError
-from plaingpt.data import plan_steps
-from plaingpt.device import Process
-from plaingpt.shards import open_shard, open_splits
-from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig
 
 # Keeps its Unicode tables out of the repository.
@@ -205,7 +207,7 @@ def text_of(line):
 @fuzz(400, FILES)
 def test_texts_of_json_lines(data):
     with file_of("x.jsonl", data) as path:
-        found = [(document.where, document.text) for document in texts.read_documents([path])]
+        found = [(document.where, document.text) for document in read_documents([path])]
     assert found == [
         (f"{path}, line {n}", text_of(line))
         for n, line in enumerate(data.split(b"\n"), start=1)
@@ -217,7 +219,7 @@ def test_texts_of_json_lines(data):
 def test_texts_of_a_json_array(records, indent):
     data = json.dumps(records, ensure_ascii=False, indent=indent).encode(errors="replace")
     with file_of("x.json", data) as path:
-        found = [document.text for document in texts.read_documents([path])]
+        found = [document.text for document in read_documents([path])]
     assert found == [text_of(json.dumps(record).encode()) for record in json.loads(data)]
 
 
@@ -229,7 +231,7 @@ HARD = st.lists(HARD, max_size=150).map("".join)
 def test_pieces_of_a_large_document_have_the_tokens_of_the_whole(text):
     tokenizer = get_tokenizer("gpt2")
     with file_of("x.txt", text.encode()) as path, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "BLOCK", 8)
-        pieces = list(texts.read_documents([path], cut=True))
+        patch.setattr("plaingpt.data.documents.BLOCK", 8)
+        pieces = list(read_documents([path], cut=True))
     ids = [i for piece in pieces for i in tokenizer.encode(piece.text)]
     assert ids == tokenizer.encode(text) and [p.begins for p in pieces].count(True) == (text != "")

@@ -4,6 +4,9 @@ import itertools
 import json
 from types import SimpleNamespace
 
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.weights.huggingface import save_gpt2
+
 import pytest
 import torch
 from conftest import program, randomise, spawn, train
@@ -11,9 +14,6 @@ from conftest import program, randomise, spawn, train
 import generate
 from generate import GenerateConfig, ask_prompts, write_texts
 from model import GPT, GPTConfig
-from plaingpt.checkpoint import load_model
-from plaingpt.huggingface import save_gpt2
-from tokenizer import get_tokenizer
 
 
 def generate_json(*flags, cwd):
@@ -104,7 +104,7 @@ def test_interactive_mode_reads_prompts_until_the_end(trained):
 
 def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
     """As a signal would: in the middle of a text, and at the prompt."""
-    model, tokenizer = load_model(str(trained / "log/baby"))
+    model, tokenizer = GPT.load(str(trained / "log/baby"))
     real, prompts = generate.generate_tokens, iter(["a", KeyboardInterrupt(), "a", EOFError()])
 
     def interrupted(*args, **options):

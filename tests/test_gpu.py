@@ -6,15 +6,19 @@ import sys
 import warnings
 from dataclasses import replace
 
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.device import choose_dtype
+from plaingpt.distributed.process import Process
+from plaingpt.scoring.benchmark import Example
+from plaingpt.scoring.rows import make_rows
+from plaingpt.scoring.score import score
+
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY, assert_close_logs
 
-import plaingpt.evaluation as evaluation
 from model import GPT, GPTConfig
-from plaingpt.device import Process, choose_dtype
-from tokenizer import get_tokenizer
 from train_gpt2 import TrainConfig, make_training, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
@@ -157,12 +161,12 @@ def test_benchmarks_give_the_scores_of_the_cpu():
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=128))
     texts = [f"A sentence about number {i}, and more words" * (1 + i % 3) for i in range(50)]
-    examples = [evaluation.Example([text], [" one", " of two words"]) for text in texts]
-    rows = evaluation.make_rows(examples, get_tokenizer("gpt2"), model.config)
+    examples = [Example([text], [" one", " of two words"]) for text in texts]
+    rows = make_rows(examples, get_tokenizer("gpt2"), model.config)
     found = []
     for device in (torch.device("cpu"), CUDA):
         process = Process(0, 1, 0, 1, device, choose_dtype("float32", device))  # no TF32
-        scores = evaluation.score(model.to(device), examples, rows, process, 2048)
+        scores = score(model.to(device), examples, rows, process, 2048)
         found.append(torch.tensor(scores.log_likelihood))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 

@@ -2,17 +2,19 @@
 
 import re
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.sources import find_tokenizer
+from plaingpt.data.splits import open_splits, read_text
+from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
+from plaingpt.data.tokens import ENDS
+from plaingpt.ops.order import permute
+
 import numpy as np
 import pytest
 import torch
 from conftest import CPU, ROOT, TINY, write_bin
 
 import train_gpt2
-from plaingpt.cli import UserError
-from plaingpt.data import find_tokenizer
-from plaingpt.order import permute
-from plaingpt.shards import ENDS, open_splits, read_text
-from tokenizer import Tokenizer, get_tokenizer
 from train_gpt2 import DataLoaderLite
 
 T = 16

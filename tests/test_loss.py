@@ -1,6 +1,8 @@
-"""plaingpt/loss.py: compared with the loss of all logits, and with manual calculations."""
+"""plaingpt/ops/loss.py: compared with the loss of all logits, and with manual calculations."""
 
 import re
+
+from plaingpt.ops.loss import CHUNK_SIZE, LinearCrossEntropyLoss
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from conftest import randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.loss import CHUNK_SIZE, LinearCrossEntropyLoss
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 

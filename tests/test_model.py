@@ -4,17 +4,18 @@ import json
 import math
 from dataclasses import replace
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.ops.muon import Muon
+from plaingpt.ops.sampling import KVCache, sample
+from plaingpt.weights.huggingface import load_gpt2, save_gpt2
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import randomise
 
 from model import GPT, GPTConfig
-from plaingpt.cli import UserError
-from plaingpt.huggingface import load_gpt2, save_gpt2
-from plaingpt.muon import Muon
-from plaingpt.sampling import KVCache, sample
-from tokenizer import get_tokenizer
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 DROPOUT = replace(SMALL, dropout=0.3)
@@ -56,7 +57,7 @@ def test_equals_transformers(tmp_path, shape):
     transformers = pytest.importorskip("transformers")
     hf = randomise(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))).eval()
     hf.save_pretrained(tmp_path / "hf")
-    model = load_gpt2(tmp_path / "hf")
+    model = load_gpt2(tmp_path / "hf", GPT)
     idx = torch.randint(shape["vocab_size"], (3, shape["n_positions"]))
     with torch.no_grad():
         (ours, _), (_, loss) = model(idx), model(idx, idx)
@@ -66,7 +67,7 @@ def test_equals_transformers(tmp_path, shape):
     assert loss.item() == pytest.approx(shifted.item(), rel=1e-5)
 
     save_gpt2(model, tmp_path / "back", get_tokenizer("bytes"))
-    back = load_gpt2(tmp_path / "back")
+    back = load_gpt2(tmp_path / "back", GPT)
     torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
     with torch.no_grad():
         again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()(idx).logits
@@ -88,7 +89,7 @@ def test_other_architectures_and_missing_weights_are_refused(tmp_path, change, m
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UserError, match=message):
-        load_gpt2(tmp_path)
+        load_gpt2(tmp_path, GPT)
 
 
 def by_hand(model, idx, n, seed, **sampling):
@@ -156,7 +157,7 @@ def test_sample_top_k_and_top_p_by_hand():
 @pytest.mark.parametrize("has_bfloat16, tolerance", [(True, 0), (False, 5e-5)])
 def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bfloat16, tolerance):
     """In bfloat16 as torch.optim.Muon, bit for bit; in float32 up to rounding of the update."""
-    monkeypatch.setattr("plaingpt.muon.has_bfloat16", lambda device: has_bfloat16)
+    monkeypatch.setattr("plaingpt.ops.muon.has_bfloat16", lambda device: has_bfloat16)
     model = randomise(GPT(SMALL))
     model.transformer.h[0].attn.scale = torch.nn.Parameter(torch.ones(2, 1, 1))  # no matrix
     muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)

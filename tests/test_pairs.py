@@ -4,6 +4,14 @@ import gzip
 import math
 import random
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.data_sets import Data
+from plaingpt.data.pairs import read_pairs
+from plaingpt.data.sources import Sources
+from plaingpt.data.splits import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.weights.huggingface import same_logits
+
 import numpy as np
 import pytest
 import torch
@@ -13,12 +21,6 @@ from conftest import ALONE, CPU, MODEL, ROOT, fresh, program, read_log, train, w
 from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
-from plaingpt.cli import UserError
-from plaingpt.data import Data, Sources
-from plaingpt.huggingface import same_logits
-from plaingpt.pairs import read_pairs
-from plaingpt.shards import open_splits
-from tokenizer import get_tokenizer
 from train_gpt2 import DataLoaderLite, TrainConfig, estimate_loss
 
 BYTES = get_tokenizer("bytes")

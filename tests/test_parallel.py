@@ -1,4 +1,4 @@
-"""plaingpt/parallel.py: every way to split a model gives the same training run. Uses gloo."""
+"""plaingpt/distributed: every way to split a model gives the same training run. Uses gloo."""
 
 import re
 

@@ -2,14 +2,15 @@
 
 import re
 
+from plaingpt.base import log_file
+from plaingpt.base.errors import UserError
+
 import matplotlib.image
 import numpy as np
 import pytest
 from conftest import ROOT, program, read_log, train
 
 import plot
-from plaingpt import cli
-from plaingpt.cli import UserError
 
 BABY = ROOT / "log/records/baby"
 
@@ -129,7 +130,7 @@ def test_plot_by_tokens_after_a_resume_with_another_batch(copy, tmp_path):
     )
     consumed = {
         step: int(value)
-        for step, stream, value in cli.read_log(copy / "log.txt")
+        for step, stream, value in log_file.read_log(copy / "log.txt")
         if stream == "tokens"
     }
     assert consumed == {

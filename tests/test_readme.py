@@ -13,10 +13,10 @@ import sys
 import unicodedata
 from pathlib import Path
 
+from plaingpt.base.flags import parse_flags
+
 import pytest
 from conftest import ROOT, program
-
-from plaingpt import cli
 
 BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.M | re.S)
 ENGLISH = (
@@ -134,7 +134,7 @@ def test_both_languages_agree(name):
 def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
     """Includes the commands that a test cannot run."""
     monkeypatch.chdir(tmp_path)
-    real = cli.parse_flags
+    real = parse_flags
 
     def parse_only(*args, **kwargs):
         real(*args, **kwargs)

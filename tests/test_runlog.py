@@ -7,6 +7,8 @@ import struct
 import subprocess
 import sys
 
+from plaingpt.run.progress import Progress
+
 import conftest
 import pytest
 from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
@@ -14,8 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 import train_gpt2
-from plaingpt import cli, runlog
-from plaingpt.data import Data, Sources
 
 # The run directory
 
@@ -53,8 +53,8 @@ def test_the_log_is_utf8_in_every_locale(tmp_path):
     """Windows has other encodings by default. The names of data sets are in the log."""
     code = r"""
 from types import SimpleNamespace
-from plaingpt.cli import read_log
-from plaingpt.runlog import Path, RunLog
+from plaingpt.base.log_file import read_log
+from plaingpt.run.log import Path, RunLog
 path, name = Path("log.txt"), "val_\u6570"
 RunLog.write(SimpleNamespace(figures={}, known={}, path=path, publish=lambda *args: None,
                              process=SimpleNamespace(rank=0)), 1, **{name: 2.5})
@@ -79,14 +79,12 @@ def test_printed_steps(tmp_path):
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
 
 
-def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
+def test_the_time_to_go_in_a_ramp(capsys):
     """The steps take 1, 2, 3, 4 and 4 seconds."""
-    sources = Sources([str(ROOT / "input.txt")])
-    model, data = conftest.MODEL, Data(sources, sources.tokenizer, conftest.MODEL)
-    config = train_gpt2.TrainConfig(log_dir=str(tmp_path), max_steps=5, rampup_steps=3)
-    log = runlog.RunLog(model, config, data, 0, conftest.ALONE)
+    config = train_gpt2.TrainConfig(max_steps=5, rampup_steps=3)
+    progress = Progress(config, 1, conftest.ALONE)
     for step, n in enumerate((1, 2, 3, 4, 4)):
-        log.write_step(step, n * 2**17, n, train=5.0, lr=1e-3, norm=1.0)
+        progress.show_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0))
     shown = re.findall(r"0:00:(\d+) to go", capsys.readouterr().out)
     assert shown == ["13", "11", "08", "04", "00"]
 
@@ -199,7 +197,7 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
     """A changed file that is not UTF-8, and a new file that git does not know yet."""
     package = tmp_path / "clone/plaingpt"
     package.mkdir(parents=True)
-    (package / "runlog.py").write_text("")
+    (package / "git.py").write_text("")
     (package / "a.txt").write_bytes(b"caf\xe9 1\n")
     for command in (
         ["init"],
@@ -209,7 +207,7 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
         subprocess.run(["git", *command], cwd=package.parent, check=True, capture_output=True)
     (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")
-    monkeypatch.setattr(cli, "__file__", str(package / "runlog.py"))
+    monkeypatch.setattr("plaingpt.base.git.__file__", str(package / "git.py"))
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == ["idea.py"]
     assert b"+caf\xe9 2\n" in (tmp_path / "run/changes.patch").read_bytes()

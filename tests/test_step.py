@@ -3,6 +3,9 @@
 import math
 from dataclasses import replace
 
+from plaingpt.distributed.gradients import grad_scaler
+from plaingpt.distributed.process import Process
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +24,6 @@ from conftest import (
 )
 
 from model import GPT
-from plaingpt.device import Process
-from plaingpt.parallel import grad_scaler
 from train_gpt2 import TrainConfig, Training, get_lr, make_training, train_step
 
 
@@ -117,7 +118,8 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     model, process = GPT(MODEL), Process(0, 1, 0, 1, CPU, dtype)
     optimizers = model.configure_optimizers(0.1, 1e-3, optimizer)
     x = torch.randint(256, (2, 16))
-    training, calls = Training(model, model, optimizers, grad_scaler(process)), []
+    training = Training(model, model, model, optimizers, grad_scaler(process))
+    calls = []
 
     def counted(name, original):
         return lambda *args: calls.append(name) or original(*args)

@@ -1,10 +1,10 @@
 """Compares the tokenizers with known ids. test_vocabulary.py compares them with a library."""
 
-import pytest
+from plaingpt.base.errors import UserError
+from plaingpt.data.documents import make_document
+from plaingpt.data.tokenizer import get_tokenizer
 
-from plaingpt.cli import UserError
-from plaingpt.text import make_document
-from tokenizer import get_tokenizer
+import pytest
 
 
 def test_gpt2_known_ids():

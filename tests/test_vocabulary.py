@@ -9,6 +9,12 @@ import re
 import subprocess
 import sys
 
+from plaingpt.base.errors import UserError
+from plaingpt.data.sources import find_tokenizer
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.weights.load import load_model
+
 import numpy as np
 import pytest
 import torch
@@ -18,11 +24,7 @@ from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
 
 import tokenizer
-from plaingpt.checkpoint import load_model
-from plaingpt.cli import UserError
-from plaingpt.data import find_tokenizer
-from plaingpt.huggingface import save_gpt2
-from tokenizer import get_tokenizer, load_tokenizer
+from model import GPT
 
 hf = pytest.importorskip("tokenizers")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -207,7 +209,7 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
     )
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps({**settings, "added_tokens": [token]}))
     with pytest.raises(UserError, match="hf: has fewer ids than its tokenizer; correct"):
-        load_model(str(tmp_path / "hf"))
+        load_model(str(tmp_path / "hf"), GPT)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
@@ -258,7 +260,7 @@ def test_from_a_text_to_scores(zh, tmp_path, kind):
     assert (max(tokens) > 65_535) == (kind == "large.json")
     for data in (["shards"], [d / "a.txt", "--tokenizer", d / kind]):
         program(*TINY, "--max_steps", 5, "--data", *data, "--log_dir", "a", cwd=tmp_path)
-        assert load_model(tmp_path / "a")[1].name == load_tokenizer(d / kind).name
+        assert load_model(tmp_path / "a", GPT)[1].name == load_tokenizer(d / kind).name
     for name, *flags in (
         ("generate.py", "--prompt", "一丁", "--json", "a.json"),
         ("wikitext.py", "--data", "t.txt", "--json", "b.json"),
@@ -300,7 +302,7 @@ def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
         tokens = np.load(min(data.glob("*_val_*")))
     flags = ["--max_steps", 1, "--val_tokens", 2048, "--data", data, "--log_dir", "a"]
     program(*TINY, *flags, cwd=tmp_path)
-    model, found = load_model(tmp_path / "a")
+    model, found = load_model(tmp_path / "a", GPT)
     x, y = torch.from_numpy(tokens[:2049].astype(np.int64)).unfold(0, 2048, 1)
     with torch.no_grad():
         logits = model.eval()(x.view(64, 32))[0].double()

@@ -1,0 +1,1 @@
+"""What every program needs, without torch: errors, flags, files, the terminal, git."""

@@ -1,0 +1,67 @@
+"""Errors of the user, which become one sentence, and bugs, which keep their traceback."""
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import sys
+
+from plaingpt.base.terminal import visible
+
+
+class UserError(Exception):
+    """A mistake that the user can correct. Its text is one sentence. The exit status is 2."""
+
+
+def run_program(main):
+    """Calls main(). Prints a UserError as one line; any other error keeps its traceback.
+
+    A PermissionError is one line, too: it names the file, and the program cannot correct it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
+    try:
+        main()
+    except (UserError, PermissionError) as error:
+        remedy = "" if isinstance(error, UserError) else "; change the permissions"
+        print(f"error: {visible(str(error), sys.stderr)}{remedy}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def require(module):
+    """Imports a module of an optional package. Raises UserError with the command to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:  # the package is missing, or another one that it needs
+        name = error.name.partition(".")[0]
+        raise UserError(f"the package {name} is missing: pip install {name}") from error
+
+
+@contextlib.contextmanager
+def explaining(what, remedy, kinds=Exception):
+    """Turns an error of these kinds in the block into the UserError "what (reason); remedy"."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{what} ({first_line(error)}); {remedy}") from error
+
+
+def first_line(error):
+    """Returns the first line of an exception's text, or the name of its type if it has no text."""
+    text = str(error)
+    if getattr(error, "strerror", None):  # an OSError has its text also without its number
+        text = error.strerror
+    if getattr(error, "stderr", None):  # a CalledProcessError has what git has printed, as bytes
+        text = error.stderr.decode(errors="replace")
+    # Removes the escape codes of colors.
+    text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()
+    return (text or type(error).__name__).splitlines()[0]

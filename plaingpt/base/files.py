@@ -1,0 +1,82 @@
+"""Files: atomic replacement, locks on directories, JSON, and checks before the work."""
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.terminal import print0
+
+
+def writing(path, remedy="choose another place, or free some space"):
+    """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
+    return explaining(f"{path}: cannot write", remedy, OSError)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def lock(directory, flag):
+    """Locks a directory until the returned file descriptor is closed. Raises UserError.
+
+    Removes the temporary files of a process that was killed.
+    """
+    # Locks the directory itself, so that no lock file stays behind. On Windows, a directory cannot
+    # be opened.
+    descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{flag} {directory}: another process uses it; wait for it") from error
+    except (ImportError, OSError) as error:  # Windows and some network disks have no locks
+        print0(f"note: {directory} cannot be locked ({error}); start no second run there")
+    for temporary in Path(directory).glob("*.tmp"):
+        if re.search(r"\.(npy|pt|json|txt)\.\d+\.tmp$", temporary.name):  # `replacing` named it
+            temporary.unlink()
+    return descriptor
+
+
+def check_output(flag, path, inputs=()):
+    """Raises UserError if a file cannot be written, or is an input. Call it before the work.
+
+    flag: the flag that names the file. path: the file, or None. inputs: other files, or None.
+    """
+    if not path:
+        return
+    output = Path(path)
+    for each in inputs:
+        if each and Path(each).resolve() == output.resolve():
+            raise UserError(f"{flag} {path}: is also an input; give another file")
+    if output.is_dir() or not os.access(output.parent, os.W_OK):
+        raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
+
+
+def write_json(path, value):
+    """Writes a value as JSON. The file is replaced atomically; a symbolic link stays one."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with writing(path), replacing(Path(path).resolve()) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))  # paths may be invalid UTF-8
+
+
+def read_json(path):
+    """Reads the object in a JSON file -> dict, or {} without the file. Raises UserError."""
+    with explaining(f"{path}: is damaged", "restore it", (OSError, ValueError, RecursionError)):
+        value = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        return value

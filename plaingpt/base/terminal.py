@@ -1,0 +1,42 @@
+"""What a program shows in a terminal: lines of rank 0, and a progress bar."""
+
+import os
+import re
+import shutil
+import sys
+
+
+def visible(text, stream=None):
+    """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
+
+    These characters could change the state of the terminal. stream: where the text goes. The
+    default is stdout.
+    """
+    if not (stream or sys.stdout).isatty():
+        return text
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
+
+
+def print0(text, end="\n"):
+    """Prints on rank 0. A closed output does not end the run."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
+            print(clear + visible(text), end=end, flush=True)
+        except OSError:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="replace")
+
+
+def shorten_line(line):
+    """Removes the last parts of "a | b | c" until the line fits the terminal."""
+    columns = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else len(line)
+    while len(line) > columns and " | " in line:
+        line = line.rpartition(" | ")[0]
+    return line[:columns]
+
+
+def show_progress(done, total, text):
+    """Shows a progress bar in the last line of a terminal, until the next print0."""
+    if sys.stdout.isatty():
+        bar = "#" * (20 * done // total)  # 20 of them are the whole
+        print0(shorten_line(f"{done}/{total} [{bar:<20}] {text}"), end="")

@@ -1,0 +1,99 @@
+"""Reads pairs of a prompt and a response. Only the responses are trained.
+
+A pair is end_of_text, prompt, response. Both texts are encoded separately, so that generate.py
+gives the same ids for the prompt. The response and the end_of_text after it are targets; other
+tokens do not count. A pair lies in one sequence of T tokens, and end_of_text fills the rest. For
+T = 8, this is the first sequence and the start of the second one; <> is end_of_text:
+
+    token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
+    counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
+"""
+
+import math
+import random
+from array import array
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.terminal import print0
+from plaingpt.data.records import read_records
+
+import numpy as np
+
+
+def encode_pair(record, tokenizer):
+    """Returns the ids of the prompt and of the response in a record, two lists. Raises UserError.
+
+    The field `where` of the record is its place, for the message.
+    """
+    where = f"--data {record['where']}"
+    prompt = record.get("prompt")
+    response = record.get("response")
+    if not (isinstance(prompt, str) and isinstance(response, str) and response):
+        raise UserError(f"{where}: needs prompt and response texts; see docs/data.md or fineweb.py")
+    if tokenizer.name == "bytes" and "\n" in prompt + response:
+        raise UserError(f"{where}: has a line break, which ends bytes; use --tokenizer gpt2")
+    return tokenizer.encode(prompt), tokenizer.encode(response)
+
+
+def read_pairs(path, tokenizer, T):
+    """Returns the pairs of a file as sequences of T tokens: (ids, counted), (n,) each.
+
+    n is a multiple of T, plus 1. counted: bool, whether a token is a target. The order is random,
+    but always the same. So the last pairs, which are for validation, are training pairs of no other
+    run. Raises UserError.
+    """
+    if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
+        raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
+    pairs = [encode_pair(record, tokenizer) for record in read_records([path])]
+    random.Random(0).shuffle(pairs)
+    check_lengths(path, pairs, T)
+    return join_pairs(pairs, tokenizer, T)
+
+
+def count_tokens(prompt, response):
+    """Returns the number of tokens of a pair, with the end_of_text before it."""
+    return 1 + len(prompt) + len(response)
+
+
+def check_lengths(path, pairs, T):
+    """Prints how many pairs are longer than T tokens. Raises UserError if there is no other pair.
+
+    pairs: the ids of prompts and responses.
+    """
+    if not pairs:
+        raise UserError(f"--data {path}: has no pairs; give another file")
+    sizes = sorted(count_tokens(prompt, response) for prompt, response in pairs)
+    n_long = sum(size > T for size in sizes)
+    longest_of_99_percent = sizes[math.ceil(len(sizes) * 99 / 100) - 1]
+    # This is the smallest power of two above T that holds each of these pairs.
+    block_size = 1 << max(T, longest_of_99_percent - 1).bit_length()
+    message = (
+        f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
+        f"out; --block_size {block_size} keeps 99% of them"
+    )
+    if n_long == len(pairs):
+        raise UserError(message)
+    if n_long:
+        print0(f"note: {message}")
+
+
+def join_pairs(pairs, tokenizer, T):
+    """Puts the pairs into sequences -> (ids, counted), as read_pairs. Leaves out longer pairs."""
+    end = tokenizer.end_of_text
+    ids = array("I", [end])
+    counted = bytearray(1)
+    for prompt, response in pairs:
+        size = count_tokens(prompt, response)
+        if size > T:
+            continue
+        # The last token so far is the end_of_text before this pair. `place` is where it is in its
+        # sequence of T tokens. A pair that does not fit there begins with the next sequence.
+        place = (len(ids) - 1) % T
+        n_fill = T - place if place + size > T else 0
+        ids.extend([end] * n_fill + prompt + response + [end])
+        counted.extend(bytes(n_fill + len(prompt)))  # zeros
+        counted.extend(b"\1" * (len(response) + 1))
+    n_fill = -(len(ids) - 1) % T
+    ids.extend([end] * n_fill)
+    counted.extend(bytes(n_fill))
+    return np.array(ids, tokenizer.dtype), np.frombuffer(counted, bool)

@@ -1,0 +1,74 @@
+"""What --data names, before it is opened: data sets, their shares and their tokenizer."""
+
+from pathlib import Path
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.terminal import print0
+from plaingpt.data.foreign import find_index
+from plaingpt.data.mixture import read_shares
+from plaingpt.data.shards import find_shards, read_meta
+from plaingpt.data.splits import is_text_file, open_splits
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+
+
+class Sources:
+    """The data sets that --data names, before they are opened. Raises UserError.
+
+    items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
+    attribute `tokenizer` is what find_tokenizer returns. The attribute `shares` is {path: its share
+    of the sequences}, with Fractions that add up to 1.
+    """
+
+    def __init__(self, items, tokenizer=None, val_fraction=None):
+        self.items = items
+        self.val_fraction = val_fraction
+        self.shares = read_shares(items)
+        self.is_text = all(map(is_text_file, self.shares))
+        self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
+        if val_fraction and all(find_shards(path, "val") for path in self.shares):
+            raise UserError("--val_fraction: the data have val shards; leave this flag out")
+
+    def count_train_tokens(self, T=1024):
+        """Returns the number of training tokens of all data sets. T: as in open_splits."""
+        n = 0
+        for path in self.shares:
+            train, _ = open_splits(path, self.tokenizer, self.val_fraction, T=T)
+            n += len(train)
+        return n
+
+
+def find_common_tokenizer(paths, place):
+    """The Tokenizer of all data sets. place: value of --tokenizer. Raises UserError."""
+    # A text takes the tokenizer of the shards beside it.
+    paths = [path for path in paths if not is_text_file(path)] or paths
+    found = [find_tokenizer(path, place) for path in paths]
+    if len({tokenizer.name for tokenizer in found}) > 1:
+        names = ", ".join(f"{path} has {tokenizer.name}" for path, tokenizer in zip(paths, found))
+        raise UserError(f"--data: {names}; use one tokenizer for all")
+    return found[0]
+
+
+def find_tokenizer(data, place=None):
+    """Returns the Tokenizer of a data set.
+
+    If the data set has none of its own, it is that of --tokenizer. Without this flag, it is gpt2
+    for shards and bytes for a text. place: value of --tokenizer. Raises UserError if there are no
+    data, or if they have another tokenizer than the flag.
+    """
+    path = Path(data)
+    if not (path.is_dir() or is_text_file(path) or find_index(path)):
+        raise UserError(f"--data {data}: not found; give a text file, or run fineweb.py")
+    if (path / "progress.json").exists():
+        print0(f"note: {path} is not complete; fineweb.py is still running, or was interrupted")
+    given = load_tokenizer(place) if place else None
+    name = read_meta(path).get("tokenizer")
+    own = None
+    if (path / "tokenizer.json").exists():
+        own = load_tokenizer(path)
+    elif name and not (given and given.name == name):
+        own = get_tokenizer(str(name))
+    if own and name and own.name != name:
+        raise UserError(f"{data}: tokenizer.json is not that of the shards, {name}; move it away")
+    if own and given and own.name != given.name:
+        raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
+    return own or given or get_tokenizer("bytes" if is_text_file(path) else "gpt2")

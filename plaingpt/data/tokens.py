@@ -1,0 +1,108 @@
+"""The tokens of a split of a data set, whatever files they are in."""
+
+import bisect
+import copy
+import zlib
+
+from plaingpt.base.errors import UserError
+from plaingpt.data.shards import open_shard
+
+import numpy as np
+
+# The fingerprint covers so many tokens at the start of each shard, and so many at its end.
+ENDS = 2**16
+
+
+class Tokens:
+    """The tokens of a split: those of its files, one file after the other, from start to stop.
+
+    name: the name in messages. files: paths of shards, or [array] with the ids of a text.
+    vocab_size: that of the model. counted: for pairs, (n,) bool, which tokens of the array are
+    targets. None means that all are.
+    """
+
+    def __init__(self, name, files, vocab_size, counted=None):
+        self.name = name
+        self.files = files
+        self.vocab_size = vocab_size
+        self.counted = counted
+        sizes = [len(open_ids(file)) for file in files]
+        self.starts = np.cumsum([0, *sizes]).tolist()  # of the files, and the end of the last one
+        self.start = 0
+        self.stop = self.starts[-1]
+
+    def __len__(self):
+        return self.stop - self.start
+
+    def part(self, name, start, stop):
+        """Returns the tokens from start to stop, as Tokens with another name."""
+        part = copy.copy(self)
+        part.name = name
+        part.start = self.start + start
+        part.stop = self.start + stop
+        return part
+
+    def read(self, start, count):
+        """Returns `count` tokens from `start`: (count,) uint16 or uint32, or uint8 for bytes.
+
+        Raises UserError if one is outside the vocabulary.
+        """
+        first = self.start + start
+        last = first + count
+        i = bisect.bisect_right(self.starts, first) - 1  # the file that has the first token
+        j = bisect.bisect_left(self.starts, last)
+        parts = []
+        for file, begin in zip(self.files[i:j], self.starts[i:j]):
+            parts.append(open_ids(file)[max(first - begin, 0) : last - begin])
+        ids = np.concatenate(parts)
+        top = ids.max(initial=0)
+        if top >= self.vocab_size:
+            raise UserError(f"{self.name}: id {top} is too large; check --tokenizer, --vocab_size")
+        return ids
+
+    def read_sequence(self, start, T):
+        """Returns T inputs from `start`, and the targets, one token later: (2, T) int64.
+
+        A target that does not count is -100.
+        """
+        ids = self.read(start, T + 1).astype(np.int64)
+        sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
+        if self.counted is not None:
+            first = self.start + start + 1
+            sequence[1, ~self.counted[first : first + T]] = -100
+        return sequence
+
+    def count_sequences(self, T):
+        """Returns the number of sequences of T+1 tokens. Raises UserError if there are none.
+
+        The last token of a sequence is also the first token of the next one.
+        """
+        n = (len(self) - 1) // T
+        if n < 1:
+            raise UserError(f"{self.name}: has {len(self)} tokens; give more than --block_size {T}")
+        return n
+
+    def fingerprint(self):
+        """Returns the number of tokens and a CRC-32, as a text.
+
+        The CRC-32 covers both ends of every shard, or all of a text file.
+        """
+        crc = 0 if self.counted is None else zlib.crc32(self.counted[self.start : self.stop])
+        bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
+        for file, start, stop in zip(self.files, bounds, bounds[1:]):
+            n = stop - start
+            if n == 0:
+                continue
+            if not isinstance(file, np.ndarray):
+                n = min(n, ENDS)
+            for first in sorted({start, stop - n}):  # only one place if n is all of the file
+                ids = self.read(first, n)
+                # uint16 and uint32 shards with the same ids have the same checksum, which older
+                # versions computed, too.
+                dtype = "<u2" if ids.max() < 2**16 else "<u4"
+                crc = zlib.crc32(ids.astype(dtype), crc)
+        return f"{len(self):,} tokens with CRC-32 {crc:08x}"
+
+
+def open_ids(file):
+    return file if isinstance(file, np.ndarray) else open_shard(file)

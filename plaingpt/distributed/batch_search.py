@@ -1,0 +1,88 @@
+"""Finds the largest micro-batch that fits into the memory of all GPUs."""
+
+import contextlib
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.gradients import set_gradient_sync
+from plaingpt.distributed.memory import batch_size_advice
+
+import torch
+
+
+def fit_batch_size(training, config, T, sizes, process):
+    """Finds the largest micro-batch that all GPUs have memory for -> its number of sequences.
+
+    All processes must call this before the first step. It begins with the largest B of `sizes`,
+    which is from plan_steps, and halves it. Each size that it tries divides the sequences that a
+    process has in a step. On a CPU, and with FSDP, TP or PP, it tries nothing and returns
+    config.batch_size: a process of a split model that runs out of memory would leave the others
+    waiting. Raises UserError if not even one sequence fits.
+    """
+    if process.device.type != "cuda" or config.parallel == "fsdp" or config.tp * config.pp > 1:
+        return config.batch_size
+    candidates = halved_sizes(sizes, process.dp_size)
+    found = 0  # index in candidates
+    # To compile takes a minute for each size, so eager code searches first. Compiled code needs
+    # less memory, so it begins with the last size for which eager code has too little.
+    for stance in ("force_eager", "default"):
+        found = max(0, found - 1)
+        with torch.compiler.set_stance(stance):
+            while found < len(candidates):
+                if has_memory(training, candidates[found], T, process):
+                    break
+                found += 1
+    if found == len(candidates):
+        raise UserError(
+            "no sequence fits into memory; try --activation_checkpointing, a smaller "
+            "--preset, or more GPUs with --parallel fsdp"
+        )
+    torch.cuda.reset_peak_memory_stats()  # bench.py reads them
+    B = candidates[found]
+    print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")
+    return B
+
+
+def halved_sizes(sizes, dp_size):
+    """Returns the micro-batches to try, from large to small: the largest B of `sizes`, halved.
+
+    sizes: from plan_steps. Each B divides the sequences that a process has in each of the steps.
+    """
+    found = []
+    B = max(B for _, B in sizes)
+    while B > 0:
+        if all(n // dp_size % min(B, planned) == 0 for n, planned in sizes):
+            found.append(B)
+        B //= 2
+    return found
+
+
+def has_memory(training, B, T, process):
+    """Returns whether all processes have memory to train with micro-batches of (B, T).
+
+    It runs two of them, beside as much memory as AdamW's moments will take, and some more. It
+    leaves the gradients and the random state as they are before a step.
+    """
+    torch.cuda.empty_cache()  # frees what the attempt before this one has left
+    n_fit = torch.zeros(())  # 1 if this process has memory
+    set_gradient_sync(training.model, False)  # one process may fail, so none may wait
+    # batch_size_advice turns an error of missing memory into a UserError.
+    with (
+        contextlib.suppress(UserError),
+        batch_size_advice(B),
+        torch.random.fork_rng(range(torch.cuda.device_count())),
+    ):
+        # AdamW's moments take 8 bytes a parameter. The first step puts them between activations,
+        # which leaves gaps that are too small for others. These took up to 2 bytes a parameter.
+        moments = [
+            p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
+        ]
+        x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
+        for _ in range(2):  # the second one begins when there are gradients, as in a step
+            with process.autocast:
+                _, loss = training.model(x, y)
+            loss.backward()
+        del moments
+        n_fit += 1
+    training.raw_model.zero_grad()
+    return process.sum(n_fit) == process.dp_size

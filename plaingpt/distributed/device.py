@@ -1,0 +1,96 @@
+"""Chooses the device of a process, its number format, and whether torch.compile is used.
+
+The formats have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
+FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler enlarges them.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.terminal import print0
+from plaingpt.ops.muon import has_bfloat16
+
+import torch
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
+
+
+def find_device(name, local_rank=0, world_size=1):
+    """--device -> the torch.device of this process. Raises UserError if it cannot be used."""
+    n_gpus = torch.cuda.device_count()
+    if name == "auto":
+        name = choose_device(n_gpus, world_size)
+    if name.startswith("cuda") and world_size > 1:
+        # Each process needs a GPU of its own. If there is none at all, the error below says why.
+        if ":" in name or local_rank >= n_gpus > 0:
+            raise UserError(f"--device {name}: use cuda with at most --nproc_per_node={n_gpus}")
+    what = f"--device {name}: torch {torch.__version__} cannot use it"
+    with explaining(what, "try --device cpu", (RuntimeError, AssertionError)):
+        device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+        torch.ones(1, device=device)  # starts a kernel, and fails if the GPU is too old for torch
+    return device
+
+
+def choose_device(n_gpus, world_size):
+    """Makes the choice of --device auto -> "cuda", "mps" or "cpu".
+
+    n_gpus: how many GPUs torch can use.
+    """
+    if n_gpus > 0:
+        return "cuda"
+    # If there is a GPU that this CUDA build of torch cannot use, chooses cuda all the same: then
+    # find_device fails and says why. Otherwise, the program would silently use the CPU.
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda and not is_hidden and Path("/dev/nvidia0").exists():
+        return "cuda"
+    if torch.backends.mps.is_available() and world_size == 1:
+        return "mps"
+    return "cpu"
+
+
+def choose_compile(wanted, device):
+    """Turns --compile into a bool. Raises UserError if a compiler is needed and missing.
+
+    wanted: True, False, or None for the default, which is True on CUDA. On Windows it is False:
+    Triton is missing there. torch.compile needs a C++ compiler and Python's headers.
+    """
+    if wanted is None:
+        wanted = device.type == "cuda" and sys.platform != "win32"
+    if wanted:
+        compilers = os.environ.get("CC", "gcc clang cl").split()
+        has_compiler = any(shutil.which(compiler) for compiler in compilers)
+        has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+        if not (has_compiler and has_headers):
+            raise UserError("--compile: needs g++ and python3-dev; install them or --no-compile")
+        print0("torch.compile: the first validation and micro-batch take a minute or more each")
+    return wanted
+
+
+def choose_dtype(name, device):
+    """Turns --dtype into a torch.dtype. Sets the precision of float32 products.
+
+    auto is bfloat16 where it is fast. Otherwise, it is float16 on CUDA, and float32 elsewhere.
+    """
+    if name == "auto":
+        if has_bfloat16(device):
+            name = "bfloat16"
+        elif device.type == "cuda":
+            name = "float16"
+        else:
+            name = "float32"
+    # Unless the dtype is float32, float32 products may round their inputs. Sums stay float32.
+    if name == "float32":
+        precision = "highest"  # rounds nothing
+    elif device.type == "cuda":
+        precision = "high"  # rounds to TF32
+    else:
+        # Rounds to bfloat16. A CPU without bfloat16 rounds nothing, but oneDNN replaces MKL and is
+        # twice as fast.
+        precision = "medium"
+    torch.set_float32_matmul_precision(precision)
+    return getattr(torch, name)

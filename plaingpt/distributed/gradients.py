@@ -1,0 +1,91 @@
+"""Gradients on several processes: their scale, their mean and their norm."""
+
+from plaingpt.base.errors import UserError
+from plaingpt.distributed.dtensors import is_dtensor
+from plaingpt.distributed.pipeline import Pipeline
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+
+def grad_scaler(process):
+    """Returns the gradient scaler of a run. It does nothing unless the dtype is float16."""
+    is_float16 = process.dtype == torch.float16
+    if not is_float16 or process.world_size == 1:
+        return torch.amp.GradScaler(process.device.type, enabled=is_float16)
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    # If one process finds an overflow in its part of the gradient, all lower their scale.
+    return ShardedGradScaler(process.device.type)
+
+
+def set_gradient_sync(model, is_on):
+    """Sets whether the next backward pass averages the gradients over the processes."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = is_on
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
+        model.set_requires_gradient_sync(is_on)
+
+
+def clip_grad_norm(model, max_norm):
+    """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    for p in parameters:
+        # RowwiseParallel gives a gradient with all rows, but the parameter has only some of them.
+        # With torch 2.11, a gradient may also be a part of a sum over the TP group's processes.
+        if is_dtensor(p) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
+    if isinstance(model, Pipeline):
+        norm = norm_of_pipeline(model, parameters)
+    else:
+        norm = norm_of(parameters)
+    # Only a model that is split by split_model has this attribute. With --tp, it begins as False.
+    if not getattr(model, "has_compared_gradients", True) and norm.isfinite():
+        compare_gradients(model)
+        model.has_compared_gradients = True
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def norm_of(parameters):
+    """Returns the norm of the gradient of these parameters, on all processes."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    return norm.full_tensor() if is_dtensor(norm) else norm
+
+
+def norm_of_pipeline(model, parameters):
+    """Sums the gradient of embedding and head. Returns the norm of the gradient of all stages.
+
+    parameters: those of this stage.
+    """
+    if model.has_tied:
+        tied = model.part.transformer.wte.weight
+        grad = tied.grad.to_local() if is_dtensor(tied) else tied.grad
+        dist.all_reduce(grad, group=model.tied_group)
+        if model.is_last:  # its copy has the same gradient as the first one, and counts once
+            parameters = [p for p in parameters if p is not tied]
+    squares = norm_of(parameters) ** 2
+    dist.all_reduce(squares, group=model.group)
+    return squares.sqrt()
+
+
+def compare_gradients(model):
+    """Raises UserError if TP gives different gradients to the copies of a whole parameter.
+
+    The copies would drift apart. An edited model can cause that, so this runs in the first step
+    with a finite gradient.
+    """
+    norms = []  # [(name, norm)] of this process
+    for name, p in model.named_parameters():
+        if p.grad is not None and p.placements[-1].is_replicate():  # -1 is the dimension of TP
+            norms.append((name, p.grad.full_tensor().norm().item()))
+    norms_of_processes = [None] * dist.get_world_size()
+    dist.all_gather_object(norms_of_processes, norms)  # all get all norms, so that all of them stop
+    found = []
+    for each in norms_of_processes:
+        found += each
+    found.sort()  # norms of one parameter are now neighbours, the smallest first
+    for (name, norm), (next_name, next_norm) in zip(found, found[1:]):
+        if name == next_name and next_norm - norm > 1e-4 * next_norm:
+            raise UserError(f"--tp: the processes have different gradients of {name}; use no --tp")

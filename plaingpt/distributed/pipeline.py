@@ -1,0 +1,180 @@
+"""Pipeline parallelism: each process has some of the blocks of a GPT."""
+
+from plaingpt.base.terminal import print0
+from plaingpt.ops.loss import stream_dtype
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+
+class Pipeline(nn.Module):
+    """A GPT whose blocks are in several processes. `part` is the GPT that this process has.
+
+    It is called with the micro-batches of a step, and computes their gradients, too. hidden,
+    logits and loss are for evaluation. On all processes, they return the same as the methods of
+    GPT.
+    """
+
+    def __init__(self, part, mesh, is_tied, process):
+        super().__init__()
+        self.config = part.config
+        self.part = part
+        self.process = process
+        self.group = mesh.get_group("pp")
+        self.n_stages = mesh["pp"].size()
+        self.index = mesh.get_local_rank("pp")  # of this stage
+        self.is_first = self.index == 0
+        self.is_last = self.index == self.n_stages - 1
+        self.schedules = {}  # {(micro-batches, B, T): a schedule of PyTorch}
+        # Embedding and head are one matrix. The first and the last stage have a copy each.
+        self.has_tied = is_tied and (self.is_first or self.is_last)
+        ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
+        self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
+        keep_stage(part, self.index, self.n_stages)
+        self.stage = Stage(part, process, self.is_last)
+
+    def named_parameters(self, *args, **kwargs):
+        """Yields the parameters of this process, with their names in the whole model."""
+        return self.part.named_parameters(*args, **kwargs)
+
+    def configure_optimizers(self, *args):
+        """Does what GPT.configure_optimizers does, for the parameters of this process."""
+        return self.part.configure_optimizers(*args)
+
+    def forward(self, micro_batches, mean_count, scaler):
+        """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.
+
+        micro_batches: list of (x, y), (B, T) each. mean_count: as in train_gpt2.accumulate.
+        """
+        n_micro = len(micro_batches)
+        B, T = micro_batches[0][0].shape
+        x = torch.cat([x for x, _ in micro_batches])  # (n_micro x B, T)
+        y = torch.cat([y for _, y in micro_batches])  # (n_micro x B, T)
+        self.loss_sum = torch.zeros((), device=x.device)
+        self.mean_count = mean_count
+        # The scaler makes its scale when it is first called. Stages without a loss need it, too.
+        scaler.scale(self.loss_sum)
+        size = (n_micro, B, T)
+        if size not in self.schedules:  # in a ramp, the batch grows
+            self.schedules[size] = self.make_schedule(n_micro, B, T, scaler)
+        # `targets` is an argument of Stage.forward, and `target` one of scaled_loss.
+        self.schedules[size].step(x, targets=y, target=y, return_outputs=False)
+        dist.broadcast(self.loss_sum, group=self.group, group_src=self.n_stages - 1)
+        return self.loss_sum
+
+    def make_schedule(self, n_micro, B, T, scaler):
+        """Makes the 1F1B schedule for n_micro micro-batches in a step, (B, T) each."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
+        with self.process.autocast:
+            dtype = stream_dtype(self.loss_sum)
+        shape = (B, T, self.config.n_embd)
+        residual = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else residual
+        y = torch.empty((), device="meta") if self.is_last else residual
+        stage = PipelineStage(
+            self.stage,
+            self.index,
+            self.n_stages,
+            self.process.device,
+            input_args=x,
+            output_args=y,
+            group=self.group,
+        )
+
+        def scaled_loss(loss, y):
+            # As in train_gpt2.accumulate, every target weighs the same.
+            loss = loss / n_micro / (self.mean_count / (y != -100).sum())
+            self.loss_sum += loss.detach()
+            return scaler.scale(loss)
+
+        return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
+
+    def hidden(self, idx, *args, **kwargs):
+        """As GPT.hidden: ids (B, T) -> (B, T, C)."""
+        shape = (*idx.shape, self.config.n_embd)
+        x = idx
+        for index in range(self.n_stages):
+            x = self.on_stage(index, shape, "hidden", x, *args, **kwargs)  # (B, T, C)
+        return x
+
+    def logits(self, x):
+        """As GPT.logits: (..., C) -> (..., vocab_size)."""
+        shape = (*x.shape[:-1], self.config.vocab_size)
+        return self.on_stage(self.n_stages - 1, shape, "logits", x)
+
+    def loss(self, x, targets, reduction="mean"):
+        """As GPT.loss: (B, T, C) and (B, T) -> scalar, or (B, T)."""
+        shape = () if reduction == "mean" else targets.shape
+        return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
+
+    def on_stage(self, index, shape, method, *args, **kwargs):
+        """Calls a method on one stage. Returns its result, of this shape, on all stages."""
+        if index == self.index:
+            result = self.stage.call(method, *args, **kwargs).float().contiguous()
+        else:
+            result = torch.empty(shape, device=self.process.device)
+        dist.broadcast(result, group=self.group, group_src=index)
+        return result
+
+
+class Stage(nn.Module):
+    """PyTorch's schedule calls this module with ids or with the residual stream.
+
+    It returns the residual stream, or on the last stage the loss.
+    """
+
+    def __init__(self, part, process, is_last):
+        super().__init__()
+        self.part = part
+        self.process = process
+        self.is_last = is_last
+
+    def forward(self, x, targets=None):
+        """Runs the forward pass of training."""
+        with self.process.autocast:
+            if not self.is_last:
+                return self.part.hidden(x)
+            _, loss = self.part(x, targets)
+            return loss
+
+    def call(self, method, *args, **kwargs):
+        """Calls a method of the part. Before that, FSDP all-gathers its parameters."""
+        return getattr(self.part, method)(*args, **kwargs)
+
+
+class NoPositions(nn.Module):
+    """Replaces the position embedding of later stages. Their input already contains positions."""
+
+    def forward(self, pos):
+        return 0
+
+
+def keep_stage(model, stage, n_stages):
+    """Removes the modules of other stages from a GPT. The rest keeps its names."""
+    t = model.transformer
+    first = first_block(stage, n_stages, model.config)
+    last = first_block(stage + 1, n_stages, model.config)  # not in this stage
+    for i in range(len(t.h)):
+        if not first <= i < last:
+            delattr(t.h, str(i))  # unlike del t.h[i], this does not rename the others
+    if stage > 0:
+        t.wte = nn.Identity()
+        t.wpe = NoPositions()
+        t.drop = nn.Identity()
+    if stage < n_stages - 1:
+        t.ln_f = nn.Identity()
+        model.lm_head = None
+
+
+def first_block(stage, n_stages, config):
+    """Returns the index of the first block of a stage, or n_layer if the stage is n_stages."""
+    n = config.n_layer
+    if stage == n_stages:
+        return n
+    # The head takes as long as this many blocks. So the last stage has fewer of them.
+    head = config.vocab_size / (12 * config.n_embd)
+    even = round(stage * (n + head) / n_stages)
+    return min(n - n_stages + stage, max(stage, even))  # each stage gets at least one block

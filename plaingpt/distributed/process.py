@@ -1,0 +1,119 @@
+"""The processes of a program: joins them, and exchanges values between them."""
+
+import atexit
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from plaingpt.base.errors import UserError
+from plaingpt.distributed.device import choose_dtype, find_device
+from plaingpt.distributed.memory import set_malloc
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Process:
+    """This process among the processes of a program, its device and its number format.
+
+    The processes form a mesh of pp x dp x tp. Each of the dp_size data parallel groups has its own
+    sequences. The processes of one group (TP, PP) share a model and have the same sequences.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+
+    @property
+    def dtype_name(self):
+        """The dtype as a text: bfloat16, float16 or float32."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def autocast(self):
+        """A context in which matrix products are computed in dtype."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def mean(self, *scalars):
+        """Takes the means of 0-dimensional tensors over all processes -> list of floats.
+
+        It sends them in one message. The CPU waits here for the device.
+        """
+        return (self.sum(torch.stack(scalars)) / self.dp_size).tolist()
+
+    def sum(self, tensor):
+        """Sums a tensor over the data parallel groups."""
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.to(self.device)
+        dist.all_reduce(tensor)
+        # The processes of one group have the same values, and all_reduce has added them all.
+        return tensor / (self.world_size // self.dp_size)
+
+    def barrier(self):
+        """Waits for all processes."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def start(device, dtype, tp=1, pp=1, parallel="ddp"):
+    """Chooses device and dtype, and joins the process group -> Process. Raises UserError.
+
+    The arguments are the values of the flags --device, --dtype, --tp, --pp and --parallel.
+    """
+    # torchrun sets these variables.
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    n_parts = pp * tp  # processes that share one model
+    if world_size % n_parts:
+        raise UserError(f"--tp {tp} --pp {pp}: use torchrun with a multiple of {n_parts} processes")
+    device = find_device(device, local_rank, world_size)
+    set_malloc(keep_memory=parallel != "fsdp")
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        # Otherwise NCCL warns about the messages of PyTorch's pipelines.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            device_id=device if is_cuda else None,
+            timeout=timedelta(hours=1),  # rank 0 may need long to download
+        )
+        # These two run at exit, also after an error, the last one first. gloo's threads need some
+        # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
+        atexit.register(time.sleep, 0.5)
+        atexit.register(dist.destroy_process_group)
+    dp_size = world_size // n_parts
+    dp_rank = rank // tp % dp_size  # in the mesh, tp varies fastest, then dp, then pp
+    return Process(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))
+
+
+def on_rank0(function, *args, **kwargs):
+    """Calls a function on rank 0. Returns its result, or raises its UserError, on all processes."""
+    results = [None]  # the result or the UserError; a broadcast replaces the element of this list
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            results = [function(*args, **kwargs)]
+        except UserError as error:
+            results = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(results)
+    if isinstance(results[0], UserError):
+        raise results[0]
+    return results[0]
+
+
+def check_equal(value, message):
+    """Raises a UserError with this message on all processes if their values differ."""
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        if any(other != values[0] for other in values):
+            raise UserError(message)

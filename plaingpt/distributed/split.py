@@ -1,0 +1,148 @@
+"""Trains a model that is split over processes. PyTorch does the work; model.py stays unchanged.
+
+  --parallel fsdp  A process keeps a shard of each tensor and all-gathers one block at a time:
+                   ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
+  --tp N           Tensor parallelism: N processes split the heads, the width of the MLP and the
+                   vocabulary (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
+  --pp N           Pipeline parallelism: N processes have some blocks each. Micro-batches pass
+                   through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
+
+The flags can be combined in a mesh of pp x dp x tp processes. TP communicates most, so its
+processes have consecutive ranks. The processes read different data only along dp.
+
+FSDP and TP change a GPT in place: its parameters become DTensors, of which each process has a part.
+full_tensor() gives the whole of a DTensor. All processes must call it. If some do not, the others
+wait for ever. With PP, each process has a Pipeline around a GPT with some of the blocks. Together
+they compute the whole.
+"""
+
+import logging
+import warnings
+
+from plaingpt.base.errors import UserError
+from plaingpt.distributed.dtensors import is_dtensor
+from plaingpt.distributed.pipeline import Pipeline, Stage
+
+import torch
+
+
+def split_model(model, config, process):
+    """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it.
+
+    All processes must call hidden, logits and loss. All get the complete result. Raises
+    UserError if tp or pp do not fit the model.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if model.config.n_head % config.tp:
+        raise UserError(f"--tp {config.tp} does not divide the model's {model.config.n_head} heads")
+    if config.pp > model.config.n_layer:
+        raise UserError(f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks")
+    silence_warnings()
+    n_shards = process.dp_size if config.parallel == "fsdp" else 1
+    mesh = init_device_mesh(
+        process.device.type,
+        (config.pp, process.dp_size // n_shards, n_shards, config.tp),
+        mesh_dim_names=("pp", "copies", "shards", "tp"),
+    )
+    is_tied = model.lm_head.weight is model.transformer.wte.weight
+    whole = model  # what this function returns
+    root = model  # the module whose forward FSDP wraps
+    if config.pp > 1:
+        whole = Pipeline(model, mesh, is_tied, process)
+        root = whole.stage
+    if config.tp > 1:
+        split_layers(model, mesh["tp"])
+    if is_tied and model.lm_head is not None:
+        # TP splits both layers, so they are tied again. The last stage of a pipeline has the matrix
+        # under the name that it has on the first stage.
+        model.transformer.wte.weight = model.lm_head.weight
+    if config.compile:
+        for module in (*model.transformer.h, model.loss_fn):
+            module.compile(dynamic=False, fullgraph=True)
+    if process.dp_size > 1:
+        apply_fsdp(root, model.transformer.h, mesh, config.parallel == "fsdp", process)
+    whole.has_compared_gradients = config.tp == 1  # without TP, none are compared
+    return whole
+
+
+def silence_warnings():
+    """Turns off three warnings of PyTorch about things that do no harm here.
+
+    FSDP and TP gather a tensor in two steps. Training does not call lm_head, because loss_fn reads
+    its weight. A module returns a view, which would be wrong only if GPT changed the view in place.
+    """
+    for name in ("tensor._redistribute", "fsdp.fully_shard"):
+        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def apply_fsdp(root, blocks, mesh, is_fsdp, process):
+    """Applies FSDP. Without --parallel fsdp, it does what DDP does: one shard, several copies."""
+    import torch.distributed.fsdp as fsdp
+
+    mesh = mesh["shards"] if is_fsdp else mesh["copies", "shards"]
+    # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The CPU's
+    # layer_norm rejects bfloat16 weights with the float32 residual stream.
+    param_dtype = process.dtype if is_fsdp and process.device.type != "cpu" else None
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in blocks:
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    # Embeddings, norm and head are one group, in float32. After forward it stays whole, for logits
+    # and loss, until a backward pass ends. Until then, named_parameters() gives whole tensors.
+    fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    # Validation and generation call this method and not forward.
+    fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")
+
+
+def split_layers(model, mesh):
+    """Splits the layers over a mesh: each process computes its share, from the same input.
+
+    A block's forward has two all-reduces, after attention and MLP. The processes draw the same
+    random numbers, because dropout on the residual stream must be equal. So the attention dropout
+    of their heads is equal, too.
+    """
+    import torch.distributed.tensor.parallel as tp
+    from torch.distributed.tensor import Replicate
+
+    styles = dict(
+        # For a short time, its backward holds the gradient of all rows.
+        wte=tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        c_attn=tp.ColwiseParallel(),
+        c_fc=tp.ColwiseParallel(),
+        c_proj=tp.RowwiseParallel(),
+        lm_head=tp.ColwiseParallel(output_layouts=Replicate()),
+    )
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "weight")]
+    for name, module in layers:
+        style = styles.get(name.rpartition(".")[2])
+        if style:
+            # The weights are on the meta device and have no values yet, so none are sent.
+            tp.parallelize_module(module, mesh, style, src_data_rank=None)
+        else:
+            keep_whole(module, mesh)
+    for name, p in model.named_parameters():
+        if not is_dtensor(p):
+            raise UserError(f"--tp: {name} is in no layer; make it the weight of an nn.Module")
+
+
+def keep_whole(module, mesh):
+    """Keeps a layer whole on every process: norms and positions.
+
+    In model.py as it is, their input is whole, too. If you add norms of q and k, their input
+    (B, nh, T, hs) has only the heads of this process. The gradient of such a norm is then the sum
+    of the gradients of all processes.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+    def wrap_input(_, inputs, mesh):
+        x = inputs[0]
+        placement = Shard(1) if x.dim() == 4 else Replicate()  # 1 is the dimension of the heads
+        return DTensor.from_local(x, mesh, [placement])
+
+    def unwrap_output(_, output, mesh):
+        return output.to_local()
+
+    distribute_module(module, mesh, input_fn=wrap_input, output_fn=unwrap_output)

@@ -1,0 +1,141 @@
+"""Computes the head and its cross-entropy in one function, a chunk of positions at a time.
+
+The logits are never all in memory: the loss and the gradient of a chunk are computed before the
+next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """Cross-entropy of the logits x @ weight.T, in nats."""
+
+    def forward(self, x, weight, targets, reduction="mean"):
+        """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T).
+
+        Positions with target -100 are ignored. Any other target must be in the vocabulary.
+        reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
+        """
+        group = None
+        shape = targets.shape
+        targets = targets.flatten()  # (N)
+        counted = targets != -100  # (N); -100 is PyTorch's ignore_index
+        in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
+        if x.device.type != "mps":  # MPS lacks _assert_async, which needs no synchronization
+            torch._assert_async(in_range.all(), "a target is outside the vocabulary")
+        if hasattr(weight, "placements"):  # it is a DTensor, with tensor parallelism
+            group = weight.device_mesh.get_group()
+            rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
+            # Target 0 is now the first row that this process has.
+            targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
+            weight = weight.to_local()
+        with_gradient = torch.is_grad_enabled()
+        if with_gradient and reduction == "none":
+            raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
+        losses, mean = LinearCrossEntropy.apply(
+            x.flatten(0, 1), weight, targets, counted, with_gradient, group
+        )
+        return mean if reduction == "mean" else losses.view(shape)
+
+
+def rows_of_chunk(device, dtype, V):
+    """Returns how many positions a chunk has."""
+    rows = CHUNK_SIZE[device]
+    if device == "cpu" and torch.compiler.is_compiling():
+        # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
+        rows *= 4
+    if dtype == torch.float16:
+        # p.t() @ x_chunk would overflow if all positions of a large chunk have one target.
+        rows = min(rows, 2048)
+    # With more than 65,536 ids, a chunk has fewer positions, so that it needs no more memory.
+    return max(1, rows * 2**16 // max(V, 2**16))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
+
+    The matrix products follow autocast. The sums are float32, because sums of 50,000 terms would be
+    inexact in bfloat16. backward divides by n, the number of counted targets. In forward, the
+    division would underflow in float16.
+
+    group: the processes that have the other rows of the weight, or None. Then target 0 means the
+    first row of this process (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, counted, with_gradient, group):
+        device = x.device.type
+        V = weight.size(0)
+        dtype = matmul_dtype(x)
+        # The weight is padded to a multiple of 128 rows, because matrix products work in tiles.
+        w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C)
+        w[:V] = weight
+        losses = torch.zeros(len(x), device=x.device)
+        if with_gradient:
+            dx = torch.empty_like(x)  # (N, C)
+            dw = torch.zeros(w.shape, device=x.device)  # (padded V, C)
+        rows = rows_of_chunk(device, dtype, V)
+        for start in range(0, len(x), rows):
+            x_chunk = x[start : start + rows].to(dtype)  # (rows, C)
+            y = targets[start : start + rows, None]  # (rows, 1)
+            ignored = ~counted[start : start + rows, None]  # (rows, 1)
+            logits = x_chunk @ w.t()  # (rows, padded V)
+            logits[:, V:] = -math.inf
+            p = logits.float()
+            p -= all_reduce(p.amax(1, keepdim=True), dist.ReduceOp.MAX, group)
+            local = (0 <= y) & (y < V)  # (rows, 1): True if this process has the target's logit
+            y = y.where(local, 0)
+            target_logit = p.gather(1, y) * local  # (rows, 1)
+            sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
+            norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
+            loss = norm.log() - target_logit  # (rows, 1)
+            losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
+            if with_gradient:  # the gradient w.r.t. the logits is softmax - one_hot(target)
+                p.div_(norm.masked_fill(ignored, math.inf))  # the gradient is 0 if ignored
+                if torch.compiler.is_compiling():  # the compiler can fuse this, unlike scatter_add_
+                    p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
+                else:
+                    p.scatter_add_(1, y, -local.float())
+                p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
+                dx[start : start + rows] = p @ w
+                # += first converts its operand to float32. In parts, this needs less memory.
+                for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
+                    total += part
+        n = counted.sum().clamp(min=1)  # without targets, the mean is 0
+        if with_gradient:
+            ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V], n)
+        ctx.mark_non_differentiable(losses)
+        return losses, losses.sum() / n
+
+    @staticmethod
+    def backward(ctx, _, grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph is True
+            raise RuntimeError("the loss in chunks has no second derivative; use all logits")
+        dx, dw, n = ctx.saved_tensors
+        return grad / n * dx, grad / n * dw, None, None, None, None
+
+
+def matmul_dtype(x):
+    """Returns the dtype of a matrix product of x: autocast's if it is on, otherwise that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def stream_dtype(x):
+    """Returns the dtype of the residual stream x.
+
+    On CUDA, it is bfloat16 if matrix products are in bfloat16. Otherwise it is that of x.
+    """
+    return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
+
+
+def all_reduce(tensor, op, group):
+    """Reduces the tensor in place over the group, if there is one, and returns it."""
+    if group is not None:
+        dist.all_reduce(tensor, op, group=group)
+    return tensor

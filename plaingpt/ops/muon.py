@@ -1,0 +1,72 @@
+"""Muon, which is SGD with momentum that makes its updates orthogonal (Jordan et al. 2024)."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+
+class Muon(torch.optim.Optimizer):
+    """Like torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but fast on every device and in
+    several processes.
+
+    torch.optim.Muon computes in bfloat16. On a device without instructions for bfloat16, that takes
+    about ten times as long as float32. This class uses float32 there.
+
+    params: matrices. n_processes: the number of processes of DDP, otherwise 1. Each process updates
+    its share of the matrices and sends them to the others, because the orthogonalization takes most
+    of the time. All processes keep the momentum of all matrices, so that a checkpoint fits any
+    number of processes.
+    """
+
+    n_processes = 1
+
+    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        rank = dist.get_rank() if self.n_processes > 1 else 0
+        matrices = [p for p in group["params"] if p.grad is not None]
+        # The largest matrices come first, so that all shares take about the same time.
+        matrices.sort(key=lambda p: -p.numel())
+        for i, p in enumerate(matrices):
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            if i % self.n_processes == rank:
+                update = p.grad.lerp(momentum, group["momentum"])  # Nesterov momentum
+                if has_bfloat16(p.device):
+                    update = update.bfloat16()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                # The mean square of an orthogonal matrix is 1 / its longer side. So the root mean
+                # square of the update is 0.2 lr, about that of AdamW.
+                p.add_(orthogonalize(update), alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
+        if self.n_processes > 1:
+            for i, p in enumerate(matrices):
+                dist.broadcast(p, i % self.n_processes)
+
+
+def orthogonalize(x):
+    """Makes a matrix nearly orthogonal, by five steps of Newton-Schulz.
+
+    They keep the singular vectors and bring the singular values near 1. x: (rows, columns).
+    The source is kellerjordan.github.io/posts/muon.
+    """
+    if x.size(0) > x.size(1):
+        return orthogonalize(x.T).T
+    x = x / x.norm().clamp(min=1e-7)  # now no singular value is above 1
+    for _ in range(5):
+        gram = x @ x.T
+        factor = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, factor, x, beta=3.4445)
+    return x
+
+
+def has_bfloat16(device):
+    """Returns whether the device has instructions for bfloat16. GPUs before Ampere emulate it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = torch.cpu.get_capabilities()  # {name of an extension: bool}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))

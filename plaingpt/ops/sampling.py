@@ -1,0 +1,82 @@
+"""What generation needs besides the model: a cache of keys and values, and drawing of tokens."""
+
+import contextlib
+import math
+import sys
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextlib.contextmanager
+def attention_for_many_shapes():
+    """Turns off compiled code and cuDNN's attention. Both would prepare a plan for each shape."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    eager = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
+        eager = torch.compiler.set_stance("force_eager")
+    with eager, sdpa_kernel(kernels):
+        yield
+
+
+class KVCache:
+    """Keeps the keys and values of one block for all tokens so far, in memory allocated once."""
+
+    def __init__(self, max_length):
+        self.max_length = max_length
+        self.length = 0
+        self.buffers = None  # keys and values: (B, nh, max_length, hs) each
+
+    def extend(self, k, v):
+        """Adds the k and v of new tokens, (B, nh, T, hs) each. Returns all, (B, nh, length, hs)."""
+        if self.buffers is None:
+            B, nh, _, hs = k.shape
+            self.buffers = [k.new_empty(B, nh, self.max_length, hs) for _ in range(2)]
+        start = self.length
+        self.length += k.size(2)
+        for buffer, new in zip(self.buffers, (k, v)):
+            buffer[:, :, start : self.length] = new
+        return [buffer[:, :, : self.length] for buffer in self.buffers]
+
+
+def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
+    """Draws one id for each row: (B, vocab_size) -> (B, 1).
+
+    temperature 0 takes the most likely token. top_k keeps the k most likely tokens, and 0 keeps
+    all. top_p keeps the most likely tokens, until the sum of their probabilities reaches p
+    (Holtzman et al. 2020, arXiv:1904.09751).
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    # On a GPU, NaN or infinity would make torch.multinomial end the process.
+    logits = (logits / max(temperature, 1e-30)).nan_to_num()
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:
+        probs, order = logits.softmax(dim=-1).sort(descending=True)  # (B, vocab_size)
+        # A token is dropped if the sum of the tokens before it reaches p. The first always stays.
+        drop = probs.cumsum(dim=-1) - probs >= top_p
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
+
+
+@torch.no_grad()
+def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
+    """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
+
+    options: temperature, top_k and top_p, as in sample().
+    """
+    generator = torch.Generator(device=idx.device).manual_seed(seed)
+    T_max = model.config.block_size
+    length = min(idx.size(1) + max_new_tokens, T_max)
+    cache = [KVCache(length) for _ in range(model.config.n_layer)]
+    new = idx  # (B, T): the ids whose keys and values are not in the cache
+    for _ in range(max_new_tokens):
+        if idx.size(1) > T_max:  # the window slides: all positions change, so the cache is invalid
+            cache = None
+            new = idx[:, -T_max:]  # (B, T_max)
+        logits = model.logits(model.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)
+        new = sample(logits, generator, **options)  # (B, 1)
+        idx = torch.cat([idx, new], dim=1)  # (B, T+1)
+        yield new

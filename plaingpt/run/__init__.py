@@ -1,0 +1,1 @@
+"""A training run: its configuration, its directory, its log and what it prints."""

@@ -1,0 +1,85 @@
+"""Writes what a run is made of: run.json and changes.patch."""
+
+import contextlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import write_json, writing
+from plaingpt.base.git import run_git
+from plaingpt.base.source_hash import hash_of_program
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.hardware import hardware_name
+
+import torch
+
+
+def write_facts(step, whole_gpt, config, data, process):
+    """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
+
+    changes.patch has the uncommitted changes of tracked files, if there are any. It does not have
+    the untracked files, but run.json lists their names.
+
+    step: where the run starts. If this is max_steps, a finished run was resumed, and its files
+    stay as they are. whole_gpt: the GPT on the meta device. Raises UserError.
+    """
+    if step == config.max_steps:
+        return
+    commit, untracked, changes = read_git()
+    facts = dict(
+        model_config=asdict(whole_gpt.config),
+        train_config=asdict(config),
+        parameters=sum(p.numel() for p in whole_gpt.parameters()),
+        tokenizer=data.tokenizer.name,
+        fingerprints=data.fingerprints,
+        train_tokens=sum(map(len, data.train)),
+        dtype=process.dtype_name,
+        device=hardware_name(process.device),
+        processes=process.world_size,
+        threads=torch.get_num_threads(),
+        program=hash_of_program(),
+        git_commit=commit or None,
+        untracked_files=untracked,
+        started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        versions=dict(torch=torch.__version__),
+    )
+    directory = Path(config.log_dir)
+    write_json(directory / "run.json", facts)
+    patch = directory / "changes.patch"
+    with writing(directory):
+        if changes:
+            patch.write_bytes(changes)
+        elif commit:  # removes an older patch: this code has no changes any more
+            patch.unlink(missing_ok=True)
+    print_summary(facts, config, data)
+
+
+def print_summary(facts, config, data):
+    """Prints the most important facts, and notes if there is too little data."""
+    n_train = facts["train_tokens"]
+    print0(
+        f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
+        f"on {facts['device']}, {facts['processes']} processes, in {config.log_dir}"
+    )
+    epochs = config.max_steps * config.total_batch_size // n_train
+    if epochs > 30:
+        print0(f"note: the run reads the data {epochs} times; more data would be better")
+    n_val = min(map(len, data.val))  # of the smallest set
+    if n_val < 4096:
+        print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
+
+
+def read_git():
+    """Returns what git says about this clone: (commit, names of untracked files, changes).
+
+    All are empty in a copy of the files without git.
+    """
+    commit = b""
+    untracked = b""
+    changes = b""
+    with contextlib.suppress(UserError):
+        commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
+        untracked = run_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+        changes = run_git("diff", "HEAD")
+    return commit.decode().strip(), untracked.decode(errors="replace").splitlines(), changes

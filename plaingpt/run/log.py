@@ -1,0 +1,81 @@
+"""The log of a run: log.txt, and the same numbers in TensorBoard and Weights & Biases."""
+
+import html
+import os
+import weakref
+from pathlib import Path
+
+from plaingpt.base.errors import require
+from plaingpt.base.files import lock, writing
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.process import on_rank0
+from plaingpt.run.directory import prepare_run_directory
+from plaingpt.run.sinks import TensorBoard, WandB
+
+
+class RunLog:
+    """Writes the numbers of a run, on rank 0. Raises UserError.
+
+    log.txt has a line "{step} {stream} {value}" for each number. All processes must make a RunLog.
+    Rank 0 first locks the run directory and prepares it, see prepare_run_directory. step: where the
+    run starts.
+    """
+
+    def __init__(self, config, gpt_config, step, process):
+        self.config = config
+        self.process = process
+        self.path = Path(config.log_dir, "log.txt")
+        self.figures = {}  # {stream: last value}
+        self.sinks = []
+        on_rank0(self.open, gpt_config, step)
+
+    def open(self, gpt_config, step):
+        """Opens the run directory, and the connections to TensorBoard and wandb."""
+        # Imports these packages before anything is moved, because one of them may be missing.
+        if self.config.tensorboard:
+            require("torch.utils.tensorboard")
+        if self.config.wandb:
+            require("wandb")
+        directory = self.path.parent
+        with writing(f"--log_dir {directory}"):
+            directory.mkdir(parents=True, exist_ok=True)
+            # The lock ends with this object, because a notebook may start the next run.
+            weakref.finalize(self, os.close, lock(directory, "--log_dir"))
+        known = prepare_run_directory(directory, step)
+        self.known = {(step, stream) for stream in known}  # log.txt already has these numbers
+        if self.config.tensorboard:
+            self.sinks.append(TensorBoard(directory, step))
+        if self.config.wandb:
+            self.sinks.append(WandB(directory, self.config, gpt_config))
+        # TensorBoard has removed the values of this step, so it gets those that log.txt keeps.
+        self.publish(step, known)
+
+    def write(self, step, **values):
+        """Appends a line for each value that log.txt does not have yet. Raises UserError."""
+        self.figures.update(values)
+        if self.process.rank > 0:
+            return
+        new = {}
+        lines = []
+        for stream, value in values.items():
+            if (step, stream) not in self.known:
+                new[stream] = value
+                text = str(value) if isinstance(value, int) else f"{value:.8g}"
+                lines.append(f"{step} {stream} {text}\n")
+        with (
+            writing(self.path, "free some space, then continue with --resume"),
+            open(self.path, "a", encoding="utf-8") as file,
+        ):
+            file.writelines(lines)
+        self.publish(step, new)
+
+    def publish(self, step, values):
+        """Sends {name: number or HTML} to TensorBoard and wandb, if they are used."""
+        for sink in self.sinks:
+            sink.write(step, values)
+
+    def write_samples(self, step, texts):
+        """Prints samples, and sends them to TensorBoard and wandb. log.txt does not have them."""
+        for i, text in enumerate(texts):
+            print0(f"--- sample {i} at step {step} ---\n{text}\n")
+            self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})

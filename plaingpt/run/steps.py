@@ -1,0 +1,49 @@
+"""Plans the sizes of the steps of a run."""
+
+from plaingpt.base.errors import UserError
+
+
+def plan_steps(config, T, n_sequences, dp_size):
+    """Returns the sizes of the steps: an (n, B) for each step of the ramp, and one for all others.
+
+    n: sequences in a step, on all processes. In the ramp, it rises linearly to
+    total_batch_size / T, in multiples of the first n.
+
+    B: sequences in a micro-batch of one process. It is batch_size, or less if a process has too few
+    sequences for that, or for pp micro-batches. In a ramp n grows and B stays: small enough for the
+    first step, so that torch.compile compiles one shape.
+
+    n_sequences: those of the training data. Raises UserError unless every process gets whole
+    micro-batches in every step.
+    """
+    n, B = step_size(config, "total_batch_size", T, n_sequences, dp_size)
+    if not config.rampup_steps:
+        return [(n, B)]
+    if config.rampup_batch_size > config.total_batch_size:
+        raise UserError("--rampup_batch_size: is above --total_batch_size; give a smaller one")
+    first, first_B = step_size(config, "rampup_batch_size", T, n_sequences, dp_size)
+    sizes = []
+    for step in range(config.rampup_steps):
+        more = (n - first) * step // config.rampup_steps
+        more -= more % first  # a multiple of the first n
+        sizes.append((first + more, first_B))
+    sizes.append((n, B))
+    return sizes
+
+
+def step_size(config, flag, T, n_sequences, dp_size):
+    """Returns (n, B) of a step that has as many tokens as the flag says. Raises UserError.
+
+    flag: "total_batch_size" or "rampup_batch_size". The other arguments are those of plan_steps.
+    """
+    size = getattr(config, flag)  # in tokens
+    unit = T * dp_size  # in tokens: a sequence on every process
+    if size % unit or not unit <= size <= n_sequences * T:
+        raise UserError(f"--{flag}: give a multiple of {unit}, up to the data's {n_sequences * T}")
+    share = size // unit  # sequences of a process
+    if share < config.pp:
+        raise UserError(f"--pp {config.pp}: must be at most {share}, the sequences of a process")
+    B = min(config.batch_size, share // config.pp)  # pp micro-batches, so every stage has work
+    if share % B:
+        raise UserError(f"--batch_size: give a divisor of {share}, at most {share // config.pp}")
+    return share * dp_size, B

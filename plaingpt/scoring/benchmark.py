@@ -1,0 +1,112 @@
+"""What the file of a benchmark needs: its questions, and the figures of its scores."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from plaingpt.base.errors import UserError
+from plaingpt.data.hub import load_hub
+from plaingpt.data.records import read_records
+
+import numpy as np
+
+
+@dataclass
+class Example:
+    """One question. Its pairs are contexts x endings, in this order."""
+
+    contexts: list[str]
+    endings: list[str]  # each starts with its white space
+    label: int = 0  # the right pair
+    stride: float = math.inf  # of windows (0: no overlap; math.inf: only the last window)
+    shots: tuple = ()  # solved examples, as texts; only a benchmark's own prompt_ids() reads them
+    counts: dict = field(default_factory=dict)  # other facts that report() needs
+
+    def __len__(self):
+        return len(self.contexts) * len(self.endings)
+
+
+def prompt_ids(example, tokenizer):
+    """Yields (ids of a context, [ids of each of its endings]), as EleutherAI's harness does."""
+    for context in example.contexts:
+        # White space at the end of the context moves to the ending. The ending has the ids of
+        # context + ending, without the first len(ids) of them.
+        ids = tokenizer.encode(context.rstrip())
+        endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
+        yield ids or [tokenizer.end_of_text], endings
+
+
+@dataclass
+class Benchmark:
+    """A benchmark. The file NAME.py has one, called BENCHMARK."""
+
+    name: str
+    doc: str  # text for --help
+    stream: str  # name of its first figure in a run's log
+    hub: dict | None  # arguments of load_hub; None: the data are in no data set of the hub
+    examples: Callable | None  # (records, **options) -> iterator of Examples
+    report: Callable  # (examples, scores) -> {figure: value}
+    figures: dict  # {figure: what it is, and what it compares with}
+    options: tuple = ()  # dataclasses with flags of its own
+    load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
+    prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
+    spare: int = 0  # positions of the model's context that a long text leaves free
+
+
+def split_by_example(examples, values):
+    """Splits an array (N) over all pairs -> one array for each example."""
+    ends = np.cumsum([len(example) for example in examples])
+    return np.split(values, ends[:-1])
+
+
+def accuracy(examples, scores, lengths=1):
+    """Returns how often the right pair has the highest log-likelihood / length.
+
+    lengths: (N), such as the bytes of the endings, or 1.
+    """
+    likelihoods = split_by_example(examples, scores.log_likelihood / lengths)
+    is_right = []
+    for example, likelihood in zip(examples, likelihoods):
+        is_right.append(likelihood.argmax() == example.label)
+    return float(np.mean(is_right))
+
+
+def perplexity(nats):
+    """Returns exp(nats), or infinity if a float cannot hold it: a text may be one long word."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def get_fields(record, **kinds):
+    """Returns the values of a record's fields. kinds: {name: type}. Raises UserError."""
+    for name, kind in kinds.items():
+        if not isinstance(record.get(name), kind):
+            raise bad_record(record, f"field {name!r} is missing or has a wrong type")
+    return [record[name] for name in kinds]
+
+
+def choice(record, context, endings, label):
+    """Makes an Example with a space before each ending. label counts from 0. Raises UserError."""
+    if str(label) not in map(str, range(len(endings))):
+        raise bad_record(record, f"label {label!r}: must be from 0 to {len(endings) - 1}")
+    return Example([context], [f" {ending}" for ending in endings], int(label))
+
+
+def bad_record(record, reason):
+    """Makes a UserError that says where the record is."""
+    return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
+
+
+def load_examples(benchmark, path=None, limit=0, **options):
+    """Loads the Examples of a file or of the hub. Raises UserError."""
+    if benchmark.load:
+        return benchmark.load(path, limit, **options)
+    if not path and not benchmark.hub:
+        raise UserError(f"no data; give a file, as {benchmark.name}.py --help explains")
+    if path:
+        files = [path]
+    else:
+        files, _, _ = load_hub(**benchmark.hub, patient=False)
+    examples = list(benchmark.examples(read_records(files), **options))
+    if not examples:
+        raise UserError(f"{path or benchmark.name}: has no example; see the program's --help")
+    return examples[: limit or None]

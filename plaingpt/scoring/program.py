@@ -1,0 +1,109 @@
+"""The program of a benchmark: reads the flags, scores a model, prints the figures."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.files import check_output, write_json
+from plaingpt.base.flags import OR, parse_flags
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.device import Dtype
+from plaingpt.distributed.memory import memory_advice
+from plaingpt.distributed.process import on_rank0, start
+from plaingpt.scoring.benchmark import load_examples, split_by_example
+from plaingpt.scoring.rows import make_rows
+from plaingpt.scoring.score import TOKENS, score
+from plaingpt.weights.checkpoint import newest_model
+
+
+@dataclass
+class EvalConfig:
+    checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
+    model: Annotated[str | None, "or GPT-2 from Hugging Face: name or directory", OR] = None
+    data: Annotated[str | None, ".jsonl, .csv, .parquet or text file [the hub's, if any]"] = None
+    limit: Annotated[int, "number of examples; 0: all", "at least 0"] = 0
+    tokens_per_forward: Annotated[int | None, "[16384; on a CPU 2048]", "at least 1"] = None
+    device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
+    dtype: Annotated[Dtype, "number format; float32 is the most exact"] = "auto"
+    json: Annotated[str | None, "also write figures, examples and scores to this file"] = None
+
+
+def run_benchmark(benchmark, GPT, argv=None):
+    """Runs the program of a benchmark: reads the flags, scores a model, prints the figures.
+
+    GPT: the class of model.py. Returns the figures, the same on every process.
+    """
+    given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
+    options = {}  # the benchmark's own flags
+    for kind in benchmark.options:
+        for field in fields(kind):
+            options[field.name] = given.pop(field.name, field.default)
+    config = EvalConfig(**given)
+    check_output("--json", config.json, [config.data, options.get("bundle")])
+    source = config.model or newest_model(config.checkpoint)
+    process = start(config.device, config.dtype)
+    examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
+    model, tokenizer = GPT.load(source)
+    model.to(process.device).eval()
+    rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
+    tokens = config.tokens_per_forward or TOKENS[process.device.type]
+    with memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
+        scores = score(model, examples, rows, process, tokens)
+    figures = benchmark.report(examples, scores)
+    data = config.data
+    if not data and benchmark.hub:
+        data = benchmark.hub.get("dataset")
+    facts = dict(
+        benchmark=benchmark.name,
+        data=data,
+        **options,
+        limit=config.limit or None,
+        model=str(source),
+        n_examples=len(examples),
+        tokenizer=tokenizer.name,
+        dtype=process.dtype_name,
+        device=f"{process.world_size} x {process.device.type}",
+    )
+    facts = {name: value for name, value in facts.items() if value is not None}
+    for name, value in facts.items():
+        print0(f"{name:<18} {value}")
+    print_figures(benchmark, figures, len(examples))
+    if config.json and process.rank == 0:
+        results = results_of_examples(examples, scores)
+        write_json(config.json, dict(**facts, figures=figures, examples=results))
+    process.barrier()
+    return figures
+
+
+def print_figures(benchmark, figures, n_examples):
+    """Prints the figures, {name: value}, each with what it means."""
+    for name, meaning in benchmark.figures.items():
+        value = figures[name]
+        text = f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"
+        if "acc" in name:  # adds the standard error of a mean
+            text += f" ± {math.sqrt(value * (1 - value) / n_examples):.4f}"
+        print0(f"{name:<18} {text:<18} {meaning}")
+
+
+def results_of_examples(examples, scores):
+    """Returns a dict for each example, with its label and the scores of its pairs, for JSON."""
+    results = [dict(label=example.label, **example.counts) for example in examples]
+    for name, values in vars(scores).items():
+        for result, own in zip(results, split_by_example(examples, values)):
+            result[name] = own.tolist()
+    return results
+
+
+def launch(benchmark, GPT=None):
+    """Runs a benchmark's file as a program. GPT: the class of model.py."""
+
+    def run():
+        if GPT is None:  # as the files of older versions end
+            raise UserError(
+                f"{benchmark.name}.py: ends with launch(BENCHMARK); write: "
+                "from model import GPT, and launch(BENCHMARK, GPT)"
+            )
+        run_benchmark(benchmark, GPT)
+
+    run_program(run)

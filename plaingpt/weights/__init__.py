@@ -1,0 +1,1 @@
+"""Checkpoints: reading, writing, those of other programs, and where a run starts."""

@@ -1,0 +1,114 @@
+"""Finds and reads the checkpoints of runs."""
+
+import inspect
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.source_hash import hash_of_code
+from plaingpt.base.terminal import print0
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.process import check_equal, on_rank0
+from plaingpt.weights.fill import make_whole_gpt
+from plaingpt.weights.foreign import convert_nanogpt
+
+import torch
+
+
+def load_checkpoint(path, GPT, remedy="give another one"):
+    """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
+
+    All processes must call it. Only rank 0 reads the file from end to end, to check it.
+    GPT: the class of the model. remedy: what the user should do if the file is damaged, or is no
+    checkpoint of this program.
+    """
+    on_rank0(check_file, path, GPT, remedy)
+    return read_file(path, GPT)
+
+
+def read_file(path, GPT):
+    """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
+    # weights_only=True runs no code of the file. A file of build-nanogpt has a GPTConfig, whose
+    # fields are read into a SimpleNamespace.
+    with torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
+        # On Windows, a mapped file could not be deleted or moved.
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
+    return checkpoint if "model_config" in checkpoint else convert_nanogpt(checkpoint, GPT)
+
+
+def check_file(path, GPT, remedy):
+    """Raises UserError unless a file is a complete checkpoint with finite weights."""
+    what = f"{path}: not a readable checkpoint"
+    with explaining(what, remedy):  # zipfile, pickle and torch raise exceptions of many kinds
+        with explaining(f"{path}: cannot be read", "try again", OSError):  # such as a network disk
+            check_checksums(path)
+            checkpoint = read_file(path, GPT)
+    code = hash_of_model(GPT)
+    if checkpoint.get("model_code", code) != code:
+        print0(f"note: {path} was written by another model.py")
+        remedy = "restore that model.py; its run may have a changes.patch"
+    with explaining(what, remedy):
+        model = make_whole_gpt(GPT, GPT.config_class(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
+        if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+            raise ValueError("its weights are not finite")
+
+
+def check_checksums(path):
+    """Raises ValueError if a checksum of a checkpoint is wrong. torch.save writes a zip file."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()  # the name of the first damaged file in it, or None
+    if damaged:
+        raise ValueError(f"the checksum of {damaged} is wrong")
+
+
+def hash_of_model(GPT):
+    """Returns a hash of the code in the file of the class GPT, see hash_of_code."""
+    return hash_of_code([Path(inspect.getsourcefile(GPT))])
+
+
+def checkpoints(directory):
+    """Lists the checkpoints of a run directory, oldest first, but not those like model_best.pt."""
+    paths = [path for path in Path(directory).glob("model_*.pt") if path.stem[6:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.stem[6:]))  # without "model_"
+
+
+def load_newest(directory, GPT):
+    """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
+    paths = checkpoints(directory)
+    check_equal(paths, "the processes have different checkpoints; give one --log_dir to all")
+    if not paths:
+        print0(f"nothing to resume in {directory}: starting a new run")
+        return None
+    checkpoint = load_checkpoint(paths[-1], GPT, "delete it to resume from the one before")
+    if "train_config" not in checkpoint:
+        raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
+    return checkpoint
+
+
+def unpack(checkpoint, GPT):
+    """Dict of a checkpoint -> (GPTConfig without dropout, state dict, Tokenizer)."""
+    config = replace(GPT.config_class(**checkpoint["model_config"]), dropout=0.0)
+    return config, checkpoint["model"], get_tokenizer(checkpoint["tokenizer"])
+
+
+def newest_model(place=None):
+    """Returns the path of the newest checkpoint. Raises UserError if there is none.
+
+    place: a file, a run, a directory of runs, or an export. The default is log. A file or an export
+    is returned as it is.
+    """
+    place = Path(place or "log")
+    if place.is_file() or (place / "config.json").is_file():
+        return place
+    newest = []  # the newest checkpoint of each run
+    for directory in (place, *place.glob("*/")):
+        paths = checkpoints(directory)
+        if paths:
+            newest.append(paths[-1])
+    if not newest:
+        raise UserError(f"no checkpoint in {place}; train a model, or give --checkpoint FILE")
+    return max(newest, key=lambda path: path.stat().st_mtime)

@@ -1,0 +1,140 @@
+"""Loads a GPT-2 of Hugging Face transformers, and saves one with its tokenizer."""
+
+import json
+from pathlib import Path
+
+from plaingpt.base.errors import UserError, explaining, require
+from plaingpt.base.files import write_json
+
+import torch
+
+# OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# GPT-2 has these settings. A model with others would load, too, and give wrong logits.
+GPT2 = dict(
+    model_type="gpt2",
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    tie_word_embeddings=True,
+    scale_attn_weights=True,
+    add_cross_attention=False,
+    scale_attn_by_inverse_layer_idx=False,
+)
+
+
+def load_gpt2(name, GPT):
+    """Loads a GPT-2 of transformers -> GPT. Raises UserError.
+
+    name: a name on the hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the class.
+    """
+    transformers = require("transformers")
+    transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
+    transformers.utils.logging.set_verbosity_error()
+    # Transformers and its file formats raise exceptions of many kinds.
+    with explaining(f"{name}: transformers cannot load it", "use gpt2, an export, or a .pt file"):
+        hf_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        for key, value in GPT2.items():
+            found = getattr(hf_config, key, None)
+            if found != value:
+                raise ValueError(f"{key} is {found!r}, not {value!r}")
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        missing = sorted(info["missing_keys"])
+        if missing:  # transformers would leave them random
+            raise ValueError(f"no weights for {', '.join(missing[:3])}")
+    config = GPT.config_class(
+        n_layer=hf_config.n_layer,
+        n_head=hf_config.n_head,
+        n_embd=hf_config.n_embd,
+        block_size=hf_config.n_positions,
+        vocab_size=hf_config.vocab_size,
+    )
+    model = GPT(config)
+    model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
+    return model
+
+
+def save_gpt2(model, directory, tokenizer, dtype=None):
+    """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
+
+    First compares logits, because a model.py that was changed may no longer compute GPT-2.
+    dtype: torch.dtype of the weights. The default is the model's.
+    """
+    transformers = require("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    block_size = model.config.block_size
+    hf = transformers.GPT2LMHeadModel(make_hf_config(model.config, tokenizer))
+    if not same_logits(model, hf):
+        raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
+    hf.generation_config.max_length = block_size  # transformers cannot move the window
+    with explaining(f"{directory}: cannot write", "free some space"):
+        # Writes one file, because shards of an earlier export would stay beside those of this one.
+        hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
+    save_tokenizer(tokenizer, directory, block_size)
+    for path in Path(directory).glob("*.safetensors"):  # so far, only its owner can read this file
+        path.chmod(Path(directory, "config.json").stat().st_mode)
+
+
+def make_hf_config(config, tokenizer):
+    """Makes the GPT2Config of transformers for a model with this GPTConfig and Tokenizer."""
+    transformers = require("transformers")
+    end = tokenizer.end_of_text
+    return transformers.GPT2Config(
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        vocab_size=config.vocab_size,
+        n_positions=config.block_size,
+        n_ctx=config.block_size,  # llama.cpp reads n_ctx, the old name
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        # Pipelines put the prefix before a prompt, as generate.py does. In bytes, no token means
+        # the end of a text, but after training on pairs ("lines"), a line break does.
+        bos_token_id=end,
+        eos_token_id=None if tokenizer.source == "bytes" else end,
+        prefix=tokenizer.decode([end]),
+    )
+
+
+@torch.no_grad()
+def same_logits(model, hf):
+    """Loads the weights of a GPT into a GPT-2 of transformers, and compares their logits.
+
+    Returns whether both are the same, except for rounding.
+    """
+    try:
+        hf.load_state_dict(transpose_conv1d(model.state_dict()))
+    except RuntimeError:  # names or shapes differ
+        return False
+    idx = torch.randint(model.config.vocab_size, (2, min(64, model.config.block_size)))  # (B, T)
+    expected, _ = model(idx)  # (B, T, vocab_size)
+    return (hf(idx).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def save_tokenizer(tokenizer, directory, block_size):
+    """Writes a Tokenizer as two files, which AutoTokenizer of every version of transformers reads.
+
+    As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
+    """
+    library = tokenizer.library
+    settings = json.loads(library.to_str())
+    settings["post_processor"] = None
+    end = library.id_to_token(tokenizer.end_of_text)
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=block_size,
+        clean_up_tokenization_spaces=False,
+        end_of_text=end,
+    )
+    if tokenizer.special:
+        config.update(bos_token=end, eos_token=end)
+    write_json(Path(directory, "tokenizer.json"), settings)
+    write_json(Path(directory, "tokenizer_config.json"), config)
+
+
+def transpose_conv1d(weights):
+    """Transposes the weights that differ between Conv1D and nn.Linear, in either direction."""
+    found = {}
+    for name, tensor in weights.items():
+        found[name] = tensor.t().contiguous() if name.endswith(CONV1D) else tensor
+    return found

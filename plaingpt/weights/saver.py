@@ -1,0 +1,183 @@
+"""Saves the state of a run as a checkpoint, and restores it."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import replacing, writing
+from plaingpt.base.flags import FREE, marked
+from plaingpt.base.log_file import read_streams
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.dtensors import scatter
+from plaingpt.distributed.gather import gather
+from plaingpt.distributed.process import check_equal, on_rank0
+from plaingpt.weights.checkpoint import checkpoints, hash_of_model
+
+import torch
+
+
+class Saver:
+    """Saves and restores the state of a run. All processes must call its methods."""
+
+    def __init__(self, training, data, config, process):
+        self.model = training.raw_model
+        self.whole_gpt = training.whole_gpt
+        self.scaler = training.scaler
+        self.data = data
+        self.config = config
+        self.process = process
+        check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
+        self.flags = {**asdict(config), **asdict(self.model.config)}
+        check_equal(self.flags, "the processes have different flags; give all the same")
+        # The keys are "adamw" and "muon".
+        self.optimizers = {type(each).__name__.lower(): each for each in training.optimizers}
+        self.free = marked(type(config), FREE)  # a resume may change these flags without a note
+        # model.py may be edited later, so hash it now.
+        self.model_code = hash_of_model(type(self.whole_gpt))
+        self.best_val = math.inf  # the lowest validation loss of the run
+
+    def save(self, step, position, name=None):
+        """Writes model_{step}.pt, or `name`, and deletes all but the newest `keep` checkpoints.
+
+        position: number of sequences that the run has consumed. The file is either complete or
+        absent. Raises UserError.
+        """
+        model, process = self.model, self.process
+        gathered = gather(model, dict(model.named_parameters()), process)
+        moments = {}  # {"adamw": {"transformer.wte.weight.exp_avg": tensor}}
+        for kind, optimizer in self.optimizers.items():
+            moments[kind] = gather(model, get_moments(optimizer), process)
+        if process.rank > 0:
+            return
+        # A tied matrix has two names. `gathered` has only the first one, the checkpoint has both.
+        first_name = {}  # {parameter: its first name}
+        weights = {}
+        for key, p in self.whole_gpt.named_parameters(remove_duplicate=False):
+            weights[key] = gathered[first_name.setdefault(p, key)]
+        settings = {**asdict(self.config), **self.data.fingerprints}
+        state = dict(
+            model=weights,
+            optimizer=moments,
+            scaler=self.scaler.state_dict(),
+            step=step,
+            position=position,
+            tokenizer=self.data.tokenizer.source,
+            model_code=self.model_code,
+            model_config=asdict(model.config),
+            train_config={k: v for k, v in settings.items() if k not in self.free},
+        )
+        path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
+        with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # PyTorch raises it while it handles an OSError
+                raise (error.__context__ or error) from None
+        if self.config.keep:
+            for old in checkpoints(path.parent)[: -self.config.keep]:
+                old.unlink()
+
+    def save_best(self, val, step, position):
+        """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
+
+        This comes before val is in log.txt. So if the disk is full, a resume measures it again, and
+        saves the file.
+        """
+        if self.config.keep_best and step and val < self.best_val:
+            self.best_val = val
+            self.save(step, position, "model_best.pt")
+
+    def restore(self, checkpoint):
+        """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
+
+        Prints which settings have changed. Raises UserError if the checkpoint is from other data or
+        another optimizer, or is beyond the last step.
+        """
+        if checkpoint is None:
+            return 0, 0
+        config = self.config
+        place = config.log_dir
+        step = checkpoint["step"]
+        before = checkpoint["train_config"] | checkpoint["model_config"]
+        if step > config.max_steps:
+            raise UserError(f"the run in {place} is at step {step}; give a larger --max_steps")
+        for split, now in self.data.fingerprints.items():
+            if before.get(split, now) != now:
+                raise UserError(
+                    f"{place} had other data: the {split} was {before[split]} and is {now}; "
+                    "use --init_from, not --resume"
+                )
+        if checkpoint["optimizer"].keys() != self.optimizers.keys():
+            raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
+        for kind, optimizer in self.optimizers.items():
+            set_moments(optimizer, moments_by_name(checkpoint["optimizer"][kind]))
+        if checkpoint["scaler"]:  # it is {} unless the dtype was float16
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        if config.keep_best:
+            self.best_val = on_rank0(read_best_val, Path(place, "log.txt"), step)
+        print0(f"resumed from step {step} in {place}")
+        for name, now in self.flags.items():
+            if name not in self.free and before.get(name, now) != now:
+                print0(f"note: {name} changes from {before[name]} to {now}")
+        return step, checkpoint["position"]
+
+
+def read_best_val(log_file, step):
+    """Returns the lowest validation loss in log.txt, after step 0 and up to this step, or inf."""
+    best = math.inf
+    for val_step, val in read_streams(log_file).get("val", {}).items():
+        if 0 < val_step <= step:
+            best = min(best, val)  # this order ignores NaN, which is not below `best`
+    return best
+
+
+def get_moments(optimizer):
+    """Returns the moments of an optimizer: {"transformer.wte.weight.exp_avg": tensor}."""
+    moments = {}
+    for name, p in named_params(optimizer):
+        for moment, tensor in optimizer.state.get(p, {}).items():
+            moments[f"{name}.{moment}"] = tensor
+    return moments
+
+
+def set_moments(optimizer, moments):
+    """Gives an optimizer its moments, which are whole tensors under the names of get_moments.
+
+    Learning rates and weight decay come from the flags, not from here. Raises UserError if a shape
+    is wrong, because fused kernels would write beyond the tensor.
+    """
+    own = dict(named_params(optimizer))
+    for key, whole in moments.items():
+        name, _, moment = key.rpartition(".")
+        if name not in own:  # it belongs to another stage of the pipeline
+            continue
+        p = own[name]
+        if whole.shape not in ((), p.shape):  # the shape of AdamW's count of steps is ()
+            raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
+        optimizer.state[p][moment] = scatter(name, whole, p, p.device)
+
+
+def named_params(optimizer):
+    """Returns [(name, parameter)] of an optimizer."""
+    pairs = []
+    for group in optimizer.param_groups:
+        pairs += zip(group["param_names"], group["params"])
+    return pairs
+
+
+def moments_by_name(saved):
+    """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
+
+    Older versions stored the state dict of the optimizer. In it, the parameters have numbers, and
+    each group lists their names.
+    """
+    if "param_groups" not in saved:
+        return saved
+    names = []
+    for group in saved["param_groups"]:
+        names += group["param_names"]
+    found = {}
+    for i, moments in saved["state"].items():
+        for moment, tensor in moments.items():
+            found[f"{names[i]}.{moment}"] = tensor
+    return found
