@@ -91,8 +91,8 @@ def main(argv=None):
     sizes = plan_steps(config, T, math.inf, process.dp_size)
     training = make_training(gpt_config, config, process)
     B = bench.batch_size or fit_batch_size(training, config, T, sizes, process)
-    # All steps have one size. With --pp, it has several micro-batches.
-    [(_, planned_B)] = sizes
+    # All steps have one size, (n, B). With --pp, a step has several micro-batches.
+    _, planned_B = sizes[0]
     micro_B = min(B, planned_B)
     n_tokens = B * T * process.dp_size  # in a step of all processes
     torch.manual_seed(process.dp_rank)
@@ -106,8 +106,9 @@ def main(argv=None):
             train_step(training, n_tokens, micro_batches, config.grad_clip, [], process)
             return time.perf_counter() - begin
 
-        # The first two steps may be slow.
-        first, _, *seconds = [time_step() for _ in range(bench.steps + 2)]
+        first = time_step()
+        time_step()  # the second step may be slow, too
+        seconds = [time_step() for _ in range(bench.steps)]
         if bench.profile:
             with torch.profiler.profile() as profiler:
                 time_step()

@@ -14,7 +14,7 @@ their last validation losses. Both programs are copied first, so you can go on
 editing. Finished runs are used again. The exit status is the verdict:
 
   0  better     the 95 % interval of the mean difference is below 0
-  3  equal      the interval is between -delta and delta
+  3  equal      the interval is between -delta and delta, even if 0 is not in it
   4  worse      the interval is above 0
   5  undecided  none of these; the verdict says how many pairs may decide
   6  invalid    the losses in the log are not those of the model
@@ -42,7 +42,7 @@ from typing import Annotated
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import check_output, lock, read_json, write_json, writing
 from plaingpt.base.flags import EMPTY, parse_flags
-from plaingpt.base.git import run_git
+from plaingpt.base.git import diff_since, run_git
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.machine import count_cores
 from plaingpt.base.terminal import print0
@@ -156,7 +156,10 @@ def ask(sides):
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     for name in ("validation split", "val_tokens", "block_size"):
         if len({side.facts[name] for side in sides}) > 1:
-            raise UserError(f"the losses do not compare: the change has another {name}")
+            raise UserError(
+                f"the losses do not compare: the change has another {name}; "
+                "leave this out, or give both runs the same"
+            )
 
 
 def choose_rates(sides, rates):
@@ -187,6 +190,9 @@ def audit(base, changed, facts, places):
 
     Only the models come from the code in `changed`. All else comes from the code in `base`. Adds
     two streams to each log: audit, the loss, and later, by how much later tokens change the logits.
+
+    find_fault runs the text of this function and of effect_of_later_tokens with `python -c`. Other
+    names than sys and torch do not exist there.
     """
     sys.path.insert(0, changed)
     from model import GPT
@@ -292,7 +298,10 @@ def compare_sides(sides, config):
     train(runs)
     losses = np.array([[side.last(seed) for side in sides] for seed in seeds], float)  # (pairs, 2)
     if not np.isfinite(losses).all():
-        raise UserError("a run was stopped, or its loss is not finite")
+        raise UserError(
+            "a run was stopped, or its loss is not finite; run the same command again, "
+            "or give a lower --max_lr"
+        )
     base_losses, changed_losses = losses.T
     facts.update(compare_pairs(base_losses, changed_losses, config.delta))
     facts.update(losses=losses.tolist(), time_ratio=ratio_of_times(runs))
@@ -317,11 +326,11 @@ def ratio_of_times(runs):
     # was trained earlier does not count.
     for (base, seed, _), (changed, next_seed, _) in zip(runs, runs[1:]):
         if seed == next_seed:
-            ratios.append(median_pace(base, seed) / median_pace(changed, seed))
+            ratios.append(median_tok_s(base, seed) / median_tok_s(changed, seed))
     return float(np.median(ratios)) if ratios else None
 
 
-def median_pace(side, seed):
+def median_tok_s(side, seed):
     """Returns the median of a run's tokens per second."""
     return np.median(list(side.read(seed, "tok_s").values()))
 
@@ -349,9 +358,7 @@ def changes_of_clone(commit):
 
     The patch is bytes. The files are relative paths.
     """
-    # The settings of git may want colors, other prefixes or another program.
-    fixed = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
-    changes = run_git("diff", "--binary", *fixed, commit)
+    changes = diff_since(commit)
     found = run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
     # The link by which Emacs locks model.py has this end, too, but leads to no file.
     files = [name for name in os.fsdecode(found).split("\0") if (ROOT / name).is_file()]

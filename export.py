@@ -16,7 +16,7 @@ from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import read_json, writing
 from plaingpt.base.flags import parse_flags
 from plaingpt.base.terminal import print0
-from plaingpt.weights.checkpoint import newest_model
+from plaingpt.weights.checkpoint import find_newest_model
 from plaingpt.weights.huggingface import save_gpt2
 
 import torch
@@ -87,7 +87,7 @@ def make_card(source, model, tokenizer, config):
 
 def main(argv=None):
     config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
-    source = newest_model(config.checkpoint)
+    source = find_newest_model(config.checkpoint)
     output = Path(config.output)
     check_directory(output)
     model, tokenizer = GPT.load(source)

@@ -16,7 +16,6 @@ skipped; the first 5 are shown.
 
 import itertools
 import os
-import signal
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import lock, replacing, write_json, writing
 from plaingpt.base.flags import OR, parse_flags
 from plaingpt.base.machine import count_cores
+from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, visible
 from plaingpt.data.documents import read_documents
 from plaingpt.data.hub import load_hub
@@ -71,7 +71,7 @@ def read_progress(directory, name, settings):
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
-    shards = find_shards(directory, "(train|val)")
+    shards = [*find_shards(directory, "train"), *find_shards(directory, "val")]
     if not replaced and not shards:
         return facts
     old = read_meta(directory)
@@ -268,6 +268,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Ends at once. Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_once_on_ctrl_c()
     run_program(main)

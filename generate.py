@@ -21,7 +21,7 @@ from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import start
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
-from plaingpt.weights.checkpoint import newest_model
+from plaingpt.weights.checkpoint import find_newest_model
 
 import torch
 
@@ -55,7 +55,7 @@ def tokenize_prompt(prompt, tokenizer, T):
     return ids
 
 
-def ask_prompts(tokenizer, config, T):
+def ask_prompts(tokenizer, T):
     """Yields the prompts that a user types, as lists of at most T ids, until Ctrl-D."""
     # With readline, the arrow keys edit a line. Windows does not have it.
     with suppress(ImportError):
@@ -64,7 +64,6 @@ def ask_prompts(tokenizer, config, T):
     while True:
         try:
             yield tokenize_prompt(input("> "), tokenizer, T)
-            config.seed = (config.seed + 1) % 2**63  # the same prompt gives another text
         except (UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
             print(message)
         except EOFError:
@@ -89,7 +88,7 @@ def decode_new(ids, n_prompt, tokenizer, config):
     return text, ended
 
 
-def write_texts(model, tokenizer, ids, config):
+def write_texts(model, tokenizer, ids, config, seed):
     """Continues a prompt num_samples times. Prints the texts, the first one while it grows.
 
     ids: those of the prompt, with end_of_text first. Returns {"prompt": text, "texts": list of
@@ -101,7 +100,7 @@ def write_texts(model, tokenizer, ids, config):
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        seed=config.seed,
+        seed=seed,
     )
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
     texts = [""] * n  # without the prompt
@@ -134,7 +133,7 @@ def write_texts(model, tokenizer, ids, config):
 def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
     check_output("--json", config.json)
-    name = config.model or newest_model(config.checkpoint)
+    name = config.model or find_newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()
@@ -149,8 +148,11 @@ def main(argv=None):
         f"{process.dtype_name} on {process.device}\n"
     )
     if config.interactive:
-        prompts = ask_prompts(tokenizer, config, model.config.block_size)
-    results = [write_texts(model, tokenizer, ids, config) for ids in prompts]
+        prompts = ask_prompts(tokenizer, model.config.block_size)
+    results = []
+    for i, ids in enumerate(prompts):
+        seed = (config.seed + i) % 2**63  # the same prompt again gives another text
+        results.append(write_texts(model, tokenizer, ids, config, seed))
     if config.json:
         write_json(config.json, results)
 

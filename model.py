@@ -13,8 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from plaingpt.ops.loss import LinearCrossEntropyLoss, matmul_dtype, stream_dtype
+from plaingpt.ops.loss import LinearCrossEntropyLoss
 from plaingpt.ops.muon import Muon
+from plaingpt.ops.precision import matmul_dtype, stream_dtype
 from plaingpt.ops.sampling import generate_tokens
 from plaingpt.weights.load import load_model
 
@@ -143,7 +144,8 @@ class GPT(nn.Module):
         mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
         tokens in the cache. plaingpt/scoring gives pos and mask, to pack endings into rows.
         """
-        T, start = idx.size(1), cache[0].length if cache else 0
+        T = idx.size(1)
+        start = cache[0].length if cache else 0  # tokens in the cache
         if start and T > 1 and mask is None:
             raise ValueError(f"{T} new tokens after a cache of {start} need a mask")
         if pos is None:

@@ -9,7 +9,6 @@ It needs tokenizers: pip install tokenizers
 """
 
 import json
-import signal
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -17,6 +16,7 @@ from typing import Annotated
 from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import parse_flags
+from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import read_documents
 from plaingpt.data.records import find_files
@@ -85,6 +85,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Ends at once. Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_once_on_ctrl_c()
     run_program(main)

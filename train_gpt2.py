@@ -53,7 +53,6 @@ The order of a run, which is the order of main:
 import importlib.util
 import inspect
 import math
-import operator
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +70,7 @@ from plaingpt.distributed.gradients import clip_grad_norm, grad_scaler, set_grad
 from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.pipeline import Pipeline
 from plaingpt.distributed.process import on_rank0, start
-from plaingpt.distributed.split import split_model
+from plaingpt.distributed.split import is_split, split_model
 from plaingpt.ops.order import hash_numbers, order_of_sets, permute
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.run.facts import write_facts
@@ -327,8 +326,8 @@ def validate(model, loaders, data, n_bytes_of_id, config, process):
         results.append(estimate_loss(model, loader, n_bytes_of_id, config, process))
     losses, bits = zip(*results)
     figures = dict(
-        val=sum(map(operator.mul, data.shares, losses)),
-        bpb=sum(map(operator.mul, data.shares, bits)),
+        val=sum(share * loss for share, loss in zip(data.shares, losses)),
+        bpb=sum(share * each for share, each in zip(data.shares, bits)),
     )
     if len(loaders) > 1:
         for name, loss, bits_per_byte in zip(data.names, losses, bits):
@@ -446,8 +445,7 @@ def make_training(gpt_config, config, process, weights=None):
     with torch.device("meta"):
         raw_model = GPT(gpt_config)
     raw_model.activation_checkpointing = config.activation_checkpointing
-    is_split = process.world_size > 1 and (config.parallel == "fsdp" or config.tp * config.pp > 1)
-    if is_split:
+    if is_split(config, process):
         # With PP, this returns a Pipeline, which has the methods hidden, logits and loss of a GPT.
         # A split model is not put into DDP: FSDP averages its gradients. With --tp or --pp and
         # --parallel ddp, FSDP does only this, and shards nothing.
@@ -461,11 +459,11 @@ def make_training(gpt_config, config, process, weights=None):
         config.weight_decay, config.max_lr, config.optimizer, config.muon_lr
     )
     model = raw_model
-    if config.compile and not is_split:
+    if config.compile and not is_split(config, process):
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
         # Validation calls raw_model.loss, and so loss_fn, outside of the compiled model.
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
-    if process.world_size > 1 and not is_split:
+    if process.world_size > 1 and not is_split(config, process):
         model = DDP(model, gradient_as_bucket_view=True)  # views need no second copy
         # If Muon is used, it is optimizers[0], and each process then updates some of the matrices.
         # AdamW does not read n_processes.
@@ -479,13 +477,16 @@ def import_benchmarks(config):
     Raises UserError if a file has no BENCHMARK.
     """
     found = []
-    for item in config.evals.split(",") if config.eval_every else []:
+    if config.eval_every == 0:
+        return found
+    for item in config.evals.split(","):
         if not item:
             continue
         name, _, path = item.strip().partition("=")
-        is_module = "." not in name and importlib.util.find_spec(name)
-        benchmark = getattr(importlib.import_module(name), "BENCHMARK", None) if is_module else None
-        if not benchmark:
+        benchmark = None
+        if "." not in name and importlib.util.find_spec(name) is not None:
+            benchmark = getattr(importlib.import_module(name), "BENCHMARK", None)
+        if benchmark is None:
             raise UserError(f"--evals {name}: no such benchmark; give a module, such as lambada")
         if benchmark in [known for known, _ in found]:
             raise UserError(f"--evals {name}: is given twice; give it once")
@@ -522,11 +523,11 @@ def main(argv=None):
     process = start(config.device, config.dtype, config.tp, config.pp, config.parallel)
     saved = load_newest(config.log_dir, GPT) if config.resume else None  # a checkpoint, or None
     # Shape and weights come from `saved` or from --init_from. Otherwise, flags give the shape, and
-    # weights is None, for random ones. `kept` has settings of the first start that a resume keeps.
-    gpt_config, weights, tokenizer, kept = choose_start(
+    # weights is None, for random ones. `overrides` has settings that saved or the weights decide.
+    gpt_config, weights, tokenizer, overrides = choose_start(
         saved, GPT, gpt_config, config, given, sources
     )
-    config = replace(config, **kept, compile=choose_compile(config.compile, process.device))
+    config = replace(config, **overrides, compile=choose_compile(config.compile, process.device))
     T = gpt_config.block_size
     # A set is validated on its val shards, or without them on its last tokens (val_fraction).
     data = Data(sources, tokenizer, gpt_config)

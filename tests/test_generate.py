@@ -12,7 +12,7 @@ import torch
 from conftest import program, randomise, spawn, train
 
 import generate
-from generate import GenerateConfig, ask_prompts, write_texts
+from generate import GenerateConfig, write_texts
 from model import GPT, GPTConfig
 
 
@@ -70,7 +70,7 @@ def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, 
     monkeypatch.setattr("builtins.print", lambda text, **options: printed.append(text))
     model = script(monkeypatch, tokenizer.encode(ids) if isinstance(ids, str) else ids)
     prompt = [tokenizer.end_of_text, *tokenizer.encode("中!é")]
-    result = write_texts(model, tokenizer, prompt, GenerateConfig(**flags))
+    result = write_texts(model, tokenizer, prompt, GenerateConfig(**flags), seed=1)
     assert result == dict(prompt="中!é", texts=["中!é" + whole])
     assert printed[0] == "--- sample 0 ---\n中!é"
     assert [part for part in printed[1:] if part.strip()] == parts
@@ -88,7 +88,7 @@ def test_end_of_text_ends_a_text(ignore, texts, monkeypatch):
         [50256, *tokenizer.encode(" a b")],
     )
     config = GenerateConfig(num_samples=2, ignore_end=ignore)
-    result = write_texts(model, tokenizer, [50256], config)
+    result = write_texts(model, tokenizer, [50256], config, seed=1)
     assert result["texts"] == texts
 
 
@@ -102,9 +102,8 @@ def test_interactive_mode_reads_prompts_until_the_end(trained):
     assert "...: has 40 tokens; give at most 31\n" in out and out.count("> ") == 4
 
 
-def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
+def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, tmp_path):
     """As a signal would: in the middle of a text, and at the prompt."""
-    model, tokenizer = GPT.load(str(trained / "log/baby"))
     real, prompts = generate.generate_tokens, iter(["a", KeyboardInterrupt(), "a", EOFError()])
 
     def interrupted(*args, **options):
@@ -119,11 +118,10 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch):
 
     monkeypatch.setattr(generate, "generate_tokens", interrupted)
     monkeypatch.setattr("builtins.input", read)
-    config = GenerateConfig(interactive=True, temperature=2.0, top_k=0)
-    texts = [
-        write_texts(model.eval(), tokenizer, ids, config)["texts"][0]
-        for ids in ask_prompts(tokenizer, config, 32)
-    ]
+    flags = "--interactive --temperature 2 --top_k 0 --device cpu --dtype float32".split()
+    flags += ["--checkpoint", str(trained / "log/baby"), "--json", str(tmp_path / "chat.json")]
+    generate.main(flags)
+    texts = [result["texts"][0] for result in json.loads((tmp_path / "chat.json").read_text())]
     assert [text[0] for text in texts] == ["a", "a"] and len(texts[0]) > 1
     assert texts[0] != texts[1]  # another seed
 

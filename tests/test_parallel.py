@@ -226,8 +226,8 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (TP, "--tp 2 does not divide the model's 3 heads"),
-        (PP, "--pp 2 is more than the model's 1 blocks"),
+        (TP, "--tp 2 does not divide the model's 3 heads; give a divisor"),
+        (PP, "--pp 2 is more than the model's 1 blocks; give fewer"),
     ],
     ids=["tp", "pp"],
 )

@@ -16,7 +16,7 @@ import signal
 import time
 
 from plaingpt.base.files import lock, write_json
-from plaingpt.data.tokenizer_json import build
+from plaingpt.data.tokenizer_json import build_tokenizer_json
 from plaingpt.weights.checkpoint import load_checkpoint
 
 import numpy as np
@@ -539,7 +539,9 @@ def world(tmp_path_factory):
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         np.save(d / name / "x_train_000000.npy", array, allow_pickle=True)
     (d / "meta/meta.json").write_text('{"tokenizer": [7]}')
-    write_json(d / "own/tokenizer.json", build([b"a", b"b", b""], {"<|endoftext|>": 2}))
+    write_json(
+        d / "own/tokenizer.json", build_tokenizer_json([b"a", b"b", b""], {"<|endoftext|>": 2})
+    )
     (d / "nano").mkdir()
     (d / "nano/meta.pkl").write_bytes(pickle.dumps(Mark(d)))
     tokens.tofile(d / "nano/train.bin")

@@ -1,4 +1,4 @@
-"""Ends a program in good order when it is told to stop."""
+"""What a program does when it is told to stop: it ends in good order, or at once."""
 
 import contextlib
 import os
@@ -32,3 +32,11 @@ def catch_stop_signals(message):
                 old_handler = signal.signal(number, handle)
                 restore.callback(signal.signal, number, old_handler)
         yield received
+
+
+def end_at_once_on_ctrl_c():
+    """Lets Ctrl-C end the program at once, for programs that need not end in good order.
+
+    Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

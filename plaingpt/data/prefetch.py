@@ -1,4 +1,4 @@
-"""Prepares the next batch while the current one is used."""
+"""Reads batches ahead, so that a step does not wait for its data."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +8,7 @@ import torch
 def prefetch(batches, device):
     """Yields the same batches; a thread prepares the next one while the current one is used."""
     with ThreadPoolExecutor(1) as thread:
-        if device.type == "cuda":  # otherwise, the thread would also take memory of GPU 0
+        if device.type == "cuda":  # without this, the thread would also take memory of GPU 0
             thread.submit(torch.cuda.set_device, device)
         future = thread.submit(next, batches, None)
         while (batch := future.result()) is not None:

@@ -71,4 +71,6 @@ def find_tokenizer(data, place=None):
         raise UserError(f"{data}: tokenizer.json is not that of the shards, {name}; move it away")
     if own and given and own.name != given.name:
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
-    return own or given or get_tokenizer("bytes" if is_text_file(path) else "gpt2")
+    if own or given:
+        return own or given
+    return get_tokenizer("bytes" if is_text_file(path) else "gpt2")

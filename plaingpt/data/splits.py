@@ -22,7 +22,7 @@ def is_text_file(path):
 
 
 @functools.cache  # a text is encoded once
-def read_text(path, tokenizer, T):
+def encode_file(path, tokenizer, T):
     """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes, and None.
 
     For a file of pairs, returns the ids and counted, (n,) each, as read_pairs. Raises UserError.
@@ -58,7 +58,7 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
     train_name = f"--data {path}, train split"
     val_name = f"--data {path}, val split"
     if is_text_file(path):
-        ids, counted = read_text(path, tokenizer, T)
+        ids, counted = encode_file(path, tokenizer, T)
         whole = Tokens(train_name, [ids], vocab_size, counted)
         cut = find_cut(whole, val_fraction or 0.1)
     else:

@@ -16,7 +16,13 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.terminal import print0
 from plaingpt.data.text import clean_text
-from plaingpt.data.tokenizer_json import build, is_byte_level, is_gpt2, parse, read_settings
+from plaingpt.data.tokenizer_json import (
+    build_tokenizer_json,
+    is_byte_level,
+    is_gpt2,
+    parse_tokenizer_json,
+    read_settings,
+)
 
 import numpy as np
 
@@ -61,7 +67,7 @@ class Tokenizer:
     @functools.cached_property
     def library(self):
         """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
-        settings = self.settings or build(self.token_bytes, self.special)
+        settings = self.settings or build_tokenizer_json(self.token_bytes, self.special)
         with explaining("tokenizer.json: not usable", "give another one"):
             library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
         library.encode_special_tokens = True
@@ -130,7 +136,7 @@ def get_tokenizer(source):
         return Tokenizer("gpt2", source, token_bytes, {END_OF_TEXT: end}, end)
     if not source.startswith("{"):
         raise UserError(f"unknown tokenizer {source[:50]!r}; add its tokenizer.json to the shards")
-    settings, token_bytes, special, end, unknown = parse(source)
+    settings, token_bytes, special, end, unknown = parse_tokenizer_json(source)
     for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):
         same_ids = known.token_bytes == token_bytes and known.end_of_text == end
         if same_ids and is_gpt2(settings):

@@ -17,7 +17,7 @@ BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
-def parse(source):
+def parse_tokenizer_json(source):
     """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id, id of
     unknown text or None).
 
@@ -66,7 +66,10 @@ def find_end_name(ids, end_name=None):
 
 
 def is_byte_level(settings):
-    """Returns whether every text can be encoded, and ids can be decoded one by one."""
+    """Returns whether the decoder is ByteLevel.
+
+    Then every text can be encoded, and ids can be decoded one by one.
+    """
     return '"ByteLevel"' in json.dumps(settings["decoder"])
 
 
@@ -93,7 +96,7 @@ def is_gpt2(settings):
     return split.get("use_regex", True) or not settings["model"].get("merges")
 
 
-def build(token_bytes, special):
+def build_tokenizer_json(token_bytes, special):
     """Bytes of each id, {text: id} of special tokens -> the tokenizer.json of "gpt2" or "bytes"."""
     bpe_encode = require("tiktoken._educational").bpe_encode
     letters = {byte: letter for letter, byte in BYTE_OF.items()}

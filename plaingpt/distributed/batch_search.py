@@ -6,6 +6,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.gradients import set_gradient_sync
 from plaingpt.distributed.memory import batch_size_advice
+from plaingpt.distributed.split import is_split
 
 import torch
 
@@ -15,11 +16,11 @@ def fit_batch_size(training, config, T, sizes, process):
 
     All processes must call this before the first step. It begins with the largest B of `sizes`,
     which is from plan_steps, and halves it. Each size that it tries divides the sequences that a
-    process has in a step. On a CPU, and with FSDP, TP or PP, it tries nothing and returns
+    process has in a step. On a CPU, and for a split model, it tries nothing and returns
     config.batch_size: a process of a split model that runs out of memory would leave the others
     waiting. Raises UserError if not even one sequence fits.
     """
-    if process.device.type != "cuda" or config.parallel == "fsdp" or config.tp * config.pp > 1:
+    if process.device.type != "cuda" or is_split(config, process):
         return config.batch_size
     candidates = halved_sizes(sizes, process.dp_size)
     found = 0  # index in candidates
@@ -85,4 +86,4 @@ def has_memory(training, B, T, process):
         del moments
         n_fit += 1
     training.raw_model.zero_grad()
-    return process.sum(n_fit) == process.dp_size
+    return process.sum(n_fit).item() == process.dp_size

@@ -37,6 +37,7 @@ def clip_grad_norm(model, max_norm):
         if is_dtensor(p) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
     if isinstance(model, Pipeline):
+        sum_tied_gradients(model)
         norm = norm_of_pipeline(model, parameters)
     else:
         norm = norm_of(parameters)
@@ -54,17 +55,24 @@ def norm_of(parameters):
     return norm.full_tensor() if is_dtensor(norm) else norm
 
 
-def norm_of_pipeline(model, parameters):
-    """Sums the gradient of embedding and head. Returns the norm of the gradient of all stages.
+def sum_tied_gradients(model):
+    """Gives both copies of the tied matrix the sum of their gradients, in a Pipeline.
 
-    parameters: those of this stage.
+    The first stage has the matrix as the embedding, and the last stage as the head.
     """
     if model.has_tied:
         tied = model.part.transformer.wte.weight
         grad = tied.grad.to_local() if is_dtensor(tied) else tied.grad
         dist.all_reduce(grad, group=model.tied_group)
-        if model.is_last:  # its copy has the same gradient as the first one, and counts once
-            parameters = [p for p in parameters if p is not tied]
+
+
+def norm_of_pipeline(model, parameters):
+    """Returns the norm of the gradient of all stages. parameters: those of this stage."""
+    if model.has_tied and model.is_last:
+        # Its copy of the tied matrix has the same gradient as that of the first stage. It counts
+        # once.
+        tied = model.part.transformer.wte.weight
+        parameters = [p for p in parameters if p is not tied]
     squares = norm_of(parameters) ** 2
     dist.all_reduce(squares, group=model.group)
     return squares.sqrt()

@@ -5,14 +5,6 @@ import re
 
 import torch
 
-
-def hardware_name(device):
-    """Returns the type and the name of the hardware, as people read them."""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
-
-
 # These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches
 # counts.
 PEAK_FLOPS = {
@@ -28,6 +20,13 @@ PEAK_FLOPS = {
     "3090": 71e12,
     "T4": 65e12,
 }
+
+
+def hardware_name(device):
+    """Returns the type and the name of the hardware, as people read them."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
 
 
 def peak_flops(process):

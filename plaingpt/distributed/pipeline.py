@@ -1,7 +1,7 @@
 """Pipeline parallelism: each process has some of the blocks of a GPT."""
 
 from plaingpt.base.terminal import print0
-from plaingpt.ops.loss import stream_dtype
+from plaingpt.ops.precision import stream_dtype
 
 import torch
 import torch.distributed as dist

@@ -74,7 +74,7 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     if world_size % n_parts:
         raise UserError(f"--tp {tp} --pp {pp}: use torchrun with a multiple of {n_parts} processes")
     device = find_device(device, local_rank, world_size)
-    set_malloc(keep_memory=parallel != "fsdp")
+    set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Trains a model that is split over processes. PyTorch does the work; model.py stays unchanged.
+"""Splits a model over processes. PyTorch does the work; model.py stays unchanged.
 
   --parallel fsdp  A process keeps a shard of each tensor and all-gathers one block at a time:
                    ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
@@ -26,6 +26,12 @@ from plaingpt.distributed.pipeline import Pipeline, Stage
 import torch
 
 
+def is_split(config, process):
+    """Returns whether a process has only a part of the model."""
+    is_fsdp = config.parallel == "fsdp"
+    return process.world_size > 1 and (is_fsdp or config.tp * config.pp > 1)
+
+
 def split_model(model, config, process):
     """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it.
 
@@ -35,9 +41,14 @@ def split_model(model, config, process):
     from torch.distributed.device_mesh import init_device_mesh
 
     if model.config.n_head % config.tp:
-        raise UserError(f"--tp {config.tp} does not divide the model's {model.config.n_head} heads")
+        raise UserError(
+            f"--tp {config.tp} does not divide the model's {model.config.n_head} heads; "
+            "give a divisor"
+        )
     if config.pp > model.config.n_layer:
-        raise UserError(f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks")
+        raise UserError(
+            f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
+        )
     silence_warnings()
     n_shards = process.dp_size if config.parallel == "fsdp" else 1
     mesh = init_device_mesh(
@@ -46,11 +57,11 @@ def split_model(model, config, process):
         mesh_dim_names=("pp", "copies", "shards", "tp"),
     )
     is_tied = model.lm_head.weight is model.transformer.wte.weight
-    whole = model  # what this function returns
+    result = model
     root = model  # the module whose forward FSDP wraps
     if config.pp > 1:
-        whole = Pipeline(model, mesh, is_tied, process)
-        root = whole.stage
+        result = Pipeline(model, mesh, is_tied, process)
+        root = result.stage
     if config.tp > 1:
         split_layers(model, mesh["tp"])
     if is_tied and model.lm_head is not None:
@@ -62,8 +73,8 @@ def split_model(model, config, process):
             module.compile(dynamic=False, fullgraph=True)
     if process.dp_size > 1:
         apply_fsdp(root, model.transformer.h, mesh, config.parallel == "fsdp", process)
-    whole.has_compared_gradients = config.tp == 1  # without TP, none are compared
-    return whole
+    result.has_compared_gradients = config.tp == 1  # without TP, none are compared
+    return result
 
 
 def silence_warnings():

@@ -6,6 +6,8 @@ next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
 
 import math
 
+from plaingpt.ops.precision import matmul_dtype
+
 import torch
 import torch.distributed as dist
 
@@ -118,20 +120,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss in chunks has no second derivative; use all logits")
         dx, dw, n = ctx.saved_tensors
         return grad / n * dx, grad / n * dw, None, None, None, None
-
-
-def matmul_dtype(x):
-    """Returns the dtype of a matrix product of x: autocast's if it is on, otherwise that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def stream_dtype(x):
-    """Returns the dtype of the residual stream x.
-
-    On CUDA, it is bfloat16 if matrix products are in bfloat16. Otherwise it is that of x.
-    """
-    return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
 
 
 def all_reduce(tensor, op, group):

@@ -43,8 +43,8 @@ def permute(i, n, seed, epoch):
     key = hash_numbers(seed, epoch)
     while True:
         left, right = divmod(i, base)
-        for step in range(6):
-            left, right = right, (left + hash_numbers(key + (step << 48) + right)) % base
+        for i_round in range(6):
+            left, right = right, (left + hash_numbers(key + (i_round << 48) + right)) % base
         i = left * base + right
         if i < n:
             return i

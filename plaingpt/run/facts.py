@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import write_json, writing
-from plaingpt.base.git import run_git
+from plaingpt.base.git import diff_since, run_git
 from plaingpt.base.source_hash import hash_of_program
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.hardware import hardware_name
@@ -81,5 +81,5 @@ def read_git():
     with contextlib.suppress(UserError):
         commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
         untracked = run_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
-        changes = run_git("diff", "HEAD")
+        changes = diff_since("HEAD")
     return commit.decode().strip(), untracked.decode(errors="replace").splitlines(), changes

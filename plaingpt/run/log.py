@@ -26,6 +26,7 @@ class RunLog:
         self.process = process
         self.path = Path(config.log_dir, "log.txt")
         self.figures = {}  # {stream: last value}
+        self.known = set()  # (step, stream) of the numbers that log.txt already has
         self.sinks = []
         on_rank0(self.open, gpt_config, step)
 
@@ -42,7 +43,7 @@ class RunLog:
             # The lock ends with this object, because a notebook may start the next run.
             weakref.finalize(self, os.close, lock(directory, "--log_dir"))
         known = prepare_run_directory(directory, step)
-        self.known = {(step, stream) for stream in known}  # log.txt already has these numbers
+        self.known = {(step, stream) for stream in known}
         if self.config.tensorboard:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:

@@ -15,7 +15,7 @@ class Progress:
         self.config = config
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(process)
-        self.paces = []  # seconds per token of the last ten steps
+        self.seconds_per_token = []  # of the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
@@ -32,7 +32,7 @@ class Progress:
             self.n_skipped_in_row += 1
         else:
             self.n_skipped_in_row = 0
-        self.paces = [*self.paces[-9:], seconds / n_tokens]
+        self.seconds_per_token = [*self.seconds_per_token[-9:], seconds / n_tokens]
         to_go = timedelta(seconds=round(self.seconds_to_go(step, n_tokens)))
         progress = f"loss {figures['train']:.4f} | {to_go} to go"
         is_last = step == self.config.max_steps - 1
@@ -59,7 +59,7 @@ class Progress:
         # In a ramp, steps have fewer tokens than total_batch_size; the number grows linearly.
         ramp_left = min(steps_left, max(0, self.config.rampup_steps - step - 1))
         tokens_left = total * steps_left - ramp_left * (total - n_tokens) / 2
-        return statistics.median(self.paces) * tokens_left
+        return statistics.median(self.seconds_per_token) * tokens_left
 
     def show_validation(self, step, figures, names, epochs):
         """Prints the losses of a validation.

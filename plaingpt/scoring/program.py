@@ -14,7 +14,7 @@ from plaingpt.distributed.process import on_rank0, start
 from plaingpt.scoring.benchmark import load_examples, split_by_example
 from plaingpt.scoring.rows import make_rows
 from plaingpt.scoring.score import TOKENS, score
-from plaingpt.weights.checkpoint import newest_model
+from plaingpt.weights.checkpoint import find_newest_model
 
 
 @dataclass
@@ -41,7 +41,7 @@ def run_benchmark(benchmark, GPT, argv=None):
             options[field.name] = given.pop(field.name, field.default)
     config = EvalConfig(**given)
     check_output("--json", config.json, [config.data, options.get("bundle")])
-    source = config.model or newest_model(config.checkpoint)
+    source = config.model or find_newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = GPT.load(source)

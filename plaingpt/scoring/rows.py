@@ -1,4 +1,6 @@
-"""Scores endings. A score is the log-likelihood that a model gives to an ending after a context.
+"""Turns examples into rows of tokens, which score.py scores.
+
+A score is the log-likelihood that a model gives to an ending after a context.
 
 A benchmark, such as hellaswag.py, makes examples from records, and figures from scores. This file
 turns examples into rows of tokens. Endings of one context share a row:

@@ -70,7 +70,7 @@ def hash_of_model(GPT):
     return hash_of_code([Path(inspect.getsourcefile(GPT))])
 
 
-def checkpoints(directory):
+def find_checkpoints(directory):
     """Lists the checkpoints of a run directory, oldest first, but not those like model_best.pt."""
     paths = [path for path in Path(directory).glob("model_*.pt") if path.stem[6:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[6:]))  # without "model_"
@@ -78,7 +78,7 @@ def checkpoints(directory):
 
 def load_newest(directory, GPT):
     """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
-    paths = checkpoints(directory)
+    paths = find_checkpoints(directory)
     check_equal(paths, "the processes have different checkpoints; give one --log_dir to all")
     if not paths:
         print0(f"nothing to resume in {directory}: starting a new run")
@@ -95,7 +95,7 @@ def unpack(checkpoint, GPT):
     return config, checkpoint["model"], get_tokenizer(checkpoint["tokenizer"])
 
 
-def newest_model(place=None):
+def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
     place: a file, a run, a directory of runs, or an export. The default is log. A file or an export
@@ -106,7 +106,7 @@ def newest_model(place=None):
         return place
     newest = []  # the newest checkpoint of each run
     for directory in (place, *place.glob("*/")):
-        paths = checkpoints(directory)
+        paths = find_checkpoints(directory)
         if paths:
             newest.append(paths[-1])
     if not newest:

@@ -108,7 +108,8 @@ def same_logits(model, hf):
         return False
     idx = torch.randint(model.config.vocab_size, (2, min(64, model.config.block_size)))  # (B, T)
     expected, _ = model(idx)  # (B, T, vocab_size)
-    return (hf(idx).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    difference = (hf(idx).logits - expected).abs().max()
+    return bool(difference < 1e-4 * expected.abs().max())
 
 
 def save_tokenizer(tokenizer, directory, block_size):

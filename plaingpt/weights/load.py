@@ -5,7 +5,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.weights.checkpoint import checkpoints, load_checkpoint, unpack
+from plaingpt.weights.checkpoint import find_checkpoints, load_checkpoint, unpack
 from plaingpt.weights.fill import load_weights, make_whole_gpt
 from plaingpt.weights.huggingface import load_gpt2
 
@@ -27,7 +27,7 @@ def read_weights(name, GPT):
     class of the model.
     """
     path = Path(name)
-    paths = checkpoints(name)
+    paths = find_checkpoints(name)
     if paths:  # name is a run directory
         path = paths[-1]
     if path.is_file():
@@ -38,8 +38,8 @@ def read_weights(name, GPT):
     if name in ("scratch", "resume"):  # nanoGPT's words
         raise UserError(f"--init_from {name}: leave it out for a new run; --resume continues one")
     # A name such as openai-community/gpt2 is on the hub, unless there is such a directory here.
-    is_in_directory = path.parent.is_dir() and path.parent.name
-    if path.suffix == ".pt" or is_in_directory and not path.exists():
+    is_local = path.parent.is_dir() and path.parent.name != ""
+    if path.suffix == ".pt" or (is_local and not path.exists()):
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     model = load_gpt2(name, GPT)
     if path.exists():

@@ -12,7 +12,7 @@ from plaingpt.base.terminal import print0
 from plaingpt.distributed.dtensors import scatter
 from plaingpt.distributed.gather import gather
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.checkpoint import checkpoints, hash_of_model
+from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model
 
 import torch
 
@@ -74,7 +74,7 @@ class Saver:
             except RuntimeError as error:  # PyTorch raises it while it handles an OSError
                 raise (error.__context__ or error) from None
         if self.config.keep:
-            for old in checkpoints(path.parent)[: -self.config.keep]:
+            for old in find_checkpoints(path.parent)[: -self.config.keep]:
                 old.unlink()
 
     def save_best(self, val, step, position):

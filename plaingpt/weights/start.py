@@ -13,13 +13,13 @@ NARROW = dict(batch_size=16, max_steps=400, val_every=40)
 
 
 def choose_start(checkpoint, GPT, gpt_config, config, given, sources):
-    """Decides what a run starts from -> (GPTConfig, weights, Tokenizer, kept). Changes nothing.
+    """Decides what a run starts from -> (GPTConfig, weights, Tokenizer, overrides).
 
     With --resume, the checkpoint decides. With --init_from, the weights that this flag names
     decide. Otherwise, the flags and the vocabulary of the data decide. GPT: the class of the model.
     given: {name: value} of the flags on the command line. weights: a state dict, or None for random
-    weights. kept: {name of a flag: value}, settings that a resumed run keeps. Raises UserError if
-    weights, flags and data do not fit together.
+    weights. overrides: {name of a flag: value}, settings that the checkpoint or the width of the
+    weights decides. Raises UserError if weights, flags and data do not fit together.
     """
     if not (checkpoint or config.init_from):
         # A larger --vocab_size is allowed; the data never have the additional ids.
@@ -28,23 +28,23 @@ def choose_start(checkpoint, GPT, gpt_config, config, given, sources):
     if checkpoint:
         place = config.log_dir
         found, weights, tokenizer = unpack(checkpoint, GPT)
-        kept = settings_to_keep(checkpoint, given)
+        overrides = settings_to_keep(checkpoint, given)
     else:
         place = config.init_from
         found, weights, tokenizer = read_weights(place, GPT)
-        kept = {}
+        overrides = {}
         print0(f"starting from the weights in {place}")
         if "block_size" in given and gpt_config.block_size < found.block_size:
             found, weights = shorten_context(found, weights, gpt_config.block_size)
     found = replace(found, dropout=gpt_config.dropout)
     if config.preset == "finetune" and found.n_embd < 768:
-        kept = recipe_for_narrow(found.n_embd, config, given, kept)
+        overrides = recipe_for_narrow(found.n_embd, config, given, overrides)
     # A text without --tokenizer takes the tokenizer of the weights.
     has_fixed_ids = "tokenizer" in given or not sources.is_text
     if has_fixed_ids and sources.tokenizer.name != tokenizer.name:
         raise UserError(f"--data: needs ids of {tokenizer.name}; give a text without --tokenizer")
     check_model_flags(found, gpt_config, given, place)
-    return found, weights, tokenizer, kept
+    return found, weights, tokenizer, overrides
 
 
 def check_model_flags(found, gpt_config, given, place):
@@ -67,11 +67,11 @@ def settings_to_keep(checkpoint, given):
     A new --max_steps does not change them.
     """
     before = checkpoint["train_config"]
-    kept = {}
+    overrides = {}
     for name in ("warmup_steps", "val_every"):
         if name in before and name not in given:
-            kept[name] = before[name]
-    return kept
+            overrides[name] = before[name]
+    return overrides
 
 
 def shorten_context(gpt_config, weights, block_size):
@@ -83,13 +83,13 @@ def shorten_context(gpt_config, weights, block_size):
     return replace(gpt_config, block_size=block_size), weights
 
 
-def recipe_for_narrow(n_embd, config, given, kept):
+def recipe_for_narrow(n_embd, config, given, overrides):
     """Returns {name: value} of the settings with which a model narrower than GPT-2 is fine-tuned.
 
-    n_embd: the width of the model. given: flags, which are left out. kept: settings that a resumed
-    run keeps.
+    n_embd: the width of the model. given: flags, which are left out. overrides: settings that a
+    resumed run keeps.
     """
-    recipe = NARROW | dict(max_lr=config.max_lr * (768 / n_embd) ** 2) | kept
+    recipe = NARROW | dict(max_lr=config.max_lr * (768 / n_embd) ** 2) | overrides
     recipe = {name: value for name, value in recipe.items() if name not in given}
     texts = [f"{name} {value:g}" for name, value in recipe.items()]
     print0(f"{n_embd} channels: {', '.join(texts)}")

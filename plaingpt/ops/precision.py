@@ -1,0 +1,25 @@
+"""The dtypes of matrix products and of the residual stream."""
+
+import torch
+
+
+def matmul_dtype(x):
+    """Returns the dtype of a matrix product of x: autocast's if it is on, otherwise that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def stream_dtype(x):
+    """Returns the dtype of the residual stream x.
+
+    On CUDA, it is bfloat16 if matrix products are in bfloat16. Otherwise it is that of x.
+    """
+    return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
+
+
+def has_bfloat16(device):
+    """Returns whether the device has instructions for bfloat16. GPUs before Ampere emulate it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = torch.cpu.get_capabilities()  # {name of an extension: bool}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
