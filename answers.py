@@ -45,6 +45,8 @@ BENCHMARK = Benchmark(
     report=report,
     prompt_ids=prompt_ids,
     figures=dict(acc="the greedy answer is the response, and ends"),
+    logged="acc",
+    proportions=("acc",),
 )
 
 if __name__ == "__main__":

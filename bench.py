@@ -21,11 +21,11 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass, fields, make_dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Literal
 
 from plaingpt.base.errors import run_program
-from plaingpt.base.flags import parse_flags, pick
+from plaingpt.base.flags import flag, parse_flags, pick, types_of
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.batch_search import fit_batch_size
 from plaingpt.distributed.device import choose_compile
@@ -43,10 +43,10 @@ from train_gpt2 import TrainConfig, make_training, train_step
 
 @dataclass
 class BenchConfig:
-    preset: Annotated[Literal[tuple(PRESETS)], "model and recipe"] = "gpt2"
-    batch_size: Annotated[int | None, "sequences [GPU: up to 64; CPU: 4]", "above 0"] = None
-    steps: Annotated[int, "timed steps", "above 0"] = 10
-    profile: Annotated[bool, "print the slowest operations; write bench_trace.json"] = False
+    preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
+    batch_size: int | None = flag(None, "sequences [GPU: up to 64; CPU: 4]", above=0)
+    steps: int = flag(10, "timed steps", above=0)
+    profile: bool = flag(False, "print the slowest operations; write bench_trace.json")
 
 
 # These flags of train_gpt2.py are the same here.
@@ -66,9 +66,12 @@ SHARED = (
 def shared_config():
     """Makes a dataclass of the fields of GPTConfig and TrainConfig that are in SHARED."""
     shared = []
-    for field in (*fields(GPTConfig), *fields(TrainConfig)):
-        if field.name in SHARED:
-            shared.append((field.name, field.type, field.default))
+    for config in (GPTConfig, TrainConfig):
+        types = types_of(config)
+        for each in fields(config):
+            if each.name in SHARED:
+                copy = field(default=each.default, metadata=each.metadata)
+                shared.append((each.name, types[each.name], copy))
     return make_dataclass("SharedConfig", shared)
 
 
@@ -103,7 +106,7 @@ def main(argv=None):
         def time_step():
             begin = time.perf_counter()
             # This also waits for the device.
-            train_step(training, n_tokens, micro_batches, config.grad_clip, [], process)
+            train_step(training, n_tokens, micro_batches, config.grad_clip, process)
             return time.perf_counter() - begin
 
         first = time_step()

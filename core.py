@@ -24,10 +24,9 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.flags import EMPTY
+from plaingpt.base.flags import flag
 from plaingpt.base.terminal import print0
 from plaingpt.data.records import read_records
 from plaingpt.scoring.benchmark import (
@@ -47,11 +46,11 @@ from model import GPT
 
 @dataclass
 class Options:
-    bundle: Annotated[str | None, "directory or .jsonl file [.]"] = None
-    tasks: Annotated[str | None, "names with commas between them [all tasks]"] = None
-    max_per_task: Annotated[int | None, "number of items of a task [all]", "at least 1"] = None
-    num_fewshot: Annotated[int | None, "solved examples [bundle's; .jsonl: 0]", "at least 0"] = None
-    delimiter: Annotated[str | None, "before an answer [bundle's; .jsonl: a space]", EMPTY] = None
+    bundle: str | None = flag(None, "directory or .jsonl file [.]")
+    tasks: str | None = flag(None, "names with commas between them [all tasks]")
+    max_per_task: int | None = flag(None, "number of items of a task [all]", at_least=1)
+    num_fewshot: int | None = flag(None, "solved examples [bundle's; .jsonl: 0]", at_least=0)
+    delimiter: str | None = flag(None, "before an answer [bundle's; .jsonl: a space]", empty=True)
 
 
 @dataclass
@@ -62,6 +61,7 @@ class Task:
     file: Path
     num_fewshot: int = 0
     delimiter: str = " "  # stands between a context and its answer
+    kind: str | None = None  # one of KINDS; None: the fields of each item tell it
     chance: float | None = None  # accuracy by chance; None: computed from its examples
 
 
@@ -93,16 +93,20 @@ def find_tasks(path, names):
         chances[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
     tasks = {}
     for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
-        record = {"continuation_delimiter": " ", **task, "where": path / "core.yaml"}
-        label, uri, shots, delimiter = get_fields(
+        record = {"continuation_delimiter": " ", "icl_task_type": None, **task}
+        record["where"] = path / "core.yaml"
+        label, uri, shots, delimiter, kind = get_fields(
             record,
             label=str,
             dataset_uri=str,
             num_fewshot=list,
             continuation_delimiter=str,
+            icl_task_type=str | None,
         )
+        if kind is not None and kind not in KINDS:
+            raise bad_record(record, f"icl_task_type {kind!r}: must be one of {', '.join(KINDS)}")
         file = path / "eval_data" / uri
-        tasks[label] = Task(label, file, shots[0], delimiter, chances.get(label))
+        tasks[label] = Task(label, file, shots[0], delimiter, kind, chances.get(label))
     if not names:
         return list(tasks.values())
     chosen = []
@@ -123,13 +127,13 @@ def load_task(task, options):
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n_shots:
         raise UserError(f"{task.file}: has too few items for --num_fewshot {n_shots}; give fewer")
-    examples = [make_example(item, delimiter) for item in items]
+    examples = [make_example(item, delimiter, task.kind) for item in items]
     chance = mean_chance(examples) if task.chance is None else task.chance
-    solved = [texts(example)[example.label] + "\n\n" for example in examples]
+    solved = [prompts(example)[example.label] + "\n\n" for example in examples]
     for i, (example, item) in enumerate(zip(examples, items)):
         others = solved[:i] + solved[i + 1 :]
         example.shots = tuple(random.Random(1234 + i).sample(others, n_shots))
-        example.counts = dict(task=task.label, item=i, where=item["where"], chance=chance)
+        example.facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
     return examples
 
 
@@ -137,72 +141,108 @@ def mean_chance(examples):
     """Returns the accuracy of random answers. It is 0 for an item of language_modeling."""
     chances = []
     for example in examples:
-        chances.append(1 / len(example) if len(example) > 1 else 0)
+        is_choice = example.kind != "language_modeling"
+        chances.append(1 / len(example) if is_choice else 0)
     return float(np.mean(chances))
 
 
-def make_example(item, delimiter):
+def make_example(item, delimiter, kind=None):
     """Turns an item into an Example. A context and an ending make a prompt. Raises UserError.
 
-    An item of multiple_choice has several endings, one of schema has several contexts, and one of
-    language_modeling has one of each.
+    kind: one of KINDS, or None: the fields of the item tell it.
     """
-    if "choices" in item:
-        query, choices, gold = get_fields(item, query=str, choices=list, gold=int)
-        example = Example([query], [f"{delimiter}{choice}" for choice in choices], gold)
-    elif "context_options" in item:
-        contexts, continuation, gold = get_fields(
-            item,
-            context_options=list,
-            continuation=str | int | float,
-            gold=int,
-        )
-        example = Example(contexts, [f"{delimiter}{continuation}"], gold)
-    else:
-        context, continuation = get_fields(item, context=str, continuation=str | int | float)
-        example = Example([context.strip() + delimiter], [str(continuation)])
+    kind = kind or find_kind(item)
+    make, _ = KINDS[kind]
+    example = make(item, delimiter)
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
+    # A single choice cannot be compared with others. So the model must write it.
+    example.kind = kind if len(example) > 1 else "language_modeling"
     return example
 
 
-def texts(example):
-    """Returns the texts of the pairs, each a context with an ending."""
-    return [context + ending for context in example.contexts for ending in example.endings]
+def find_kind(item):
+    """Finds the kind of task of an item by its fields. A .jsonl file does not name its kind."""
+    if "choices" in item:
+        return "multiple_choice"
+    if "context_options" in item:
+        return "schema"
+    return "language_modeling"
+
+
+def prompts(example):
+    """Returns the texts of the pairs, each a context with an ending, after the solved examples."""
+    shots = "".join(example.shots)
+    return [shots + context + ending for context in example.contexts for ending in example.endings]
 
 
 def prompt_ids(example, tokenizer):
     """Yields (ids of a context, [ids of each of its endings]). Splits the ids of whole prompts."""
 
-    def ids(text):
+    def encode(text):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
-    shots = "".join(example.shots)
-    prompts = [ids(shots + text) for text in texts(example)]
-    if len(example.contexts) > 1:
-        yield from split_schema(prompts)
-        return
-    # In all other kinds, the start of the prompts is the same. It is the context.
-    same = prompts
-    if len(example) == 1:  # language_modeling
-        before = ids((shots + example.contexts[0]).rstrip())
-        same = [*prompts, before]
-    n = len(os.path.commonprefix(same))  # works with lists, too
-    yield prompts[0][:n], [prompt[n:] for prompt in prompts]
+    _, split = KINDS[example.kind]
+    yield from split(example, encode)
 
 
-def split_schema(prompts):
-    """Yields (ids of a context, [ids of its ending]) of each prompt, a list of ids.
+def make_multiple_choice(item, delimiter):
+    """Makes an Example with one context and several endings."""
+    query, choices, gold = get_fields(item, query=str, choices=list, gold=int)
+    return Example([query], [f"{delimiter}{choice}" for choice in choices], gold)
 
-    In a schema, the end of all prompts is the same. It is the ending.
-    """
-    n = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
-    for prompt in prompts:
+
+def split_multiple_choice(example, encode):
+    """Yields as prompt_ids. The start of all prompts is the same: it is the context."""
+    ids = [encode(prompt) for prompt in prompts(example)]
+    n = len(os.path.commonprefix(ids))  # works with lists, too
+    yield ids[0][:n], [prompt[n:] for prompt in ids]
+
+
+def make_schema(item, delimiter):
+    """Makes an Example with several contexts and one ending."""
+    contexts, continuation, gold = get_fields(
+        item,
+        context_options=list,
+        continuation=str | int | float,
+        gold=int,
+    )
+    return Example(contexts, [f"{delimiter}{continuation}"], gold)
+
+
+def split_schema(example, encode):
+    """Yields as prompt_ids. The end of all prompts is the same: it is the ending of each."""
+    ids = [encode(prompt) for prompt in prompts(example)]
+    n = len(os.path.commonprefix([prompt[::-1] for prompt in ids]))
+    for prompt in ids:
         split = len(prompt) - n
         if split > 0:
             yield prompt[:split], [prompt[split:]]
         else:  # all of the prompt is the same
             yield prompt[:1], [[]]
+
+
+def make_language_modeling(item, delimiter):
+    """Makes an Example with one context and one ending."""
+    context, continuation = get_fields(item, context=str, continuation=str | int | float)
+    return Example([context.strip() + delimiter], [str(continuation)])
+
+
+def split_language_modeling(example, encode):
+    """Yields as prompt_ids. The context is the ids that the prompt without its ending has, too."""
+    (prompt,) = prompts(example)
+    before = prompt.removesuffix(example.endings[0]).rstrip()
+    ids = encode(prompt)
+    n = len(os.path.commonprefix([ids, encode(before)]))
+    yield ids[:n], [ids[n:]]
+
+
+# For each icl_task_type: what makes an Example of an item, and what splits its prompts.
+KINDS = dict(
+    multiple_choice=(make_multiple_choice, split_multiple_choice),
+    schema=(make_schema, split_schema),
+    language_modeling=(make_language_modeling, split_language_modeling),
+)
 
 
 def report(examples, scores):
@@ -213,8 +253,8 @@ def report(examples, scores):
     chances = {}  # {task: accuracy by chance}
     answers = {}  # {task: whether the answer to each item is right}
     for example, loss, is_greedy in zip(examples, losses, greedy):
-        task = example.counts["task"]
-        chances[task] = example.counts["chance"]
+        task = example.facts["task"]
+        chances[task] = example.facts["chance"]
         answers.setdefault(task, []).append(is_correct(example, loss, is_greedy))
     tasks = {}
     for task, correct in answers.items():
@@ -236,7 +276,7 @@ def is_correct(example, losses, is_greedy):
 
     losses: mean loss of the ending of each pair. is_greedy: whether the model would write it.
     """
-    if len(losses) == 1:  # language_modeling
+    if example.kind == "language_modeling":
         return bool(is_greedy[0])
     # min() as in nanochat, where NaN is the lowest loss only if it is the first.
     answer = min(range(len(losses)), key=lambda i: losses[i])
@@ -262,7 +302,9 @@ BENCHMARK = Benchmark(
     spare=1,
     report=report,
     options=(Options,),
+    input_options=("bundle",),
     figures=dict(core="mean of the centered accuracies; the mean of all 22 tasks is CORE"),
+    logged="core",
 )
 
 if __name__ == "__main__":

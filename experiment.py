@@ -25,10 +25,10 @@ Each experiment adds a line to log/experiments/ledger.jsonl.
 
 import contextlib
 import hashlib
-import inspect
 import json
 import math
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -37,22 +37,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import check_output, lock, read_json, write_json, writing
-from plaingpt.base.flags import EMPTY, parse_flags
-from plaingpt.base.git import diff_since, run_git
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.machine import count_cores
 from plaingpt.base.terminal import print0
+from plaingpt.run.copies import changes_of_clone, find_commit, make_copy, remove_copies
 from plaingpt.run.intervals import compare_pairs
+from plaingpt.run.ledger import entry_as_line, read_ledgers
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
+AUDIT = ROOT / "experiments"  # has the two programs that compute losses again
 LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
 # The first ledger has the experiments of docs/experiments.md.
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
@@ -65,14 +66,14 @@ TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
 
 @dataclass
 class ExperimentConfig:
-    flags: Annotated[str, "of both runs", EMPTY] = "--preset baby --max_steps 1000 --val_every 0"
-    seeds: Annotated[int, "number of pairs; choose it before", "at least 2 and at most 1000"] = 4
-    rates: Annotated[list[float] | None, "values of --max_lr to choose from", "above 0"] = None
-    delta: Annotated[float, "a smaller difference does not matter", "above 0"] = 0.01
-    base: Annotated[str, "commit to compare with"] = "HEAD"
-    name: Annotated[str | None, "what --list calls the change [patch and flags]"] = None
-    json: Annotated[str | None, "also write the verdict to this file"] = None
-    list: Annotated[bool, "print the experiments so far"] = False
+    flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "of both runs", empty=True)
+    seeds: int = flag(4, "number of pairs; choose it before", at_least=2, at_most=1000)
+    rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
+    delta: float = flag(0.01, "a smaller difference does not matter", above=0)
+    base: str = flag("HEAD", "commit to compare with")
+    name: str | None = flag(None, "what --list calls the change [patch and flags]")
+    json: str | None = flag(None, "also write the verdict to this file")
+    list: bool = flag(False, "print the experiments so far")
 
 
 @dataclass
@@ -96,24 +97,6 @@ class Side:
         return self.read(run, stream).get(self.facts["max_steps"])
 
 
-def make_copy(name, commit, changes=b"", files=()):
-    """Copies a commit to LAB, changes the copy, and adds files of this clone. Raises UserError.
-
-    name: of the copy. changes: a patch, as bytes. files: relative paths. A worktree of git has a
-    HEAD of its own, so a run.json in it names its own changes.
-    """
-    place = LAB / name
-    shutil.rmtree(place, ignore_errors=True)
-    run_git("worktree", "add", "--force", "--detach", place, commit)
-    if changes:
-        run_git("apply", "-", place=place, data=changes)
-    for file in files:
-        target = place / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, target)
-        run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
-
-
 def train(runs, title="training; after Ctrl-C, the same command continues"):
     """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
 
@@ -123,25 +106,30 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
     n_gpus = torch.cuda.device_count()
     # An even number: both runs of a pair go at the same time, under the same load.
     slots = max(1, (n_gpus or count_cores()) // 2 * 2)
+    free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
+    for i in range(slots):
+        free.put(["--device", f"cuda:{i}"] if n_gpus else [])
 
-    def train_one(i):
-        side, name, flags = runs[i]
+    def train_one(run):
+        side, name, flags = run
         place = side.directory(name)
         place.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, LAB / side.name / "train_gpt2.py"]
-        if n_gpus:
-            command += ["--device", f"cuda:{i % n_gpus}"]
-        command += [*side.flags, *flags, *QUIET, "--log_dir", place]
+        program = LAB / side.name / "train_gpt2.py"
         output = place / "output.txt"
-        with open(output, "w") as file:
-            done = subprocess.run(command, stdout=file, stderr=file)
+        device = free.get()
+        command = [sys.executable, program, *device, *side.flags, *flags, *QUIET]
+        try:
+            with open(output, "w") as file:
+                done = subprocess.run([*command, "--log_dir", place], stdout=file, stderr=file)
+        finally:
+            free.put(device)
         if done.returncode:
             lines = output.read_text("utf-8", "replace").splitlines()
             raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
     with ThreadPoolExecutor(slots) as pool:
-        list(tqdm(pool.map(train_one, range(len(runs))), title, len(runs)))  # waits for each run
+        list(tqdm(pool.map(train_one, runs), title, len(runs)))  # waits for each run
 
 
 def ask(sides):
@@ -185,59 +173,20 @@ def choose_rates(sides, rates):
     ask(sides)
 
 
-def audit(base, changed, facts, places):
-    """Computes the validation losses of models again, in a process of its own.
+def audit(side, base, places):
+    """Computes the validation losses of a side's runs again -> subprocess.CompletedProcess.
 
-    Only the models come from the code in `changed`. All else comes from the code in `base`. Adds
-    two streams to each log: audit, the loss, and later, by how much later tokens change the logits.
-
-    find_fault runs the text of this function and of effect_of_later_tokens with `python -c`. Other
-    names than sys and torch do not exist there.
+    Adds two streams to each log: audit, the loss, and later, by how much later tokens change the
+    logits. Only the models come from the code of the side: they are in a process of their own, in
+    its copy. All else comes from the code of the base. places: the run directories.
     """
-    sys.path.insert(0, changed)
-    from model import GPT
-
-    loaded = [GPT.load(place) for place in places]
-    for name, module in list(sys.modules.items()):  # from here on, these names mean other files
-        if (getattr(module, "__file__", None) or "").startswith(changed):
-            del sys.modules[name]
-    sys.path[0] = base
-    from plaingpt.data.data_sets import Data
-    from plaingpt.data.sources import Sources
-
-    from train_gpt2 import DataLoaderLite, GPTConfig
-
-    tokenizer = loaded[0][1]
-    sources = Sources(facts["data"], None, facts["val_fraction"])
-    data = Data(sources, tokenizer, GPTConfig(**facts["model_config"]))
-    T = facts["model_config"]["block_size"]
-    step = facts["max_steps"]
-    for place, (model, _) in zip(places, loaded):
-        model.requires_grad_(False).eval()
-        loss = 0.0
-        for tokens, share in zip(data.val, data.shares):
-            loader = DataLoaderLite([tokens], [1], T, shuffle=False)
-            n = max(1, min(facts["val_tokens"] // T, *loader.lengths))
-            for i in range(n):
-                x, y = loader.batch(i, 1, torch.device("cpu"))  # (1, T) each
-                logits = model(x)[0][0]  # (T, vocab_size)
-                nats = torch.nn.functional.cross_entropy(logits, y[0], reduction="sum").item()
-                loss += float(share) * nats / loader.count_targets(0, n)
-        later = effect_of_later_tokens(model, x, logits)
-        with open(f"{place}/log.txt", "a") as file:
-            file.write(f"{step} audit {loss:.8g}\n{step} later {later:.8g}\n")
-
-
-def effect_of_later_tokens(model, x, logits):
-    """Returns the largest change of a logit when later tokens are cut off, over the largest logit.
-
-    x: (1, T). logits: (T, vocab_size), those that the model gives for x.
-    """
-    changes = []
-    for t in range(1, x.size(1), 9):
-        last = model(x[:, :t])[0][0, -1]  # (vocab_size)
-        changes.append((last - logits[t - 1]).abs().max())
-    return max(changes) / logits.abs().max()
+    # Python imports from the directory of a program, so each program goes into its copy. This comes
+    # after the runs, which write down all files that git does not know.
+    losses = shutil.copy(AUDIT / "audit_losses.py", LAB / base.name)
+    logits = shutil.copy(AUDIT / "audit_logits.py", LAB / side.name)
+    facts = dict(base.facts, max_steps=side.facts["max_steps"])
+    given = json.dumps(dict(facts=facts, program=logits, places=places))
+    return subprocess.run([sys.executable, losses], input=given, capture_output=True, text=True)
 
 
 def fault_of_run(side, seed):
@@ -257,11 +206,7 @@ def find_fault(side, base, seeds):
     # A run with a fault is computed again, because the base may be another one by now.
     places = [str(side.directory(seed)) for seed in seeds if fault_of_run(side, seed)]
     if places:
-        facts = dict(base.facts, max_steps=side.facts["max_steps"])
-        arguments = [str(LAB / "base"), str(LAB / side.name), facts, places]
-        functions = inspect.getsource(audit) + inspect.getsource(effect_of_later_tokens)
-        code = f"import sys, torch\n{functions}\naudit(*{arguments!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = audit(side, base, places)
         if done.returncode:
             lines = done.stderr.splitlines() or ["killed"]
             return f"the base cannot score a model ({lines[-1]})"
@@ -335,50 +280,20 @@ def median_tok_s(side, seed):
     return np.median(list(side.read(seed, "tok_s").values()))
 
 
-def entry_as_line(entry):
-    """Returns an experiment of the ledger as one line, for a person."""
-    figures = ""
-    if "n" in entry:
-        figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {entry['n']} pairs; "
-    return f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}"
-
-
-def read_ledgers():
-    """Returns the experiments so far, as dicts."""
-    entries = []
-    for path in LEDGERS:
-        if path.exists():
-            with open(path) as file:
-                entries += map(json.loads, file)
-    return entries
-
-
-def changes_of_clone(commit):
-    """Returns what was changed in this clone since a commit: (patch, untracked Python files).
-
-    The patch is bytes. The files are relative paths.
-    """
-    changes = diff_since(commit)
-    found = run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py", place=ROOT)
-    # The link by which Emacs locks model.py has this end, too, but leads to no file.
-    files = [name for name in os.fsdecode(found).split("\0") if (ROOT / name).is_file()]
-    return changes, files
-
-
 def main():
     end = [*sys.argv, "--"].index("--")
     given = parse_flags(__doc__, ExperimentConfig, argv=sys.argv[1:end], rest="PATCH")
     patches = given.pop("PATCH")
     config = ExperimentConfig(**given)
     more = sys.argv[end + 1 :]  # flags of the changed program
-    ledger = read_ledgers()
+    ledger = read_ledgers(LEDGERS)
     if config.list:
         print0("\n".join(map(entry_as_line, ledger)))
         return
     for path in patches:
         if not Path(path).is_file():
             raise UserError(f"{path}: no such patch; give a file")
-    commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
+    commit = find_commit(config.base)
     if patches:
         changes = b"".join(Path(path).read_bytes() for path in patches)
         files = []
@@ -403,15 +318,13 @@ def main():
     flags = config.flags.split()
     sides = [Side("base", flags), Side("changed", flags + more)]
     try:
-        make_copy("base", commit)
-        make_copy("changed", commit, changes, files)
+        make_copy(LAB / "base", commit)
+        make_copy(LAB / "changed", commit, changes, files)
         entry.update(compare_sides(sides, config))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:
-        for side in sides:
-            shutil.rmtree(LAB / side.name, ignore_errors=True)
-        run_git("worktree", "prune")
+        remove_copies([LAB / side.name for side in sides])
     # How many times this pair of programs was compared, with this time. A failure has no keys.
     entry["looks"] = 1
     for old in ledger:

@@ -10,11 +10,11 @@ It needs transformers: pip install transformers
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import read_json, writing
-from plaingpt.base.flags import parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.weights.checkpoint import find_newest_model
 from plaingpt.weights.huggingface import save_gpt2
@@ -56,9 +56,9 @@ FACTS = (
 
 @dataclass
 class ExportConfig:
-    checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
-    output: Annotated[str, "directory to write; replaces an earlier export"] = "my-gpt2"
-    dtype: Annotated[Literal["float32", "bfloat16"], "number format of the weights"] = "float32"
+    checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
+    output: str = flag("my-gpt2", "directory to write; replaces an earlier export")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "number format of the weights")
 
 
 def check_directory(output):

@@ -21,11 +21,10 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import lock, replacing, write_json, writing
-from plaingpt.base.flags import OR, parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, visible
@@ -46,17 +45,17 @@ SHOWN = 5  # damaged records that are shown
 
 @dataclass
 class ShardConfig:
-    input: Annotated[list[str] | None, "files or quoted globs of your own text"] = None
-    dataset: Annotated[str, "of the Hugging Face hub or a mirror, HF_ENDPOINT", OR] = FINEWEB
-    name: Annotated[str | None, "configuration of --dataset [sample-10BT of FineWeb-Edu]"] = None
-    text_key: Annotated[str, "field or column that holds the text"] = "text"
-    tokenizer: Annotated[str, "tokenizer.json, its directory, or a name of the hub"] = "gpt2"
-    end_of_text: Annotated[str | None, "name of the token between documents"] = None
-    output_dir: Annotated[str, "directory for the shards"] = "edu_fineweb10B"
-    shard_size: Annotated[int | None, "tokens [10^8; small data: fewer]", "at least 1"] = None
-    val_shards: Annotated[int, "shards for validation, the first ones", "at least 0"] = 1
-    max_shards: Annotated[int, "stop after so many shards", "at least 1"] = 10**6
-    num_proc: Annotated[int | None, "threads that encode [one per core]", "at least 1"] = None
+    input: list[str] | None = flag(None, "files or quoted globs of your own text")
+    dataset: str = flag(FINEWEB, "of the Hugging Face hub or a mirror, HF_ENDPOINT", either=True)
+    name: str | None = flag(None, "configuration of --dataset [sample-10BT of FineWeb-Edu]")
+    text_key: str = flag("text", "field or column that holds the text")
+    tokenizer: str = flag("gpt2", "tokenizer.json, its directory, or a name of the hub")
+    end_of_text: str | None = flag(None, "name of the token between documents")
+    output_dir: str = flag("edu_fineweb10B", "directory for the shards")
+    shard_size: int | None = flag(None, "tokens [10^8; small data: fewer]", at_least=1)
+    val_shards: int = flag(1, "shards for validation, the first ones", at_least=0)
+    max_shards: int = flag(10**6, "stop after so many shards", at_least=1)
+    num_proc: int | None = flag(None, "threads that encode [one per core]", at_least=1)
 
 
 def read_progress(directory, name, settings):

@@ -11,11 +11,10 @@ after --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
 
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import check_output, write_json
-from plaingpt.base.flags import EMPTY, OR, parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, visible
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
@@ -30,21 +29,21 @@ from model import GPT
 
 @dataclass
 class GenerateConfig:
-    checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
-    model: Annotated[str | None, "or GPT-2 of Hugging Face: name or directory", OR] = None
-    prompt: Annotated[str | None, "text to continue [start from nothing]", EMPTY] = None
-    interactive: Annotated[bool, "read prompts from the terminal", OR] = False
-    num_samples: Annotated[int, "texts per prompt", "at least 1"] = 1
-    max_new_tokens: Annotated[int, "tokens to add to the prompt", "at least 0"] = 500
-    stop: Annotated[str | None, "end a text before this text"] = None
-    ignore_end: Annotated[bool, "do not end a text at <|endoftext|>"] = False
-    temperature: Annotated[float, "higher: more random; 0: likeliest token", "at least 0"] = 0.8
-    top_k: Annotated[int, "draw from the k likeliest tokens; 0: all", "at least 0"] = 50
-    top_p: Annotated[float, "keep top probabilities up to sum p", "above 0 and at most 1"] = 1.0
-    seed: Annotated[int, "random seed", f"at least 0 and at most {2**63 - 1}"] = 42
-    json: Annotated[str | None, "also write prompts and texts to this file"] = None
-    device: Annotated[str, "cuda, mps or cpu"] = "auto"
-    dtype: Annotated[Dtype, "number format of weights; float32 is the most exact"] = "auto"
+    checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
+    model: str | None = flag(None, "or GPT-2 of Hugging Face: name or directory", either=True)
+    prompt: str | None = flag(None, "text to continue [start from nothing]", empty=True)
+    interactive: bool = flag(False, "read prompts from the terminal", either=True)
+    num_samples: int = flag(1, "texts per prompt", at_least=1)
+    max_new_tokens: int = flag(500, "tokens to add to the prompt", at_least=0)
+    stop: str | None = flag(None, "end a text before this text")
+    ignore_end: bool = flag(False, "do not end a text at <|endoftext|>")
+    temperature: float = flag(0.8, "higher: more random; 0: likeliest token", at_least=0)
+    top_k: int = flag(50, "draw from the k likeliest tokens; 0: all", at_least=0)
+    top_p: float = flag(1.0, "keep top probabilities up to sum p", above=0, at_most=1)
+    seed: int = flag(42, "random seed", at_least=0, at_most=2**63 - 1)
+    json: str | None = flag(None, "also write prompts and texts to this file")
+    device: str = flag("auto", "cuda, mps or cpu")
+    dtype: Dtype = flag("auto", "number format of weights; float32 is the most exact")
 
 
 def tokenize_prompt(prompt, tokenizer, T):

@@ -17,8 +17,9 @@ is 0.25. docs/benchmarks.md has the scores of GPT-2 and GPT-3.
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
+from plaingpt.base.flags import flag
 from plaingpt.scoring.benchmark import Benchmark, accuracy, choice, get_fields
 from plaingpt.scoring.program import launch
 
@@ -27,7 +28,7 @@ from model import GPT
 
 @dataclass
 class Options:
-    style: Annotated[Literal["completion", "harness"], "how to write the prompt"] = "completion"
+    style: Literal["completion", "harness"] = flag("completion", "how to write the prompt")
 
 
 def examples(records, style=Options.style):
@@ -74,6 +75,8 @@ BENCHMARK = Benchmark(
         acc_norm_char="per character; the harness's acc_norm (--style harness)",
         acc_norm_byte="per byte; the harness's acc_bytes (--style harness)",
     ),
+    logged="acc_norm_token",
+    proportions=("acc_norm_token", "acc", "acc_norm_char", "acc_norm_byte"),
 )
 
 if __name__ == "__main__":

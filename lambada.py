@@ -53,6 +53,8 @@ BENCHMARK = Benchmark(
         perplexity="as the harness",
         last_token_acc="the last token; not comparable with papers",
     ),
+    logged="acc",
+    proportions=("acc", "last_token_acc"),
 )
 
 if __name__ == "__main__":

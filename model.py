@@ -11,9 +11,9 @@ channels. Attention has nh heads of hs channels each.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
-from plaingpt.ops.loss import LinearCrossEntropyLoss
+from plaingpt.base.flags import flag
+from plaingpt.ops.loss import ChunkedCrossEntropy
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.precision import matmul_dtype, stream_dtype
 from plaingpt.ops.sampling import generate_tokens
@@ -27,12 +27,12 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class GPTConfig:
-    n_layer: Annotated[int, "number of blocks", "above 0 and at most 1000"] = 12
-    n_head: Annotated[int, "attention heads of a block; divides n_embd", "above 0"] = 12
-    n_embd: Annotated[int, "width of the residual stream, C", "above 0"] = 768
-    block_size: Annotated[int, "longest context in tokens, T", "above 0"] = 1024
-    vocab_size: Annotated[int, "number of ids; if not given, that of the data", "above 0"] = 50257
-    dropout: Annotated[float, "dropout probability in training", "at least 0 and at most 1"] = 0.0
+    n_layer: int = flag(12, "number of blocks", above=0, at_most=1000)
+    n_head: int = flag(12, "attention heads of a block; divides n_embd", above=0)
+    n_embd: int = flag(768, "width of the residual stream, C", above=0)
+    block_size: int = flag(1024, "longest context in tokens, T", above=0)
+    vocab_size: int = flag(50257, "number of ids; if not given, that of the data", above=0)
+    dropout: float = flag(0.0, "dropout probability in training", at_least=0, at_most=1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -101,11 +101,11 @@ class GPT(nn.Module):
 
     config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
 
-    def __init__(self, config):
+    def __init__(self, config, activation_checkpointing=False):
+        """activation_checkpointing: if True, training keeps only the input of each block."""
         super().__init__()
         self.config = config
-        # If True, the forward pass keeps only the input of each block. See hidden.
-        self.activation_checkpointing = False
+        self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -117,24 +117,42 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
-        self.loss_fn = LinearCrossEntropyLoss()  # computes the head, too, in chunks
-        for name, p in self.named_parameters():
-            self.init_weight(name, p)
+        self.loss_fn = ChunkedCrossEntropy()  # computes the head, too, in chunks
+        self.init_weights()
 
-    def init_weight(self, name, p):
-        """Fills a parameter of this name with its first values.
+    @torch.no_grad()
+    def init_weights(self, seed=None):
+        """Draws GPT-2's first values again. seed: None takes torch's random numbers as they come.
 
-        load_weights uses this to fill a model on the meta device. A parameter of another name needs
-        a line here; the value that its constructor gave it is lost.
+        A parameter that is not in first_values keeps what its constructor gave it.
         """
-        if name.endswith("c_proj.weight"):
+        if seed is not None:
+            torch.manual_seed(seed)
+        for name, p in self.named_parameters():
+            if not p.is_meta:  # a parameter on the device meta has no values
+                values = self.first_values(name, p.shape)
+                if values is not None:
+                    p.copy_(values)
+
+    def first_values(self, name, shape):
+        """Returns the first values of a parameter, or None if GPT-2 has none of this name.
+
+        They are drawn on the CPU, so that they are the same on every device.
+        """
+        values = torch.empty(shape, device="cpu")
+        layer, _, kind = name.rpartition(".")  # "transformer.h.0.mlp.c_fc" and "weight"
+        layer = layer.rpartition(".")[2]
+        if layer == "c_proj" and kind == "weight":
             # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
             # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
-            nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
-        elif name.endswith("weight") and p.dim() >= 2:
-            nn.init.normal_(p, std=0.02)
-        elif name.endswith(("weight", "bias")):
-            nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+            return values.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
+        if layer in ("wte", "wpe", "c_attn", "c_fc", "lm_head") and kind == "weight":
+            return values.normal_(std=0.02)
+        if layer in ("c_attn", "c_fc", "c_proj", "ln_1", "ln_2", "ln_f") and kind == "bias":
+            return values.zero_()
+        if layer in ("ln_1", "ln_2", "ln_f") and kind == "weight":
+            return values.fill_(1.0)
+        return None
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
@@ -207,8 +225,12 @@ class GPT(nn.Module):
         """
         return load_model(place, cls)
 
-    def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
-        """Returns [AdamW], or for "muon" [Muon, AdamW]. muon_lr: None means learning_rate.
+    def configure_optimizers(
+        self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None, n_processes=1
+    ):
+        """Returns [AdamW], or for "muon" [Muon, AdamW].
+
+        muon_lr: None means learning_rate. n_processes: those of DDP, which share Muon's work.
 
         AdamW has the betas and eps of the GPT-3 paper, appendix B. Matrices and embeddings decay,
         biases and norms do not.
@@ -227,7 +249,8 @@ class GPT(nn.Module):
                 matrices.append((name, p))
         optimizers = []
         if optimizer == "muon":
-            optimizers.append(Muon(of_muon, muon_lr or learning_rate, weight_decay))
+            lr = muon_lr or learning_rate
+            optimizers.append(Muon(of_muon, lr, weight_decay, n_processes=n_processes))
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),

@@ -18,11 +18,11 @@ after the first tenth of the runs. Dotted lines show published scores.
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
 from plaingpt.base.files import read_json
-from plaingpt.base.flags import FREE, REPEAT, marked, parse_flags
+from plaingpt.base.flags import flag, flags_of, parse_flags
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.run.intervals import unpaired_interval
@@ -51,8 +51,8 @@ LOSSES = {"train": "training", "val": "validation"}  # streams in the first pane
 
 @dataclass
 class PlotConfig:
-    output: Annotated[str, "picture to write: .png, .svg or .pdf"] = "plot.png"
-    x: Annotated[Literal["steps", "tokens"], "horizontal axis"] = "steps"
+    output: str = flag("plot.png", "picture to write: .png, .svg or .pdf")
+    x: Literal["steps", "tokens"] = flag("steps", "horizontal axis")
 
 
 def read_run(directory):
@@ -65,13 +65,14 @@ def read_run(directory):
 
 def group_runs(runs):
     """Groups {directory: (streams, facts)} -> {group: list of streams}. rms-1, rms-2 are in rms."""
-    ignored = marked(TrainConfig, FREE, REPEAT)
+    flags = flags_of(TrainConfig).items()
+    ignored = {name for name, flag in flags if flag.free or flag.repeat}
     groups = {}  # {(stem of the names, settings): {directory: streams}}
     for directory, (streams, facts) in runs.items():
         settings = {}
-        for flag, value in facts.get("train_config", {}).items():
-            if flag not in ignored:
-                settings[flag] = value
+        for name, value in facts.get("train_config", {}).items():
+            if name not in ignored:
+                settings[name] = value
         settings.update(facts.get("model_config", {}), program=facts.get("program"))
         stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", directory)  # keeps the 3 of lr-1e-3
         groups.setdefault((stem, repr(settings)), {})[directory] = streams

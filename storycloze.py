@@ -71,6 +71,8 @@ BENCHMARK = Benchmark(
         acc="not divided by length; as EleutherAI's harness",
         acc_norm_token="per token; as the GPT-3 paper",
     ),
+    logged="acc",
+    proportions=("acc", "acc_norm_token"),
 )
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ It needs tokenizers: pip install tokenizers
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.files import check_output, write_json
-from plaingpt.base.flags import parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import read_documents
@@ -27,11 +26,11 @@ PIECE = 10_000  # characters; large documents are sampled in pieces
 
 @dataclass
 class VocabularyConfig:
-    input: Annotated[list[str] | None, "files or quoted globs, as in fineweb.py"] = None
-    vocab_size: Annotated[int, "number of ids", "above 256"] = 32000
-    output: Annotated[str, "file to write"] = "tokenizer.json"
-    text_key: Annotated[str, "field or column that holds the text"] = "text"
-    sample_bytes: Annotated[int, "bytes of text to train on", "at least 1"] = 2 * 10**7
+    input: list[str] | None = flag(None, "files or quoted globs, as in fineweb.py")
+    vocab_size: int = flag(32000, "number of ids", above=256)
+    output: str = flag("tokenizer.json", "file to write")
+    text_key: str = flag("text", "field or column that holds the text")
+    sample_bytes: int = flag(2 * 10**7, "bytes of text to train on", at_least=1)
 
 
 def read_sample(config):

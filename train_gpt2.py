@@ -56,18 +56,19 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.flags import EMPTY, FREE, REPEAT, parse_flags
-from plaingpt.base.signals import catch_stop_signals
+from plaingpt.base.flags import flag, parse_flags
+from plaingpt.base.signals import StopRequest
 from plaingpt.data.data_sets import Data
 from plaingpt.data.prefetch import prefetch
 from plaingpt.data.sources import Sources
 from plaingpt.distributed.batch_search import fit_batch_size
 from plaingpt.distributed.device import Dtype, choose_compile
+from plaingpt.distributed.fill import make_whole_gpt
 from plaingpt.distributed.gradients import clip_grad_norm, grad_scaler, set_gradient_sync
-from plaingpt.distributed.memory import batch_size_advice
+from plaingpt.distributed.memory import batch_size_advice, memory_advice
 from plaingpt.distributed.pipeline import Pipeline
 from plaingpt.distributed.process import on_rank0, start
 from plaingpt.distributed.split import is_split, split_model
@@ -82,7 +83,6 @@ from plaingpt.run.samples import answer_prompts
 from plaingpt.run.steps import plan_steps
 from plaingpt.scoring.evals import load_evals, run_evals
 from plaingpt.weights.checkpoint import load_newest
-from plaingpt.weights.fill import load_weights, make_whole_gpt
 from plaingpt.weights.saver import Saver
 from plaingpt.weights.start import choose_start
 
@@ -99,63 +99,63 @@ assert Path(MODEL).samefile(Path(__file__).resolve().with_name("model.py")), (
 )
 
 
-# Configuration. Each field is a flag: its type, its help, its range, and a mark. plaingpt/run has
-# the presets, and decides what is not given. The marks:
-#   FREE    A resume may change the flag without a note. Losses do not depend on it, except for
-#           rounding and the masks of dropout. A change of another flag is printed.
-#   REPEAT  Runs that differ only in this flag repeat one experiment.
-#   EMPTY   An empty value means something. For other flags, it is a mistake.
+# Configuration. Each field is a flag: its name, its type, its default, its help and its range.
+# plaingpt/run has the presets, and decides what is not given. Some flags have one more property:
+#   free     A resume may change the flag without a note. Losses do not depend on it, except for
+#            rounding and the masks of dropout. A change of another flag is printed.
+#   repeat   Runs that differ only in this flag repeat one experiment.
+#   empty    An empty value means something. For other flags, it is a mistake.
 @dataclass
 class TrainConfig:
     # preset and data
-    preset: Annotated[Literal[("auto", *PRESETS)], "auto fits data and device"] = "auto"
-    data: Annotated[list[str] | None, "shards, text or pairs; a mixture: A=WEIGHT B=WEIGHT"] = None
-    tokenizer: Annotated[str | None, "for text data: gpt2 or a tokenizer.json [bytes]"] = None
-    val_fraction: Annotated[float | None, "held out [0.01; text 0.1]", "above 0 and below 1"] = None
-    shuffle: Annotated[bool, "new random order of the sequences in each epoch"] = True
-    seed: Annotated[int, "random seed", f"at least 0 and at most {2**32 - 1}", REPEAT] = 1337
-    init_from: Annotated[str | None, "start from a checkpoint, run, or Hugging Face GPT-2"] = None
+    preset: Literal[("auto", *PRESETS)] = flag("auto", "auto fits data and device")
+    data: list[str] | None = flag(None, "shards, text or pairs; a mixture: A=WEIGHT B=WEIGHT")
+    tokenizer: str | None = flag(None, "for text data: gpt2 or a tokenizer.json [bytes]")
+    val_fraction: float | None = flag(None, "held out [0.01; text 0.1]", above=0, below=1)
+    shuffle: bool = flag(True, "new random order of the sequences in each epoch")
+    seed: int = flag(1337, "random seed", at_least=0, at_most=2**32 - 1, repeat=True)
+    init_from: str | None = flag(None, "start from a checkpoint, run, or Hugging Face GPT-2")
     # batch and steps
-    batch_size: Annotated[int, "sequences in a micro-batch; cut to fit a GPU", "above 0", FREE] = 64
-    total_batch_size: Annotated[int, "tokens in a step, of all processes", "above 0"] = 2**19
-    rampup_steps: Annotated[int, "steps of a growing batch", "at least 0 and at most 1e6"] = 0
-    rampup_batch_size: Annotated[int, "tokens in the first step of the ramp", "above 0"] = 32768
-    max_steps: Annotated[int, "steps in the run; gpt2: 10B tokens", "above 0"] = 19073
-    max_minutes: Annotated[float | None, "end with a save", "above 0 and at most 1e6", FREE] = None
+    batch_size: int = flag(64, "sequences in a micro-batch; cut to fit a GPU", above=0, free=True)
+    total_batch_size: int = flag(2**19, "tokens in a step, of all processes", above=0)
+    rampup_steps: int = flag(0, "steps of a growing batch", at_least=0, at_most=1e6)
+    rampup_batch_size: int = flag(32768, "tokens in the first step of the ramp", above=0)
+    max_steps: int = flag(19073, "steps in the run; gpt2: 10B tokens", above=0)
+    max_minutes: float | None = flag(None, "end with a save", above=0, at_most=1e6, free=True)
     # optimizer
-    optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon for matrices of blocks"] = "adamw"
-    max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
-    muon_lr: Annotated[float | None, "peak learning rate of Muon [max_lr]", "above 0"] = None
-    schedule: Annotated[Literal["cosine", "linear", "wsd", "constant"], "after warm-up"] = "cosine"
-    warmup_steps: Annotated[int, "steps of linear warm-up", "at least 0"] = 715
-    decay_steps: Annotated[int | None, "length of wsd's decay [max_steps / 5]", "above 0"] = None
-    min_lr: Annotated[float | None, "learning rate at the end [max_lr / 10]", "at least 0"] = None
-    weight_decay: Annotated[float, "decay of matrices and embeddings", "at least 0"] = 0.1
-    grad_clip: Annotated[float, "maximum gradient norm; 0: no clipping", "at least 0"] = 1.0
+    optimizer: Literal["adamw", "muon"] = flag("adamw", "muon: Muon for matrices of blocks")
+    max_lr: float = flag(6e-4, "peak learning rate", above=0)
+    muon_lr: float | None = flag(None, "peak learning rate of Muon [max_lr]", above=0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = flag("cosine", "after warm-up")
+    warmup_steps: int = flag(715, "steps of linear warm-up", at_least=0)
+    decay_steps: int | None = flag(None, "length of wsd's decay [max_steps / 5]", above=0)
+    min_lr: float | None = flag(None, "learning rate at the end [max_lr / 10]", at_least=0)
+    weight_decay: float = flag(0.1, "decay of matrices and embeddings", at_least=0)
+    grad_clip: float = flag(1.0, "maximum gradient norm; 0: no clipping", at_least=0)
     # evaluation
-    val_every: Annotated[int, "steps between validations; 0: first and last", "at least 0"] = 500
-    val_tokens: Annotated[int, "validation tokens of each data set", "above 0"] = 20 * 2**19
-    eval_every: Annotated[int, "steps between benchmarks; 0: never", "at least 0"] = 500
-    evals: Annotated[str, "benchmarks, NAME or NAME=FILE", EMPTY] = "hellaswag,lambada,storycloze"
-    sample_every: Annotated[int, "steps between samples; 0: at the end", "at least 0", FREE] = 500
-    sample_tokens: Annotated[int | None, "of a sample [64; bytes: 500]", "above 0", FREE] = None
+    val_every: int = flag(500, "steps between validations; 0: first and last", at_least=0)
+    val_tokens: int = flag(20 * 2**19, "validation tokens of each data set", above=0)
+    eval_every: int = flag(500, "steps between benchmarks; 0: never", at_least=0)
+    evals: str = flag("hellaswag,lambada,storycloze", "benchmarks, NAME or NAME=FILE", empty=True)
+    sample_every: int = flag(500, "steps between samples; 0: at the end", at_least=0, free=True)
+    sample_tokens: int | None = flag(None, "of a sample [64; bytes: 500]", above=0, free=True)
     # output
-    log_dir: Annotated[str | None, "run directory [log/PRESET]", FREE] = None
-    resume: Annotated[bool, "continue the run in log_dir; starts it if there is none", FREE] = False
-    save_every: Annotated[int, "steps between saves; 0: at the end", "at least 0", FREE] = 1000
-    keep: Annotated[int, "number of checkpoints to keep; 0: all", "at least 0", FREE] = 2
-    keep_best: Annotated[bool, "also save the step of lowest val loss, model_best.pt", FREE] = False
-    log_every: Annotated[int, "steps between printed lines; log.txt has all", "above 0", FREE] = 1
-    tensorboard: Annotated[bool, "also write TensorBoard event files into log_dir", FREE] = False
-    wandb: Annotated[str | None, "also log to this project of Weights & Biases", FREE] = None
+    log_dir: str | None = flag(None, "run directory [log/PRESET]", free=True)
+    resume: bool = flag(False, "continue the run in log_dir; starts it if there is none", free=True)
+    save_every: int = flag(1000, "steps between saves; 0: at the end", at_least=0, free=True)
+    keep: int = flag(2, "number of checkpoints to keep; 0: all", at_least=0, free=True)
+    keep_best: bool = flag(False, "also save the step of lowest val loss, model_best.pt", free=True)
+    log_every: int = flag(1, "steps between printed lines; log.txt has all", above=0, free=True)
+    tensorboard: bool = flag(False, "also write TensorBoard event files into log_dir", free=True)
+    wandb: str | None = flag(None, "also log to this project of Weights & Biases", free=True)
     # hardware
-    device: Annotated[str, "cuda, cuda:1, mps or cpu", FREE] = "auto"
-    dtype: Annotated[Dtype, "number format of matrix products"] = "auto"
-    compile: Annotated[bool | None, "use torch.compile [on for cuda only]", FREE] = None
-    activation_checkpointing: Annotated[bool, "recompute activations to save memory", FREE] = False
-    parallel: Annotated[Literal["ddp", "fsdp"], "replicate or shard the model", FREE] = "ddp"
-    tp: Annotated[int, "tensor parallel processes; divides n_head", "above 0", FREE] = 1
-    pp: Annotated[int, "pipeline stages; at most n_layer", "above 0", FREE] = 1
+    device: str = flag("auto", "cuda, cuda:1, mps or cpu", free=True)
+    dtype: Dtype = flag("auto", "number format of matrix products")
+    compile: bool | None = flag(None, "use torch.compile [on for cuda only]", free=True)
+    activation_checkpointing: bool = flag(False, "recompute activations to save memory", free=True)
+    parallel: Literal["ddp", "fsdp"] = flag("ddp", "replicate or shard the model", free=True)
+    tp: int = flag(1, "tensor parallel processes; divides n_head", above=0, free=True)
+    pp: int = flag(1, "pipeline stages; at most n_layer", above=0, free=True)
 
 
 class DataLoaderLite:
@@ -209,7 +209,7 @@ class DataLoaderLite:
 
     def count_targets(self, position, n):
         """Returns the number of targets that are in the loss, in n sequences from a position on."""
-        if all(tokens.counted is None for tokens in self.sets):  # without pairs
+        if not any(tokens.has_pairs for tokens in self.sets):  # all are
             return n * self.T
         return sum(int((self.sequence(position + i)[1] != -100).sum()) for i in range(n))
 
@@ -367,19 +367,20 @@ def accumulate(model, scaler, micro_batches, mean_count, process):
         with process.autocast:
             _, loss = model(x, y)
         # The loss is a mean over the targets of this micro-batch. The step needs the mean over all
-        # of its targets. So the sum over the micro-batches is divided by their number, and each
-        # weighs as much as its targets: its count / mean_count, which is 1 without pairs.
-        loss = loss / len(micro_batches) / (mean_count / (y != -100).sum())
+        # of its targets, so a micro-batch weighs as much as it has targets.
+        n_here = (y != -100).sum()
+        weight = n_here / mean_count  # 1 if all targets are in the loss
+        loss = loss * weight / len(micro_batches)
         scaler.scale(loss).backward()
         mean_loss += loss.detach()
     return mean_loss
 
 
-def train_step(training, n_targets, micro_batches, grad_clip, signals, process):
-    """Makes one optimizer step -> (mean loss, gradient norm, whether any process has signals).
+def train_step(training, n_targets, micro_batches, grad_clip, process, stop=None):
+    """Makes one optimizer step -> (mean loss, gradient norm, whether any process is told to stop).
 
     n_targets: how many targets are in the loss, on all processes together. micro_batches: list of
-    (x, y), (B, T) each. signals: a list, to which a signal handler may append at any time.
+    (x, y), (B, T) each. stop: a StopRequest of this process, or None.
 
     If the gradient is infinite or NaN, nothing is updated. The run still counts the step, and goes
     on to the next batch.
@@ -395,10 +396,10 @@ def train_step(training, n_targets, micro_batches, grad_clip, signals, process):
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = clip_grad_norm(model, grad_clip or math.inf)  # inf only measures it
-    has_signals = torch.full_like(norm, len(signals) > 0)  # 0 or 1, to be sent with the others
+    requested = torch.full_like(norm, stop is not None and stop.requested)  # 0.0 or 1.0
     # These are the means over all processes, as Python floats. In a step, the CPU waits for the
     # device only here. (With TP, it waits once more in the first step, to compare gradients.)
-    loss, norm, stopping = process.mean(mean_loss, norm, has_signals)
+    loss, norm, stopping = process.mean(mean_loss, norm, requested)
     for optimizer in optimizers:
         if math.isfinite(norm):
             optimizer.step()  # not scaler.step(): it would wait for the device again
@@ -410,7 +411,8 @@ def train_step(training, n_targets, micro_batches, grad_clip, signals, process):
 class Training(NamedTuple):
     """A model and what trains it."""
 
-    whole_gpt: GPT  # on the device meta: it has names and shapes of all parameters, but no memory
+    # The whole GPT: raw_model, or for a split model a GPT without memory, for names and shapes.
+    whole_gpt: GPT
     # raw_model and model share their parameters. `model`, which may be compiled and in DDP, is only
     # for train_step. Validation, samples and checkpoints use `raw_model`.
     raw_model: torch.nn.Module
@@ -434,40 +436,42 @@ def make_training(gpt_config, config, process, weights=None):
 
     The order of the lines has reasons:
 
-    - A GPT on the device meta has shapes, but no memory. So split_model can cut the model before it
-      has memory, and no process ever holds all of a model that is split.
-    - load_weights then makes the parameters on the device. The optimizers are made after it,
-      because they take these parameters, and not those on meta.
+    - The model is made on its device, and then gets its weights. Only a split model is cut before
+      it has memory, because no process may hold all of it.
+    - The optimizers take the parameters that are on the device.
     - torch.compile comes before DDP. It compiles at the first call, when DDP is already around the
       model. So it can cut its code where a bucket of DDP's gradients is full, and DDP sends this
       bucket while the backward pass computes the next one. split_model compiles each block.
     """
-    with torch.device("meta"):
-        raw_model = GPT(gpt_config)
-    raw_model.activation_checkpointing = config.activation_checkpointing
     if is_split(config, process):
-        # With PP, this returns a Pipeline, which has the methods hidden, logits and loss of a GPT.
+        # With PP, raw_model is a Pipeline, which has the methods hidden, logits and loss of a GPT.
         # A split model is not put into DDP: FSDP averages its gradients. With --tp or --pp and
         # --parallel ddp, FSDP does only this, and shards nothing.
-        raw_model = split_model(raw_model, config, process)
-    # Allocates the parameters on the device. Copies `weights` into them, or draws random ones,
-    # which depend on the seed only: they are the same for any number of processes. All processes
-    # draw the numbers of the whole model, and each keeps its part.
-    whole = make_whole_gpt(GPT, gpt_config)
-    load_weights(raw_model, whole, weights, config.seed, process.device)
+        whole = make_whole_gpt(GPT, gpt_config)
+        raw_model = split_model(whole, weights, config, process)
+    else:
+        torch.manual_seed(config.seed)  # for values that only constructors draw
+        with (
+            process.device,
+            memory_advice("the model does not fit into memory; choose a smaller one"),
+        ):
+            whole = raw_model = GPT(gpt_config, config.activation_checkpointing)
+        if weights:
+            raw_model.load_state_dict(weights)
+        else:
+            raw_model.init_weights(config.seed)  # the same values on any number of processes
+    uses_ddp = process.world_size > 1 and not is_split(config, process)
+    n_processes = process.world_size if uses_ddp else 1
     optimizers = raw_model.configure_optimizers(
-        config.weight_decay, config.max_lr, config.optimizer, config.muon_lr
+        config.weight_decay, config.max_lr, config.optimizer, config.muon_lr, n_processes
     )
     model = raw_model
     if config.compile and not is_split(config, process):
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
         # Validation calls raw_model.loss, and so loss_fn, outside of the compiled model.
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
-    if process.world_size > 1 and not is_split(config, process):
+    if uses_ddp:
         model = DDP(model, gradient_as_bucket_view=True)  # views need no second copy
-        # If Muon is used, it is optimizers[0], and each process then updates some of the matrices.
-        # AdamW does not read n_processes.
-        optimizers[0].n_processes = process.world_size
     return Training(whole, raw_model, model, optimizers, grad_scaler(process))
 
 
@@ -538,6 +542,7 @@ def main(argv=None):
     sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
     n_bytes_of_id = torch.from_numpy(tokenizer.text_bytes(gpt_config.vocab_size)).to(process.device)
     evals = load_evals(import_benchmarks(config), tokenizer, gpt_config)
+
     training = make_training(gpt_config, config, process, weights)
     raw_model = training.raw_model
     saver = Saver(training, data, config, process)  # also compares data and flags of the processes
@@ -546,6 +551,7 @@ def main(argv=None):
     config = replace(config, batch_size=B)
     sizes = [(n, min(B, planned)) for n, planned in sizes]
     first_step, position = saver.restore(saved)  # loads optimizers and scaler; (0, 0) in a new run
+    saved = weights = None  # lets go of the checkpoint's memory, and of its file if it is deleted
     step = first_step
     log = RunLog(config, gpt_config, first_step, process)  # at step 0, moves an old run aside
     on_rank0(write_facts, step, training.whole_gpt, config, data, process)  # run.json
@@ -553,8 +559,8 @@ def main(argv=None):
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
     batches = prefetch(batches, process.device)  # a thread prepares the next step
     stopping = False
-    deadline = time.monotonic() + 60 * (config.max_minutes or math.inf)
-    with catch_stop_signals("finishing this step") as signals, batch_size_advice(B):
+    stop = StopRequest("finishing this step", config.max_minutes)
+    with stop, batch_size_advice(B):
         while True:
             done = step == config.max_steps  # no step is left to do; restore refuses a later one
             if step > first_step and (done or stopping or due(step, config.save_every)):
@@ -579,10 +585,8 @@ def main(argv=None):
             # processes of a TP group need equal masks.
             torch.manual_seed(hash_numbers(config.seed, step, process.rank // config.tp))
             n, n_targets, micro_batches = next(batches)  # n and n_targets are of all processes
-            if time.monotonic() > deadline:
-                signals.append(0)  # as if a signal had come
             loss, norm, stopping = train_step(
-                training, n_targets, micro_batches, config.grad_clip, signals, process
+                training, n_targets, micro_batches, config.grad_clip, process, stop
             )
             position += n
             seconds = time.perf_counter() - began

@@ -20,8 +20,8 @@ docs/benchmarks.md has the scores of GPT-2.
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated
 
+from plaingpt.base.flags import flag
 from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
 from plaingpt.scoring.program import launch
 
@@ -43,7 +43,7 @@ REPLACEMENTS = (
 
 @dataclass
 class Options:
-    stride: Annotated[int, "tokens by which windows advance; 0: no overlap", "at least 0"] = 0
+    stride: int = flag(0, "tokens by which windows advance; 0: no overlap", at_least=0)
 
 
 def examples(records, stride=Options.stride):
@@ -51,11 +51,11 @@ def examples(records, stride=Options.stride):
     for page in pages(records):
         # Counts words like the harness: white space at either end adds an empty word.
         n_words = len(re.split(r"\s+", page))
-        counts = dict(words=n_words, bytes_before=len(page.encode()))
+        facts = dict(words=n_words, bytes_before=len(page.encode()))
         text = page
         if re.match(rf"(?m)\s*{TITLE}", page):  # a text without titles is not changed
             text = detokenize(page)
-        yield Example([""], [text], stride=stride, counts=counts)
+        yield Example([""], [text], stride=stride, facts=facts)
 
 
 def pages(records):
@@ -88,8 +88,8 @@ def detokenize(text):
 def report(examples, scores):
     """Computes the perplexities and the bits per byte."""
     nats = -scores.log_likelihood.sum()
-    words = sum(example.counts["words"] for example in examples)
-    n_bytes = sum(example.counts["bytes_before"] for example in examples)
+    words = sum(example.facts["words"] for example in examples)
+    n_bytes = sum(example.facts["bytes_before"] for example in examples)
     return dict(
         word_perplexity=perplexity(nats / words),
         token_perplexity=perplexity(nats / scores.tokens.sum()),
@@ -110,6 +110,7 @@ BENCHMARK = Benchmark(
         token_perplexity="per token; only for the same tokenizer",
         bits_per_byte="per byte of the split text; as the harness",
     ),
+    logged="word_perplexity",
 )
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ register_fsdp_forward_method.
 """
 
 from plaingpt.base.errors import run_program
+from plaingpt.distributed import split
 
 import train_gpt2
 from model import GPT
 
-split_model = train_gpt2.split_model
+cut_model = split.cut_model
 
 
 def forward(self, idx, targets=None):
@@ -22,7 +23,7 @@ def forward(self, idx, targets=None):
 def checked_split(model, *args):
     methods = dict(vars(GPT))
     before = {module: dict(vars(module)) for module in model.modules()}
-    whole = split_model(model, *args)
+    whole = cut_model(model, *args)
     assert dict(vars(GPT)) == methods
     for module, attributes in before.items():
         for key, value in vars(module).items():
@@ -35,5 +36,5 @@ def checked_split(model, *args):
 
 
 GPT.forward = forward
-train_gpt2.split_model = checked_split
+split.cut_model = checked_split
 run_program(train_gpt2.main)

@@ -18,7 +18,6 @@ from forked import Program  # isort: skip  before torch, whose number of threads
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.process import Process
-from plaingpt.weights.fill import load_weights, make_whole_gpt
 
 import numpy as np
 import pytest
@@ -172,8 +171,8 @@ def text_batch(split, B, position=0, tokenizer="bytes", **options):
 
 def fresh(config):
     """The model that a run with seed 1337 starts from."""
-    model = make_whole_gpt(GPT, config)
-    load_weights(model, model, seed=1337)
+    model = GPT(config)
+    model.init_weights(1337)
     return model
 
 

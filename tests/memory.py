@@ -10,11 +10,14 @@ from pathlib import Path
 from plaingpt.base.errors import run_program
 from plaingpt.weights.saver import Saver
 
-import torch._dynamo  # noqa: F401  before memory is measured
+# These imports come before memory is measured.
+import torch._dynamo  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
 
 import train_gpt2
 
-load_weights, numbers = train_gpt2.load_weights, {}
+make_training, numbers = train_gpt2.make_training, {}
+configure_optimizers = train_gpt2.GPT.configure_optimizers  # is called when there are weights
 
 
 def memory(name):
@@ -22,14 +25,20 @@ def memory(name):
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def measured_load_weights(model, *args):
-    parameters = sum(p.numel() for p in model.parameters())
-    numbers.update(before=memory("VmRSS"), parameters=parameters)
-    load_weights(model, *args)
+def measured_make_training(*args):
+    numbers["before"] = memory("VmRSS")
+    training = make_training(*args)
+    numbers["parameters"] = sum(p.numel() for p in training.whole_gpt.parameters())
+    return training
+
+
+def measured_configure_optimizers(*args):
     numbers["start"] = memory("VmHWM")
+    return configure_optimizers(*args)
 
 
-train_gpt2.load_weights = measured_load_weights
+train_gpt2.make_training = measured_make_training
+train_gpt2.GPT.configure_optimizers = measured_configure_optimizers
 Saver.save = lambda *args: None  # saves time
 run_program(train_gpt2.main)
 taken = [most - numbers["before"] for most in (numbers["start"], memory("VmHWM"))]

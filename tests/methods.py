@@ -37,6 +37,6 @@ for step in range(2):  # the second time with the weights after a step
         )
     model.train()
     n_targets = x.numel() * process.dp_size  # all processes have the same sequences
-    found[step]["trained"] = train_step(training, n_targets, micro_batches, 0.5, [], process)
+    found[step]["trained"] = train_step(training, n_targets, micro_batches, 0.5, process)
 torch.save(found, f"{sys.argv[4]}.{process.rank}")
 process.barrier()

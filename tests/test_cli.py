@@ -5,10 +5,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.flags import EMPTY, OR, parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, show_progress
 
 import pytest
@@ -21,15 +21,15 @@ import tokenizer
 
 @dataclass
 class Config:
-    n: Annotated[int, "a number", "above 0 and at most 9"] = 1
-    p: Annotated[float | None, "a share of 100%", "at least 0"] = None
-    kind: Annotated[Literal["adamw", "muon"], "a choice"] = "adamw"
-    other: Annotated[Literal["a", "b"] | None, "a choice or none"] = None
-    files: Annotated[list[str] | None, "files"] = None
-    shuffle: Annotated[bool, "a switch"] = True
-    compile: Annotated[bool | None, "a switch or none"] = None
-    name: Annotated[str, "a text"] = "auto"
-    start: Annotated[str | None, "a text that may be empty", EMPTY, OR] = None
+    n: int = flag(1, "a number", above=0, at_most=9)
+    p: float | None = flag(None, "a share of 100%", at_least=0)
+    kind: Literal["adamw", "muon"] = flag("adamw", "a choice")
+    other: Literal["a", "b"] | None = flag(None, "a choice or none")
+    files: list[str] | None = flag(None, "files")
+    shuffle: bool = flag(True, "a switch")
+    compile: bool | None = flag(None, "a switch or none")
+    name: str = flag("auto", "a text")
+    start: str | None = flag(None, "a text that may be empty", empty=True, either=True)
 
 
 def run_source(source, cwd, status):
@@ -138,6 +138,19 @@ def test_arguments_without_a_flag():
         ("--config=x --compile no", "unknown flags: --config (not here); see --help"),
         ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
         ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
+        (
+            "--n 0 --p -1 --name= --files a",
+            "--n 0: must be above 0 and at most 9; --p -1.0: must be at least 0; "
+            "--name: is empty; give a value, or leave out this flag",
+        ),
+        (
+            "--n 0 --zzz 1",
+            "--n 0: must be above 0 and at most 9; unknown flags: --zzz (not here); see --help",
+        ),
+        (
+            "--n 0 --p x",
+            "--n 0: must be above 0 and at most 9; --p: invalid float value: 'x'; see --help",
+        ),
     ],
 )
 def test_wrong_flags(flags, message):

@@ -216,7 +216,7 @@ def test_a_file_of_items_is_a_task(tmp_path):
     path = str(write_lines(tmp_path / "mc.jsonl", items))
     examples = load_examples(core.BENCHMARK, path, limit=3, num_fewshot=1, delimiter=" A: ")
     for e in examples:
-        assert e.endings[:2] == [" A: a", " A: b"] and 0.25 < e.counts["chance"] < 0.5
+        assert e.endings[:2] == [" A: a", " A: b"] and 0.25 < e.facts["chance"] < 0.5
         assert len(e.shots) == 1 and e.shots[0].endswith(" A: b\n\n")
         assert e.contexts[0] not in e.shots[0]
     config = GPTConfig(block_size=24, vocab_size=256)
@@ -225,7 +225,52 @@ def test_a_file_of_items_is_a_task(tmp_path):
     path = str(write_lines(tmp_path / "t.jsonl", [dict(context=" one,\n", continuation="two")]))
     (example,) = load_examples(core.BENCHMARK, path)
     assert example.contexts == ["one, "] and example.endings == ["two"]
-    assert example.counts["chance"] == 0
+    assert example.facts["chance"] == 0
+
+
+@pytest.mark.parametrize("kind", [None, *core.KINDS])
+def test_the_kind_of_a_task_is_chosen_by_its_name(kind, tmp_path):
+    """An item may have the fields of all kinds. Without a name, its fields tell the kind."""
+    item = dict(
+        query="A cat",
+        choices=["sits", "sat"],
+        context_options=["A hat", "A cat", "A bat"],
+        context="One",
+        continuation="two",
+        gold=1,
+    )
+    (tmp_path / "eval_data").mkdir()
+    write_lines(tmp_path / "eval_data/a.jsonl", [item])
+    (tmp_path / "eval_meta_data.csv").touch()
+    task = dict(label="a", dataset_uri="a.jsonl", num_fewshot=[0], icl_task_type=kind)
+    if kind is None:
+        del task["icl_task_type"]
+    (tmp_path / "core.yaml").write_text(json.dumps(dict(icl_tasks=[task])))  # JSON is YAML
+    (example,) = load_examples(core.BENCHMARK, tmp_path)
+    pairs, chance = {
+        None: ((["A cat"], [" sits", " sat"]), 1 / 2),
+        "multiple_choice": ((["A cat"], [" sits", " sat"]), 1 / 2),
+        "schema": ((["A hat", "A cat", "A bat"], [" two"]), 1 / 3),
+        "language_modeling": ((["One "], ["two"]), 0),
+    }[kind]
+    assert (example.contexts, example.endings) == pairs
+    assert example.facts["chance"] == chance
+    ids = list(core.prompt_ids(example, get_tokenizer("bytes")))
+    assert [(bytes(c[1:]), [bytes(e) for e in endings]) for c, endings in ids] == {
+        "multiple_choice": [(b"A cat s", [b"its", b"at"])],
+        "schema": [(b"A h", [b"at two"]), (b"A c", [b"at two"]), (b"A b", [b"at two"])],
+        "language_modeling": [(b"One", [b" two"])],
+    }[kind or "multiple_choice"]
+
+
+def test_an_item_with_one_choice_is_right_if_the_model_would_write_it():
+    """There is nothing to compare."""
+    item = dict(query="A cat", choices=["sits"], gold=0, where="")
+    example = core.make_example(item, " ", "multiple_choice")
+    ((context, (ending,)),) = core.prompt_ids(example, get_tokenizer("bytes"))
+    assert (bytes(context[1:]), bytes(ending)) == (b"A cat", b" sits")
+    assert core.is_correct(example, [1.0], [True]) and not core.is_correct(example, [1.0], [False])
+    assert core.mean_chance([example]) == 0
 
 
 def test_a_continuation_that_joins_the_tokens_before_it():
@@ -247,6 +292,12 @@ def test_a_continuation_that_joins_the_tokens_before_it():
             "--bundle typed",
             "core.yaml: field 'continuation_delimiter' is missing or has a wrong type",
         ),
+        (
+            "--bundle unknown",
+            "core.yaml: icl_task_type 'generation': must be one of multiple_choice, schema, "
+            "language_modeling;",
+        ),
+        ("--bundle contradicts", "a.jsonl, line 1: field 'context_options' is missing or has a"),
         ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
         ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
         ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
@@ -261,6 +312,13 @@ def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, 
     (tmp_path / "typed/core.yaml").write_text(
         "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a, continuation_delimiter: 7}]"
     )
+    for name, kind in (("unknown", "generation"), ("contradicts", "schema")):
+        (tmp_path / name / "eval_data").mkdir(parents=True)
+        (tmp_path / name / "eval_meta_data.csv").touch()
+        task = f"label: a, num_fewshot: [0], dataset_uri: a.jsonl, icl_task_type: {kind}"
+        (tmp_path / name / "core.yaml").write_text(f"icl_tasks: [{{{task}}}]")
+        item = dict(query="a", choices=["b", "c"], gold=0)
+        write_lines(tmp_path / name / "eval_data/a.jsonl", [item])
     monkeypatch.chdir(tmp_path)
     flags = flags.replace("BUNDLE", str(tiny[1])).split()
     with pytest.raises(SystemExit):

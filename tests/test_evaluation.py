@@ -1,6 +1,7 @@
 """Compares the benchmarks with transformers without batching, and with manual calculations."""
 
 import csv
+import importlib
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.process import Process
 from plaingpt.scoring import program as scoring_program
 from plaingpt.scoring.benchmark import Example, accuracy, load_examples, perplexity
-from plaingpt.scoring.evals import load_evals
+from plaingpt.scoring.evals import load_evals, run_evals
 from plaingpt.scoring.rows import make_rows
 from plaingpt.scoring.score import ROUND, score
 from plaingpt.weights.huggingface import save_gpt2
@@ -226,7 +227,10 @@ def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path
         assert [e["last_greedy"] for e in found] == [[bool(g[-1]) for _, g in e] for e in expected]
         printed = capsys.readouterr().out
         for figure, value in figures.items():
-            assert processes > 1 or re.search(rf"^{figure} +{value:,.4f} ", printed, re.M)
+            text = f"{value:,.4f}"
+            if "acc" in figure:  # a proportion of these benchmarks
+                text += f" ± {math.sqrt(value * (1 - value) / len(found)):.4f}"
+            assert processes > 1 or re.search(rf"^{figure} +{text}  +\w", printed, re.M)
 
     def accuracy(lengths):
         labels = [i % (4 if "hellaswag" in name else 2) for i in range(len(expected))]
@@ -387,7 +391,7 @@ PASSAGES = [
 def test_a_perfect_model_scores_1_and_a_uniform_model_scores_chance(module, records):
     model, examples = knowing(module, records)
     figures = module.report(examples, scores_of(model, examples))
-    assert all(value == 1.0 for name, value in figures.items() if "acc" in name)
+    assert all(figures[name] == 1.0 for name in module.BENCHMARK.proportions)
     for p in model.parameters():
         torch.nn.init.zeros_(p)  # all logits equal
     scores = scores_of(model, examples)
@@ -619,6 +623,80 @@ def test_the_file_of_an_older_benchmark_is_told_what_to_write(tmp_path, code, me
     (tmp_path / "older.py").write_text(code)
     _, err = program(cwd=tmp_path, program=tmp_path / "older.py", status=2)
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+OWN = """from plaingpt.scoring.benchmark import Benchmark, Example
+from plaingpt.scoring.program import launch
+from model import GPT
+
+def examples(records):
+    for record in records:
+        yield Example([record["text"]], [" tea"])
+
+def report(examples, scores):
+    return dict(acc_percent=37.5, share=0.5)
+
+BENCHMARK = Benchmark(
+    name="own", doc="", stream="mine", hub=None, examples=examples, report=report,
+    figures=dict(acc_percent="in percent", share="of answers"),
+    SAID
+)
+
+if __name__ == "__main__":
+    launch(BENCHMARK, GPT)
+"""
+SAID = 'logged="share", proportions=("share",),'
+
+
+def test_a_benchmark_says_what_its_figures_are(copy, tmp_path):
+    """Nothing depends on the name of a figure, or on the order of report()."""
+    (tmp_path / "own.py").write_text(OWN.replace("SAID", SAID))
+    write_lines(tmp_path / "own.jsonl", PASSAGES)
+    flags = ["--checkpoint", "run", "--data", "own.jsonl", "--json", "o.json"]
+    out, _ = program(*flags, cwd=tmp_path, program=tmp_path / "own.py")
+    assert re.search(r"^acc_percent +37\.5000 +in percent$", out, re.M)
+    assert re.search(r"^share +0\.5000 ± 0\.2500 +of answers$", out, re.M)
+    figures = json.loads((tmp_path / "o.json").read_text())["figures"]
+    assert figures == dict(acc_percent=37.5, share=0.5)
+
+
+def own_benchmark(said):
+    names = {}
+    exec(OWN.replace("SAID", said), names)
+    return names["BENCHMARK"]
+
+
+def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, capsys):
+    path = write_lines(tmp_path / "own.jsonl", PASSAGES)
+    model = Parrot()
+    tokenizer = get_tokenizer("bytes")
+    evals = load_evals([(own_benchmark(SAID), path)], tokenizer, model.config)
+    process = Process(0, 1, 0, 1, torch.device("cpu"), torch.float32)
+    assert run_evals(evals, model, process, TrainConfig(batch_size=4), 5) == dict(mine=0.5)
+    assert "step 5 | mine 0.5000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("said", ["", 'logged="acc",'])
+def test_a_benchmark_that_does_not_say_what_is_logged_is_refused(said, tmp_path):
+    """Also before it is skipped because its data are missing. Older benchmarks did not say it."""
+    message = (
+        "own.py: its BENCHMARK must say which figure a run logs, and which ones are proportions; "
+        "write logged=..., one of acc_percent, share, and proportions=(...)"
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_evals([(own_benchmark(said), "")], get_tokenizer("bytes"), Parrot().config)
+    (tmp_path / "own.py").write_text(OWN.replace("SAID", said))
+    _, err = program("--model", "gpt2", cwd=tmp_path, program=tmp_path / "own.py", status=2)
+    assert err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["hellaswag", "lambada", "storycloze", "wikitext", "core", "answers"]
+)
+def test_what_our_benchmarks_say_names_their_figures(name):
+    benchmark = importlib.import_module(name).BENCHMARK
+    assert {benchmark.logged, *benchmark.proportions} <= benchmark.figures.keys()
+    assert set(benchmark.proportions) == {key for key in benchmark.figures if "acc" in key}
 
 
 def test_names_of_evals(tmp_path, monkeypatch):

@@ -2,14 +2,18 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 from plaingpt.run.intervals import compare_pairs, t95, unpaired_interval
 
 import numpy as np
 import pytest
-from conftest import program
+from conftest import ROOT, program
 from test_experiments import copy_program
 
 import experiment as lab
@@ -79,10 +83,14 @@ def git(directory, *command):
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     directory = tmp_path_factory.mktemp("clone")
+    git(directory, "init")
+    git(directory, "commit", "--allow-empty", "-m", "from before part 24")
     copy_program(directory)
+    (directory / "experiments").mkdir()
+    for path in (*ROOT.glob("experiments/*.py"), ROOT / "plaingpt/data/gpt2.tiktoken"):
+        shutil.copy(path, directory / path.relative_to(ROOT))
     (directory / ".gitignore").write_text("/log\n__pycache__/\n*.json\n")
     (directory / "log").symlink_to(tmp_path_factory.mktemp("larger-disk"))
-    git(directory, "init")
     git(directory, "add", ".")
     git(directory, "commit", "-m", "base")
     return directory
@@ -166,6 +174,15 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     ]
 
 
+# Reads every text as the same few ids.
+OTHER_IDS = json.dumps(
+    {
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "added_tokens": [],
+        "decoder": None,
+    }
+)
 CHEATS = [
     ("model.py", "causal = mask is None and T > 1", "causal = False", "later tokens"),
     (
@@ -179,6 +196,13 @@ CHEATS = [
         "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))\n",
         "    n_sequences = 1\n",
         "the logits give",
+    ),
+    (
+        "model.py",
+        "return load_model(place, cls)",
+        "model, tokenizer = load_model(place, cls); tokenizer.source = " + repr(OTHER_IDS) + "; "
+        "return model, tokenizer",
+        "the change gives another tokenizer",
     ),
 ]
 
@@ -249,6 +273,53 @@ def test_a_diverged_rate_is_not_the_best(tmp_path, monkeypatch):
     assert side.flags == ["--max_lr", "0.5"]
 
 
+def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
+    """The first run takes longer than the three others, which come one after the other."""
+    monkeypatch.setattr(lab, "LAB", tmp_path)
+    monkeypatch.setattr(lab.torch.cuda, "device_count", lambda: 2)
+    others_are_done = threading.Event()
+    devices = {}
+
+    def run(command, **_):
+        name = Path(command[-1]).name
+        devices[name] = command[command.index("--device") + 1]
+        if name == "0":
+            assert others_are_done.wait(60)
+        elif name == "3":
+            others_are_done.set()
+        else:
+            time.sleep(0.1)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    side = lab.Side("base", [])
+    lab.train([(side, str(i), []) for i in range(4)])
+    assert devices["1"] == devices["2"] == devices["3"] != devices["0"]
+
+
+def test_what_a_change_prints_is_no_answer(clone):
+    """audit_logits.py writes logits to its standard output, to which model.py may print, too."""
+    found = experiment(
+        clone,
+        "equal",
+        old="        T = idx.size(1)\n",
+        new='        T = idx.size(1)\n        print("T is", T)\n',
+    )
+    assert found["difference"] == 0
+
+
+def test_an_error_of_the_model_is_told(clone):
+    """It comes from the copy with the change, through the program in the copy of the base."""
+    found = experiment(
+        clone,
+        "invalid",
+        old="            return self.logits(x), None  # (B, T, vocab_size)\n",
+        new="            return self.logit(x), None  # (B, T, vocab_size)\n",
+    )
+    reason = "the base cannot score a model (AttributeError: 'GPT' object has no attribute 'logit'"
+    assert found["reason"].startswith(reason)
+
+
 def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
     assert "has no attribute 'atn'" in found["reason"] and "n" not in found
@@ -276,6 +347,10 @@ def test_a_change_that_fails(clone):
         (
             ["--base", "nowhere", "--", "--seed", "3"],
             "git rev-parse (fatal: Needed a single revision)",
+        ),
+        (
+            ["--base", "HEAD~1", "--", "--seed", "3"],
+            "--base HEAD~1: is from before plaingpt/base/; give a later commit",
         ),
         (
             ["--json", "no/v.json", "--", "--seed", "3"],

@@ -2,7 +2,7 @@
 
 import re
 
-from plaingpt.ops.loss import CHUNK_SIZE, LinearCrossEntropyLoss
+from plaingpt.ops.loss import CHUNK_SIZE, ChunkedCrossEntropy
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
     # On a CPU, Inductor stores results of exp that are used twice. On a GPU it does not.
     monkeypatch.setattr(ir, "is_cpu", lambda device: False)
     monkeypatch.setattr(inductor, "fx_graph_cache", False)
-    V, loss_fn = 1000, LinearCrossEntropyLoss()
+    V, loss_fn = 1000, ChunkedCrossEntropy()
     x, w = torch.randn(8, 64, 32, requires_grad=True), (0.02 * torch.randn(V, 32)).requires_grad_()
     y = torch.randint(V, (8, 64))
     compiled = torch.compile(loss_fn, fullgraph=True, dynamic=False)
@@ -140,7 +140,7 @@ def buffers(code):
 def test_second_derivatives_raise():
     """The gradients are computed in forward, so they cannot be differentiated again."""
     x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    loss = LinearCrossEntropyLoss()(x, w, torch.randint(9, (2, 5)))
+    loss = ChunkedCrossEntropy()(x, w, torch.randint(9, (2, 5)))
     with pytest.raises(RuntimeError, match="has no second derivative; use all logits"):
         torch.autograd.grad(loss, x, create_graph=True)
 
@@ -149,9 +149,9 @@ def test_losses_of_positions_have_no_gradient_and_say_so():
     x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     arguments = x, w, torch.randint(9, (2, 5)), "none"
     with pytest.raises(ValueError, match='reduction="none" has no gradient'):
-        LinearCrossEntropyLoss()(*arguments)
+        ChunkedCrossEntropy()(*arguments)
     with torch.no_grad():
-        assert LinearCrossEntropyLoss()(*arguments).shape == (2, 5)
+        assert ChunkedCrossEntropy()(*arguments).shape == (2, 5)
 
 
 def test_float16_does_not_overflow_if_all_positions_have_one_target(monkeypatch):
@@ -160,7 +160,7 @@ def test_float16_does_not_overflow_if_all_positions_have_one_target(monkeypatch)
     x, w = torch.full((1, 16384, 4), 8.0), torch.zeros(300, 4, requires_grad=True)
     y = torch.zeros(1, 16384, dtype=torch.long)
     with torch.autocast("cpu", torch.float16):
-        loss = LinearCrossEntropyLoss()(x, w, y)
+        loss = ChunkedCrossEntropy()(x, w, y)
     loss.backward()
     expected = torch.full((300, 4), 8 / 300)
     expected[0] -= 8

@@ -178,7 +178,7 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
             program="tests/memory.py",
         )
         start[way], whole[way] = map(float, re.search(r"MEMORY (\S+) (\S+)\n", out).groups())
-    assert start["ddp"] > 3.9 and start["fsdp"] < 2.6, start
+    assert start["ddp"] > 3.9 and start["fsdp"] < 3, start
     assert 16 < whole["ddp"] < 20 and 8 < whole["fsdp"] < 8 + 2 + 2, whole
 
 

@@ -1,9 +1,11 @@
 """Runs train_gpt2.py as a user does: on two processes, with several seeds, and stopped early."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.splits import open_splits
@@ -241,6 +243,34 @@ def test_main_twice_in_one_process(tmp_path, capsys):
     train_gpt2.main([*flags, "4", "--resume"])
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     assert "resumed from step 2" in capsys.readouterr().out
+
+
+def test_main_again_reads_files_that_have_changed(tmp_path):
+    (tmp_path / "my.txt").write_text(TEXT)
+    flags = [*TINY, "--max_steps", "1", "--data", str(tmp_path / "my.txt"), "--log_dir"]
+    seen = []
+    for name in ("a", "b"):
+        train_gpt2.main([*flags, str(tmp_path / name)])
+        seen.append(json.loads((tmp_path / name / "run.json").read_text())["fingerprints"])
+        (tmp_path / "my.txt").write_text(TEXT.replace("text", "page"))  # as many bytes
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
+    """The file may be deleted in the run. Its disk space must then be free."""
+    flags = [*TINY, "--save_every", "2", "--log_dir", str(tmp_path), "--max_steps"]
+    train_gpt2.main([*flags, "2"])
+    mapped = []
+    real = train_gpt2.train_step
+
+    def look(*args):
+        mapped.append(f"{tmp_path}/model_000002.pt" in Path("/proc/self/maps").read_text())
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "train_step", look)
+    train_gpt2.main([*flags, "4", "--resume"])
+    assert mapped == [False, False]
 
 
 def test_another_model_beside_a_notebook(tmp_path):

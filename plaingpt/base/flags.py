@@ -1,36 +1,78 @@
 """Command-line flags, which are the fields of dataclasses.
 
-The annotation of a field has the type, the help text and the range. The marks below may follow:
+A field has a type, and a default, a help text and a range, which `flag` takes:
 
-  max_lr: Annotated[float, "peak learning rate", "above 0"] = 6e-4
-  tp: Annotated[int, "tensor parallel processes", "above 0", FREE] = 1
+  max_lr: float = flag(6e-4, "peak learning rate", above=0)
+  tp: int = flag(1, "tensor parallel processes", above=0, free=True)
 """
 
 import argparse
 import dataclasses
 import math
 from operator import ge, gt, le, lt
-from typing import get_args, get_origin
+from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.other_flags import advise
 
-# A flag may be changed at --resume without a note: losses and scores do not depend on it, except
-# for rounding and the masks of dropout.
-FREE = "free"
-# Runs that differ only in this flag, such as the seed, repeat one experiment.
-REPEAT = "repeat"
-EMPTY = "empty"  # an empty value means something
-OR = "or"  # the flag cannot be given together with the one before it
-MARKS = (FREE, REPEAT, EMPTY, OR)
-COMPARE = {"above": gt, "below": lt, "at least": ge, "at most": le}
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """What a flag means, and which values it takes. A number that has a bound must be finite."""
+
+    help: str
+    above: float | None = None
+    below: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    # The flag may be changed at --resume without a note: losses and scores do not depend on it,
+    # except for rounding and the masks of dropout.
+    free: bool = False
+    # Runs that differ only in this flag, such as the seed, repeat one experiment.
+    repeat: bool = False
+    empty: bool = False  # an empty value means something; for other flags, it is a mistake
+    either: bool = False  # either this flag can be given, or the one before it
+
+    def allows(self, value):
+        """Returns whether a number is in the range."""
+        for _, compare, bound in self.bounds():
+            if not (math.isfinite(value) and compare(value, bound)):
+                return False
+        return True
+
+    def range(self):
+        """Returns the range in words, such as "at least 0 and at most 1"."""
+        return " and ".join(f"{words} {write_bound(bound)}" for words, _, bound in self.bounds())
+
+    def bounds(self):
+        """Returns the bounds that are given: (words, comparison, bound) of each."""
+        bounds = (
+            ("above", gt, self.above),
+            ("at least", ge, self.at_least),
+            ("below", lt, self.below),
+            ("at most", le, self.at_most),
+        )
+        return [each for each in bounds if each[2] is not None]
+
+
+def flag(default, help, **settings):
+    """Makes a field of a dataclass that is a flag. help, settings: the fields of Flag."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(help, **settings)})
+
+
+def write_bound(bound):
+    """Writes a bound: 4294967295 with all digits, and the float 1e6 as 1e6."""
+    if isinstance(bound, int):
+        return str(bound)
+    return f"{bound:g}".replace("e+0", "e")
 
 
 def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
-    """Parses argv (default: sys.argv) into a dict of the flags that are given. Raises UserError.
+    """Parses argv (default: sys.argv) into a dict of the flags that are given.
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
-    groups: {first flag of a group: its title in --help}.
+    groups: {first flag of a group: its title in --help}. Raises a UserError that has all problems,
+    up to the first argument that cannot be read.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
@@ -45,16 +87,21 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     add_flags(parser, configs, groups)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
+    given = argparse.Namespace()
+    unreadable = []
     try:
-        given, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
+        _, unknown = parser.parse_known_args(argv, given)
+        if unknown:
+            # Values of unknown flags are left out, but not nanoGPT's config/train_gpt2.py.
+            named = [text for text in unknown if text.startswith("-") or text.endswith(".py")]
+            hints = [advise(text, parser._option_string_actions) for text in named or unknown]
+            unreadable.append(f"unknown flags: {', '.join(hints)}; see --help")
+    except argparse.ArgumentError as error:  # argparse stops, and `given` has what it read before
         text = str(error).removeprefix("argument ").replace("ignored explicit", "takes no")
-        raise UserError(f"{text}; see --help") from error
-    if unknown:
-        # Values of unknown flags are left out, but not nanoGPT's config/train_gpt2.py.
-        named = [text for text in unknown if text.startswith("-") or text.endswith(".py")]
-        hints = [advise(text, parser._option_string_actions) for text in named or unknown]
-        raise UserError(f"unknown flags: {', '.join(hints)}; see --help")
+        unreadable.append(f"{text}; see --help")
+    problems = [*check_values(configs, vars(given)), *unreadable]
+    if problems:
+        raise UserError("; ".join(problems))
     return vars(given)
 
 
@@ -62,14 +109,33 @@ def add_flags(parser, configs, groups):
     """Adds a flag to the parser for each field of the dataclasses. See parse_flags."""
     group = parser
     for config in configs:
+        types = types_of(config)
         for field in dataclasses.fields(config):
+            flag = field.metadata["flag"]
             if field.name in groups:
                 group = parser.add_argument_group(groups[field.name])
-            # Each flag begins a set of flags of which only one can be given. A flag with OR joins
-            # the set of the flag before it.
-            if OR not in get_args(field.type):
+            # Each flag begins a set of flags of which only one can be given. A flag with `either`
+            # joins the set of the flag before it.
+            if not flag.either:
                 alternatives = group.add_mutually_exclusive_group()
-            alternatives.add_argument(f"--{field.name}", **read_annotation(field))
+            options = make_options(types[field.name], flag, field.default)
+            alternatives.add_argument(f"--{field.name}", **options)
+
+
+def check_values(configs, given):
+    """Returns a sentence for each value that its flag does not take. given: {name: value}."""
+    problems = []
+    for config in configs:
+        for name, flag in flags_of(config).items():
+            values = given.get(name, [])
+            if not isinstance(values, list):
+                values = [values]
+            for value in values:
+                if value == "" and not flag.empty:
+                    problems.append(f"--{name}: is empty; give a value, or leave out this flag")
+                elif not flag.allows(value):
+                    problems.append(f"--{name} {value}: must be {flag.range()}")
+    return problems
 
 
 def pick(kind, values):
@@ -78,22 +144,25 @@ def pick(kind, values):
     return kind(**{name: values[name] for name in names})
 
 
-def marked(config, *marks):
-    """Returns the names of the fields of a dataclass whose annotation has one of the marks."""
-    found = set()
-    for field in dataclasses.fields(config):
-        annotations = get_args(field.type)[1:]  # help text, range and marks; [0] is the type
-        if any(mark in annotations for mark in marks):
-            found.add(field.name)
-    return found
+def flags_of(config):
+    """Returns the Flag of each field of a dataclass: {name: Flag}."""
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(config)}
 
 
-def read_annotation(field):
-    """Turns the annotation of a dataclass's field into options for add_argument."""
-    kind, text, *others = get_args(field.type)
-    ranges = [other for other in others if other not in MARKS]  # one, or none
-    if field.default is not None and field.default is not False:
-        text += f" [{field.default}]"
+def types_of(config):
+    """Returns {name: type} of a dataclass's fields, also if its file postpones annotations.
+
+    With `from __future__ import annotations`, dataclasses.fields has the text of an annotation.
+    """
+    # Without localns, the field `list` of experiment.py would hide the type.
+    return get_type_hints(config, localns={})
+
+
+def make_options(kind, flag, default):
+    """Turns the type, the Flag and the default of a field into options for add_argument."""
+    text = flag.help
+    if default is not None and default is not False:
+        text += f" [{default}]"
     options = dict(help=text.replace("%", "%%"))
     if type(None) in get_args(kind):  # "float | None" becomes "float"
         kind = get_args(kind)[0]
@@ -105,23 +174,4 @@ def read_annotation(field):
     if choices := get_args(kind):  # a Literal has choices
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
-
-    def convert(text):
-        value = kind(text)
-        if value == "" and EMPTY not in others:
-            raise UserError(f"--{field.name}: is empty; give a value, or leave out this flag")
-        if ranges and not is_in_range(value, ranges[0]):
-            raise UserError(f"--{field.name} {value}: must be {ranges[0]}")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse shows it in its message
-    return options | dict(type=convert, metavar=kind.__name__.upper())
-
-
-def is_in_range(value, limits):
-    """Returns whether a number is in a range, such as "at least 0 and at most 1", and is finite."""
-    for limit in limits.split(" and "):
-        words, bound = limit.rsplit(" ", 1)
-        if not (math.isfinite(value) and COMPARE[words](value, float(bound))):
-            return False
-    return True
+    return options | dict(type=kind, metavar=kind.__name__.upper())

@@ -1,37 +1,51 @@
 """What a program does when it is told to stop: it ends in good order, or at once."""
 
 import contextlib
+import math
 import os
 import signal
+import time
 
 
-@contextlib.contextmanager
-def catch_stop_signals(message):
-    """In the block, SIGTERM, SIGINT and SIGHUP only append their number to the yielded list.
+class StopRequest:
+    """Whether a run is told to stop, by a signal or because its time is over.
 
-    The first signal prints the message, which says what the program does before it ends. The second
-    signal ends the program at once.
+    In its `with` block, the first SIGTERM, SIGINT or SIGHUP only prints the message, which says
+    what the program does before it ends. The second one ends the program at once. max_minutes: the
+    time of the run, from now on, or None.
     """
-    received = []
 
-    def handle(number, frame):
-        if any(received):  # train_gpt2.py appends 0, which is no signal, after --max_minutes
+    def __init__(self, message, max_minutes=None):
+        self.message = message
+        self.deadline = time.monotonic() + 60 * (max_minutes or math.inf)
+        self.has_signal = False
+        self.old_handlers = {}
+
+    @property
+    def requested(self):
+        """Whether the run should end after this step."""
+        return self.has_signal or time.monotonic() > self.deadline
+
+    def handle(self, number, frame):
+        """Is called by Python when a signal comes."""
+        if self.has_signal:
             os._exit(128 + number)
-        received.append(number)
+        self.has_signal = True
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 # os.write is used because print is not reentrant.
-                os.write(1, f"{message}; Ctrl-C again to quit now\n".encode())
+                os.write(1, f"{self.message}; Ctrl-C again to quit now\n".encode())
 
-    with contextlib.ExitStack() as restore:
+    def __enter__(self):
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-            if not hasattr(signal, name):  # Windows has no SIGHUP
-                continue
-            number = getattr(signal, name)
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                old_handler = signal.signal(number, handle)
-                restore.callback(signal.signal, number, old_handler)
-        yield received
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
+                self.old_handlers[number] = signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, handler)
 
 
 def end_at_once_on_ctrl_c():

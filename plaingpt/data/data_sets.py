@@ -28,7 +28,7 @@ class Data:
         if tokenizer.name == "bytes":
             # In pairs, a line break ends a text. Without pairs, it does not, whatever the weights
             # of --init_from were trained on.
-            has_pairs = any(tokens.counted is not None for tokens in self.val)
+            has_pairs = any(tokens.has_pairs for tokens in self.val)
             self.tokenizer = get_tokenizer("lines" if has_pairs else "bytes")
         self.names = log_names(sources.shares)
         self.fingerprints = {

@@ -6,8 +6,8 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.foreign import find_index
 from plaingpt.data.mixture import read_shares
-from plaingpt.data.shards import find_shards, read_meta
-from plaingpt.data.splits import is_text_file, open_splits
+from plaingpt.data.shards import find_shards, open_shard, read_meta
+from plaingpt.data.splits import encode_file, is_text_file, open_splits
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 
 
@@ -20,6 +20,9 @@ class Sources:
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
+        # A notebook may start several runs, and files may have changed since the run before.
+        encode_file.cache_clear()
+        open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
         self.shares = read_shares(items)

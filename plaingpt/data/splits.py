@@ -72,7 +72,7 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
         cut = find_cut(whole, val_fraction or 0.01)
         cut = find_document(whole, cut, tokenizer.end_of_text)
     n = len(whole)
-    if whole.counted is None:
+    if not whole.has_pairs:
         return whole.part(train_name, 0, cut), whole.part(val_name, cut, n)
     # Pairs are cut between two sequences. The end_of_text there is in both splits.
     cut -= cut % T

@@ -31,6 +31,11 @@ class Tokens:
         self.start = 0
         self.stop = self.starts[-1]
 
+    @property
+    def has_pairs(self):
+        """Whether these are prompts and responses, of which only some tokens are in the loss."""
+        return self.counted is not None
+
     def __len__(self):
         return self.stop - self.start
 
@@ -67,7 +72,7 @@ class Tokens:
         """
         ids = self.read(start, T + 1).astype(np.int64)
         sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
-        if self.counted is not None:
+        if self.has_pairs:
             first = self.start + start + 1
             sequence[1, ~self.counted[first : first + T]] = -100
         return sequence
@@ -87,7 +92,7 @@ class Tokens:
 
         The CRC-32 covers both ends of every shard, or all of a text file.
         """
-        crc = 0 if self.counted is None else zlib.crc32(self.counted[self.start : self.stop])
+        crc = zlib.crc32(self.counted[self.start : self.stop]) if self.has_pairs else 0
         bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
         for file, start, stop in zip(self.files, bounds, bounds[1:]):
             n = stop - start

@@ -4,7 +4,7 @@
 def scatter(name, whole, p, device):
     """Returns this process's part of a whole tensor, on the device, split like parameter p."""
     if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
-        return whole.to(device)
+        return whole.to(device, copy=True)  # a copy lets the file of the checkpoint go
     from torch.distributed.tensor import distribute_tensor
 
     whole = by_heads(name, whole, p.device_mesh)

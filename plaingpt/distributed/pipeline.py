@@ -86,7 +86,9 @@ class Pipeline(nn.Module):
 
         def scaled_loss(loss, y):
             # As in train_gpt2.accumulate, every target weighs the same.
-            loss = loss / n_micro / (self.mean_count / (y != -100).sum())
+            n_here = (y != -100).sum()
+            weight = n_here / self.mean_count  # 1 if all targets are in the loss
+            loss = loss * weight / n_micro
             self.loss_sum += loss.detach()
             return scaler.scale(loss)
 

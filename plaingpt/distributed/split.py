@@ -21,6 +21,7 @@ import warnings
 
 from plaingpt.base.errors import UserError
 from plaingpt.distributed.dtensors import is_dtensor
+from plaingpt.distributed.fill import fill_split_model
 from plaingpt.distributed.pipeline import Pipeline, Stage
 
 import torch
@@ -32,12 +33,24 @@ def is_split(config, process):
     return process.world_size > 1 and (is_fsdp or config.tp * config.pp > 1)
 
 
-def split_model(model, config, process):
-    """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it.
+def split_model(whole_gpt, weights, config, process):
+    """Makes the part of a GPT that this process has. Returns a GPT, or with --pp a Pipeline.
 
-    All processes must call hidden, logits and loss. All get the complete result. Raises
+    The part is cut before it has memory, so no process ever holds the whole model. All processes
+    must call hidden, logits and loss of the result. All get the complete result.
+
+    whole_gpt: from make_whole_gpt. weights: a state dict, or None for random values. Raises
     UserError if tp or pp do not fit the model.
     """
+    with torch.device("meta"):
+        model = type(whole_gpt)(whole_gpt.config, config.activation_checkpointing)
+    result = cut_model(model, config, process)
+    fill_split_model(result, whole_gpt, weights, config.seed, process.device)
+    return result
+
+
+def cut_model(model, config, process):
+    """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if model.config.n_head % config.tp:
@@ -49,6 +62,11 @@ def split_model(model, config, process):
         raise UserError(
             f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
         )
+    for name, _ in model.named_buffers():
+        if config.tp > 1:  # a process has fewer heads, and may need other values
+            raise UserError(
+                f"--tp: {name} is a buffer, which cannot be split; one GPU and DDP train it"
+            )
     silence_warnings()
     n_shards = process.dp_size if config.parallel == "fsdp" else 1
     mesh = init_device_mesh(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
-class LinearCrossEntropyLoss(torch.nn.Module):
+class ChunkedCrossEntropy(torch.nn.Module):
     """Cross-entropy of the logits x @ weight.T, in nats."""
 
     def forward(self, x, weight, targets, reduction="mean"):

@@ -21,10 +21,9 @@ class Muon(torch.optim.Optimizer):
     number of processes.
     """
 
-    n_processes = 1
-
-    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95):
+    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_processes=1):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        self.n_processes = n_processes
 
     @torch.no_grad()
     def step(self):

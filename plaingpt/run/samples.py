@@ -14,7 +14,7 @@ def answer_prompts(model, data, process):
     T = model.config.block_size
     texts = []
     for tokens in data.val:
-        if tokens.counted is None:  # has no pairs
+        if not tokens.has_pairs:
             continue
         starts = range(0, len(tokens) - 1, T)
         for start in starts[: 2 - len(texts)]:

@@ -19,8 +19,10 @@ class Example:
     endings: list[str]  # each starts with its white space
     label: int = 0  # the right pair
     stride: float = math.inf  # of windows (0: no overlap; math.inf: only the last window)
-    shots: tuple = ()  # solved examples, as texts; only a benchmark's own prompt_ids() reads them
-    counts: dict = field(default_factory=dict)  # other facts that report() needs
+    facts: dict = field(default_factory=dict)  # what else report() needs, and --json writes
+    # Only core.py uses the next two.
+    kind: str = ""  # its kind of task
+    shots: tuple = ()  # solved examples, as texts
 
     def __len__(self):
         return len(self.contexts) * len(self.endings)
@@ -42,15 +44,28 @@ class Benchmark:
 
     name: str
     doc: str  # text for --help
-    stream: str  # name of its first figure in a run's log
+    stream: str  # name of the logged figure in a run's log
     hub: dict | None  # arguments of load_hub; None: the data are in no data set of the hub
     examples: Callable | None  # (records, **options) -> iterator of Examples
     report: Callable  # (examples, scores) -> {figure: value}
     figures: dict  # {figure: what it is, and what it compares with}
+    logged: str = ""  # the figure that a run logs; each benchmark must say it
+    proportions: tuple = ()  # the figures that are printed with the standard error of a proportion
     options: tuple = ()  # dataclasses with flags of its own
+    input_options: tuple = ()  # names of those flags that are files, which --json must not replace
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
     spare: int = 0  # positions of the model's context that a long text leaves free
+
+
+def check_logged(benchmark):
+    """Raises UserError if a benchmark does not say which figure is logged, as older ones do."""
+    if benchmark.logged not in benchmark.figures:
+        raise UserError(
+            f"{benchmark.name}.py: its BENCHMARK must say which figure a run logs, and which ones "
+            f"are proportions; write logged=..., one of {', '.join(benchmark.figures)}, and "
+            "proportions=(...)"
+        )
 
 
 def split_by_example(examples, values):

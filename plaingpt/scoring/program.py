@@ -2,16 +2,15 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Annotated
 
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import check_output, write_json
-from plaingpt.base.flags import OR, parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import on_rank0, start
-from plaingpt.scoring.benchmark import load_examples, split_by_example
+from plaingpt.scoring.benchmark import check_logged, load_examples, split_by_example
 from plaingpt.scoring.rows import make_rows
 from plaingpt.scoring.score import TOKENS, score
 from plaingpt.weights.checkpoint import find_newest_model
@@ -19,14 +18,14 @@ from plaingpt.weights.checkpoint import find_newest_model
 
 @dataclass
 class EvalConfig:
-    checkpoint: Annotated[str | None, "checkpoint or run directory [newest in log/]"] = None
-    model: Annotated[str | None, "or GPT-2 from Hugging Face: name or directory", OR] = None
-    data: Annotated[str | None, ".jsonl, .csv, .parquet or text file [the hub's, if any]"] = None
-    limit: Annotated[int, "number of examples; 0: all", "at least 0"] = 0
-    tokens_per_forward: Annotated[int | None, "[16384; on a CPU 2048]", "at least 1"] = None
-    device: Annotated[str, "cuda, cuda:1, mps or cpu"] = "auto"
-    dtype: Annotated[Dtype, "number format; float32 is the most exact"] = "auto"
-    json: Annotated[str | None, "also write figures, examples and scores to this file"] = None
+    checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
+    model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
+    data: str | None = flag(None, ".jsonl, .csv, .parquet or text file [the hub's, if any]")
+    limit: int = flag(0, "number of examples; 0: all", at_least=0)
+    tokens_per_forward: int | None = flag(None, "[16384; on a CPU 2048]", at_least=1)
+    device: str = flag("auto", "cuda, cuda:1, mps or cpu")
+    dtype: Dtype = flag("auto", "number format; float32 is the most exact")
+    json: str | None = flag(None, "also write figures, examples and scores to this file")
 
 
 def run_benchmark(benchmark, GPT, argv=None):
@@ -40,7 +39,7 @@ def run_benchmark(benchmark, GPT, argv=None):
         for field in fields(kind):
             options[field.name] = given.pop(field.name, field.default)
     config = EvalConfig(**given)
-    check_output("--json", config.json, [config.data, options.get("bundle")])
+    check_output("--json", config.json, [config.data, *map(options.get, benchmark.input_options)])
     source = config.model or find_newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
@@ -81,14 +80,14 @@ def print_figures(benchmark, figures, n_examples):
     for name, meaning in benchmark.figures.items():
         value = figures[name]
         text = f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"
-        if "acc" in name:  # adds the standard error of a mean
+        if name in benchmark.proportions:  # adds its standard error
             text += f" ± {math.sqrt(value * (1 - value) / n_examples):.4f}"
         print0(f"{name:<18} {text:<18} {meaning}")
 
 
 def results_of_examples(examples, scores):
     """Returns a dict for each example, with its label and the scores of its pairs, for JSON."""
-    results = [dict(label=example.label, **example.counts) for example in examples]
+    results = [dict(label=example.label, **example.facts) for example in examples]
     for name, values in vars(scores).items():
         for result, own in zip(results, split_by_example(examples, values)):
             result[name] = own.tolist()
@@ -104,6 +103,7 @@ def launch(benchmark, GPT=None):
                 f"{benchmark.name}.py: ends with launch(BENCHMARK); write: "
                 "from model import GPT, and launch(BENCHMARK, GPT)"
             )
+        check_logged(benchmark)
         run_benchmark(benchmark, GPT)
 
     run_program(run)

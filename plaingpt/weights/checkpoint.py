@@ -11,8 +11,8 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.source_hash import hash_of_code
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.fill import make_whole_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.fill import make_whole_gpt
 from plaingpt.weights.foreign import convert_nanogpt
 
 import torch

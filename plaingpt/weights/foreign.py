@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from plaingpt.weights.fill import make_whole_gpt
+from plaingpt.distributed.fill import make_whole_gpt
 
 import torch
 

@@ -6,7 +6,6 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 from plaingpt.weights.checkpoint import find_checkpoints, load_checkpoint, unpack
-from plaingpt.weights.fill import load_weights, make_whole_gpt
 from plaingpt.weights.huggingface import load_gpt2
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
@@ -15,8 +14,8 @@ OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 def load_model(name, GPT):
     """Loads weights -> (GPT, Tokenizer). Raises UserError. The arguments are as in read_weights."""
     config, weights, tokenizer = read_weights(name, GPT)
-    model = make_whole_gpt(GPT, config)
-    load_weights(model, model, weights)
+    model = GPT(config)
+    model.load_state_dict(weights)
     return model, tokenizer
 
 

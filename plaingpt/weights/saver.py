@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import replacing, writing
-from plaingpt.base.flags import FREE, marked
+from plaingpt.base.flags import flags_of
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.dtensors import scatter
@@ -32,7 +32,8 @@ class Saver:
         check_equal(self.flags, "the processes have different flags; give all the same")
         # The keys are "adamw" and "muon".
         self.optimizers = {type(each).__name__.lower(): each for each in training.optimizers}
-        self.free = marked(type(config), FREE)  # a resume may change these flags without a note
+        # A resume may change these flags without a note.
+        self.free = {name for name, flag in flags_of(type(config)).items() if flag.free}
         # model.py may be edited later, so hash it now.
         self.model_code = hash_of_model(type(self.whole_gpt))
         self.best_val = math.inf  # the lowest validation loss of the run
@@ -44,17 +45,17 @@ class Saver:
         absent. Raises UserError.
         """
         model, process = self.model, self.process
-        gathered = gather(model, dict(model.named_parameters()), process)
+        gathered = gather(model, tensors_to_save(model), process)
         moments = {}  # {"adamw": {"transformer.wte.weight.exp_avg": tensor}}
         for kind, optimizer in self.optimizers.items():
             moments[kind] = gather(model, get_moments(optimizer), process)
         if process.rank > 0:
             return
         # A tied matrix has two names. `gathered` has only the first one, the checkpoint has both.
-        first_name = {}  # {parameter: its first name}
+        first_name = {}  # {parameter or buffer: its first name}
         weights = {}
-        for key, p in self.whole_gpt.named_parameters(remove_duplicate=False):
-            weights[key] = gathered[first_name.setdefault(p, key)]
+        for key, tensor in self.whole_gpt.state_dict(keep_vars=True).items():
+            weights[key] = gathered[first_name.setdefault(tensor, key)]
         settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
             model=weights,
@@ -120,6 +121,17 @@ class Saver:
             if name not in self.free and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
+
+
+def tensors_to_save(model):
+    """Returns the parameters and the persistent buffers of this process: {name: tensor}."""
+    part = getattr(model, "part", model)  # of a Pipeline
+    tensors = dict(part.named_parameters())
+    persistent = part.state_dict().keys()
+    for name, buffer in part.named_buffers():
+        if name in persistent:
+            tensors[name] = buffer
+    return tensors
 
 
 def read_best_val(log_file, step):

@@ -1,0 +1,43 @@
+"""Computes logits of trained models, for audit_losses.py.
+
+experiment.py copies this program into the copy with the change and starts it there, so `model` is
+the model.py of the change. The arguments are run directories. The first line of the output is the
+source of the tokenizer, as JSON. After that, each line of the input is a question in JSON: the
+index of a run, and T ids. The answer is a line with the shape of the logits, then the logits.
+"""
+
+import json
+import os
+import sys
+
+import torch
+
+
+def main():
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # What the change prints must not get into the answers.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    from model import GPT  # may print, too
+
+    loaded = [GPT.load(place) for place in sys.argv[1:]]
+    for model, _ in loaded:
+        model.requires_grad_(False).eval()
+    _, tokenizer = loaded[0]
+    write_line(answers, tokenizer.source)
+    for line in sys.stdin:
+        run, ids = json.loads(line)
+        model, _ = loaded[run]
+        logits = model(torch.tensor([ids]))[0][0].float()  # (T, vocab_size)
+        write_line(answers, list(logits.shape))
+        answers.write(logits.numpy().tobytes())
+        answers.flush()
+
+
+def write_line(file, value):
+    """Writes a value as a line of JSON."""
+    file.write(json.dumps(value).encode() + b"\n")
+    file.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Flag: ranges in words, and annotations that `from __future__ import annotations` makes texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from dataclasses import dataclass
+from typing import Literal
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.flags import Flag, flag, flags_of, parse_flags, types_of
+
+import pytest
+from conftest import ROOT, program
+
+from train_gpt2 import TrainConfig
+
+
+@dataclass
+class Postponed:
+    n: int = flag(1, "a number", above=0, free=True)
+    rates: list[float] | None = flag(None, "numbers", at_least=0)
+    kind: Literal["adamw", "muon"] = flag("adamw", "a choice", repeat=True)
+    # It has the name of a type, as in experiment.py.
+    list: bool = flag(False, "a switch", either=True)
+    name: str | None = flag(None, "a text", empty=True)
+
+
+def test_postponed_annotations(capsys):
+    assert isinstance(dataclasses.fields(Postponed)[0].type, str)
+    argv = "--n 2 --rates 0 1 --list --name=".split()
+    found = parse_flags("", Postponed, argv=argv)
+    assert found == dict(n=2, rates=[0.0, 1.0], list=True, name="")
+    for flags, message in (
+        ("--n 0", "--n 0: must be above 0"),
+        ("--rates 1 -1", "--rates -1.0: must be at least 0"),
+        ("--kind sgd", "--kind: invalid choice: 'sgd'"),
+        ("--kind muon --list", "--list/--no-list: not allowed with argument --kind; see --help"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse_flags("", Postponed, argv=flags.split())
+    flags = flags_of(Postponed).items()
+    assert [name for name, each in flags if each.free] == ["n"]
+    assert [name for name, each in flags if each.repeat] == ["kind"]
+    with pytest.raises(SystemExit):
+        parse_flags("", Postponed, argv=["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--rates FLOAT [FLOAT ...] numbers --kind NAME a choice [adamw]; one of adamw" in out
+
+
+def test_a_class_of_fields_of_another_file():
+    """bench.py makes such a class."""
+    (field, *_) = dataclasses.fields(Postponed)
+    copy = dataclasses.field(default=field.default, metadata=field.metadata)
+    kind = dataclasses.make_dataclass("Made", [("n", types_of(Postponed)["n"], copy)])
+    assert flags_of(kind) == dict(n=Flag("a number", above=0, free=True))
+    assert parse_flags("", kind, argv=["--n", "3"]) == dict(n=3)
+
+
+@pytest.mark.parametrize("name", ["bench.py", "experiment.py", "hellaswag.py"])
+def test_programs_may_postpone_annotations(name, tmp_path):
+    expected, _ = program("--help", cwd=tmp_path, program=name, env=dict(COLUMNS="80"))
+    shutil.copytree(ROOT / "plaingpt", tmp_path / "plaingpt")
+    for path in (*ROOT.glob("*.py"), ROOT / "plaingpt/scoring/program.py"):
+        text = path.read_text("utf-8")
+        first = re.search("^(import|from) ", text, re.MULTILINE).start()
+        text = text[:first] + "from __future__ import annotations\n\n" + text[first:]
+        (tmp_path / path.relative_to(ROOT)).write_text(text, "utf-8")
+    out, err = program("--help", cwd=tmp_path, program=tmp_path / name, env=dict(COLUMNS="80"))
+    assert (out, err) == (expected, "")
+
+
+def test_ranges_in_words():
+    for each, words in (
+        (Flag("", above=0), "above 0"),
+        (Flag("", above=0, below=1), "above 0 and below 1"),
+        (Flag("", at_least=0, at_most=2**63 - 1), "at least 0 and at most 9223372036854775807"),
+        (Flag("", above=0, at_most=1e6), "above 0 and at most 1e6"),
+        (Flag("", at_least=0.5), "at least 0.5"),
+    ):
+        assert each.range() == words
+    each = Flag("", above=0, at_most=2)
+    allowed = [value for value in (-1, 0, 1, 2, 3, float("nan")) if each.allows(value)]
+    assert allowed == [1, 2]
+    assert not Flag("", above=0).allows(float("inf"))
+
+
+def test_flags_that_a_resume_or_a_comparison_ignores():
+    flags = flags_of(TrainConfig).items()
+    assert [name for name, each in flags if each.repeat] == ["seed"]
+    free = (
+        "batch_size max_minutes sample_every sample_tokens log_dir resume save_every keep "
+        "keep_best log_every tensorboard wandb device compile activation_checkpointing parallel "
+        "tp pp"
+    )
+    assert [name for name, each in flags if each.free] == free.split()
+    assert [name for name, each in flags if each.empty] == ["evals"]

@@ -1,0 +1,105 @@
+"""A model with something that GPT-2 does not have: its constructor gives it its first values."""
+
+import pytest
+import torch
+from conftest import checkpoint, program, read_log, spawn
+from test_experiments import SMALL, WAYS, copy_program, edit_model, run
+
+BEFORE = "        self.dropout = config.dropout\n"
+SIZE = "        B, T, C = x.size()\n"
+# nanoGPT's own line, given to attention as its mask.
+MASK = (
+    (
+        BEFORE,
+        BEFORE
+        + "        mask = torch.tril(torch.ones(config.block_size, config.block_size))\n"
+        + '        self.register_buffer("bias", mask.view(1, 1, *mask.shape).bool(){})\n',
+    ),
+    (
+        "        causal = mask is None and T > 1",
+        "        if mask is None and T > 1:\n"
+        "            mask = self.bias[:, :, :T, :T]\n"
+        "        causal = mask is None and T > 1",
+    ),
+)
+
+
+def edit_attention(directory, first):
+    """Adds a parameter `mix` to attention: a gain, or a matrix."""
+    edit_model(
+        directory,
+        (BEFORE, f"{BEFORE}        self.mix = nn.Parameter({first})\n"),
+        (SIZE, f"{SIZE}        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n"),
+    )
+
+
+@pytest.mark.parametrize("persistent", ["", ", persistent=False"], ids=["persistent", "other"])
+def test_a_buffer_as_a_mask(tmp_path, persistent):
+    """Trains as without it, on every layout, or is refused; is saved, resumed and loaded."""
+    copy_program(tmp_path)
+    run(tmp_path, "plain", 10)
+    plain = read_log(tmp_path / "plain")
+    (name, line), forward = MASK
+    edit_model(tmp_path, (name, line.format(persistent)), forward)
+    run(tmp_path, "run", 10)
+    log = read_log(tmp_path / "run")
+    for key, value in plain.items():
+        assert float(log[key]) == pytest.approx(float(value), rel=1e-5), key
+    (tmp_path / "run/model_000010.pt").unlink()
+    run(tmp_path, "run", 10, "--resume")
+    assert read_log(tmp_path / "run") == log
+    weights = checkpoint(tmp_path / "run", 10)["model"]
+    assert ("transformer.h.0.attn.bias" in weights) == (not persistent)
+    flags = ["--checkpoint", "run", "--max_new_tokens", 5, "--device", "cpu"]
+    program(*flags, cwd=tmp_path, program=tmp_path / "generate.py")
+    for way, more in (("ddp", []), ("fsdp", WAYS["fsdp"]), ("pp", WAYS["pp"])):
+        run(tmp_path, way, 5, *more, processes=2)
+        for key, value in read_log(tmp_path / way).items():
+            assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
+        assert checkpoint(tmp_path / way, 5)["model"].keys() == weights.keys()
+    _, err = run(tmp_path, "tp", 5, *WAYS["tp"], processes=2, status=2)
+    assert "--tp: transformer.h.0.attn.bias is a buffer" in err
+    assert "one GPU and DDP train it" in err
+
+
+@pytest.mark.parametrize(
+    "first", ["torch.tensor([0.5])", "torch.eye(config.n_embd)", "torch.zeros(16, 16)"]
+)
+def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path, first):
+    copy_program(tmp_path)
+    edit_attention(tmp_path, first)
+    run(tmp_path, "run", 1)
+    found = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.0.attn.mix"]
+    expected = eval(first.replace("config.n_embd", "16"))
+    assert (found - expected).abs().max() < 0.01  # one step away from it
+    log = read_log(tmp_path / "run")
+    for way, more in (("ddp", []), ("fsdp", WAYS["fsdp"]), ("pp", WAYS["pp"])):
+        run(tmp_path, way, 1, *more, processes=2)
+        for key, value in read_log(tmp_path / way).items():
+            assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
+
+
+def test_values_that_a_constructor_draws_are_the_same_on_every_layout(tmp_path):
+    copy_program(tmp_path)
+    edit_attention(tmp_path, "0.1 * torch.randn(config.n_embd, config.n_embd)")
+    run(tmp_path, "run", 1)
+    expected = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.1.attn.mix"]
+    assert 0.05 < expected.std() < 0.15
+    for way, more in (("ddp", []), ("fsdp", WAYS["fsdp"]), ("pp", WAYS["pp"])):
+        run(tmp_path, way, 1, *more, processes=2)
+        found = checkpoint(tmp_path / way, 1)["model"]["transformer.h.1.attn.mix"]
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_fsdp_refuses_a_scalar_with_its_own_sentence(tmp_path):
+    copy_program(tmp_path)
+    edit_attention(tmp_path, "torch.tensor(0.5)")
+    run(tmp_path, "run", 1)
+    expected = torch.tensor(0.5)
+    found = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.0.attn.mix"]
+    assert (found - expected).abs() < 0.01
+    run(tmp_path, "pp", 1, *WAYS["pp"], processes=2)
+    flags = [*SMALL, *WAYS["fsdp"]]
+    path = tmp_path / "train_gpt2.py"
+    process, *_ = spawn(*flags, processes=2, cwd=tmp_path, program=path)
+    assert "Change mix to a 1D tensor" in process.communicate(timeout=60)[1]
