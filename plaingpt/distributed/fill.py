@@ -40,11 +40,12 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
             if name in own:
                 filled = torch.nn.Parameter(scatter(name, values, own[name], device))
                 torch.utils.swap_tensors(own[name], filled)  # keeps tied weights tied
+    persistent = part.state_dict().keys()
     for name, buffer in list(part.named_buffers()):
-        values = others[name] if name not in (weights or {}) else weights[name]
+        values = (weights or {}).get(name, others[name])
+        values = values.to(device, buffer.dtype, copy=True)
         layer, _, attribute = name.rpartition(".")
-        persistent = attribute not in part.get_submodule(layer)._non_persistent_buffers_set
-        part.get_submodule(layer).register_buffer(attribute, values.to(buffer.dtype), persistent)
+        part.get_submodule(layer).register_buffer(attribute, values, name in persistent)
 
 
 def make_other_values(whole_gpt, weights, seed, device):
