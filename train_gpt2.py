@@ -443,7 +443,8 @@ def make_training(gpt_config, config, process, weights=None):
       model. So it can cut its code where a bucket of DDP's gradients is full, and DDP sends this
       bucket while the backward pass computes the next one. split_model compiles each block.
     """
-    if is_split(config, process):
+    has_part = is_split(config, process)
+    if has_part:
         # With PP, raw_model is a Pipeline, which has the methods hidden, logits and loss of a GPT.
         # A split model is not put into DDP: FSDP averages its gradients. With --tp or --pp and
         # --parallel ddp, FSDP does only this, and shards nothing.
@@ -460,13 +461,13 @@ def make_training(gpt_config, config, process, weights=None):
             raw_model.load_state_dict(weights)
         else:
             raw_model.init_weights(config.seed)  # the same values on any number of processes
-    uses_ddp = process.world_size > 1 and not is_split(config, process)
+    uses_ddp = process.world_size > 1 and not has_part
     n_processes = process.world_size if uses_ddp else 1
     optimizers = raw_model.configure_optimizers(
         config.weight_decay, config.max_lr, config.optimizer, config.muon_lr, n_processes
     )
     model = raw_model
-    if config.compile and not is_split(config, process):
+    if config.compile and not has_part:
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
         # Validation calls raw_model.loss, and so loss_fn, outside of the compiled model.
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)

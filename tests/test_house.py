@@ -8,9 +8,8 @@ from conftest import ROOT
 
 # A room imports only the rooms before it. ops and base stand side by side.
 ROOMS = ("ops", "base", "distributed", "data", "weights", "scoring", "run")
-PRODUCT = sorted(
-    path.relative_to(ROOT) for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/**/*.py"))
-)
+FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py")
+PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").glob("*.py"))
 DOCS = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 PROGRAMS = {path.stem for path in PRODUCT if path.parent == Path(".")}

@@ -2,17 +2,18 @@
 
 from plaingpt.distributed.dtensors import scatter
 from plaingpt.distributed.memory import memory_advice
+from plaingpt.distributed.pipeline import own_gpt
 
 import torch
 
 
-def make_whole_gpt(GPT, config):
+def make_whole_gpt(GPT, config, activation_checkpointing=False):
     """Returns the whole GPT of this GPTConfig on the meta device: names and shapes, no memory.
 
     GPT: the class of model.py.
     """
     with torch.device("meta"):
-        return GPT(config)
+        return GPT(config, activation_checkpointing)
 
 
 def fill_split_model(model, whole_gpt, weights, seed, device):
@@ -26,7 +27,7 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
     dict, or None for random values. Raises UserError if the device has too little memory.
     """
     others = make_other_values(whole_gpt, weights, seed, device)
-    part = getattr(model, "part", model)  # of a Pipeline
+    part = own_gpt(model)
     own = dict(part.named_parameters())
     torch.manual_seed(seed)
     with memory_advice("the model does not fit into memory; choose a smaller one"):
@@ -40,12 +41,11 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
             if name in own:
                 filled = torch.nn.Parameter(scatter(name, values, own[name], device))
                 torch.utils.swap_tensors(own[name], filled)  # keeps tied weights tied
-    persistent = part.state_dict().keys()
     for name, buffer in list(part.named_buffers()):
         values = (weights or {}).get(name, others[name])
-        values = values.to(device, buffer.dtype, copy=True)
         layer, _, attribute = name.rpartition(".")
-        part.get_submodule(layer).register_buffer(attribute, values, name in persistent)
+        # A module keeps a tensor as a buffer if it has a buffer of this name.
+        setattr(part.get_submodule(layer), attribute, values.to(device, buffer.dtype, copy=True))
 
 
 def make_other_values(whole_gpt, weights, seed, device):
@@ -66,4 +66,4 @@ def make_other_values(whole_gpt, weights, seed, device):
         with torch.device(device):
             model = type(whole_gpt)(whole_gpt.config)
     values = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: values[name].detach().clone() for name in names}
+    return {name: values[name].detach() for name in names}

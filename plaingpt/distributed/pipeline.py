@@ -147,6 +147,11 @@ class Stage(nn.Module):
         return getattr(self.part, method)(*args, **kwargs)
 
 
+def own_gpt(model):
+    """Returns the GPT of this process: the part that a Pipeline has, otherwise the model itself."""
+    return model.part if isinstance(model, Pipeline) else model
+
+
 class NoPositions(nn.Module):
     """Replaces the position embedding of later stages. Their input already contains positions."""
 

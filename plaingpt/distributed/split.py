@@ -21,7 +21,7 @@ import warnings
 
 from plaingpt.base.errors import UserError
 from plaingpt.distributed.dtensors import is_dtensor
-from plaingpt.distributed.fill import fill_split_model
+from plaingpt.distributed.fill import fill_split_model, make_whole_gpt
 from plaingpt.distributed.pipeline import Pipeline, Stage
 
 import torch
@@ -42,8 +42,8 @@ def split_model(whole_gpt, weights, config, process):
     whole_gpt: from make_whole_gpt. weights: a state dict, or None for random values. Raises
     UserError if tp or pp do not fit the model.
     """
-    with torch.device("meta"):
-        model = type(whole_gpt)(whole_gpt.config, config.activation_checkpointing)
+    GPT = type(whole_gpt)
+    model = make_whole_gpt(GPT, whole_gpt.config, config.activation_checkpointing)
     result = cut_model(model, config, process)
     fill_split_model(result, whole_gpt, weights, config.seed, process.device)
     return result
@@ -62,8 +62,8 @@ def cut_model(model, config, process):
         raise UserError(
             f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
         )
-    for name, _ in model.named_buffers():
-        if config.tp > 1:  # a process has fewer heads, and may need other values
+    if config.tp > 1:
+        for name, _ in model.named_buffers():  # with fewer heads, it may need other values
             raise UserError(
                 f"--tp: {name} is a buffer, which cannot be split; one GPU and DDP train it"
             )

@@ -22,7 +22,7 @@ def write_facts(step, whole_gpt, config, data, process):
     the untracked files, but run.json lists their names.
 
     step: where the run starts. If this is max_steps, a finished run was resumed, and its files
-    stay as they are. whole_gpt: the GPT on the meta device. Raises UserError.
+    stay as they are. whole_gpt: that of Training. Raises UserError.
     """
     if step == config.max_steps:
         return

@@ -64,8 +64,8 @@ class Progress:
     def show_validation(self, step, figures, names, epochs):
         """Prints the losses of a validation.
 
-        figures: {stream: number}, see loss_streams. names: of the data sets. epochs: how often each
-        was read.
+        figures: {stream: number}, from validate in train_gpt2.py. names: of the data sets. epochs:
+        how often each was read.
         """
         val = figures["val"]
         parts = [

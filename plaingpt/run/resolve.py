@@ -95,7 +95,7 @@ def make_configs(given, sources, GPTConfig, TrainConfig):
         values["val_every"] = min(values["val_every"], max(1, steps // 10))
     if "warmup_steps" not in given:
         values["warmup_steps"] = min(values["warmup_steps"], steps // 5)
-    check_values(values)
+    check_contradictions(values)
     print0(
         f"preset {preset} on {', '.join(sources.shares)} ({sources.tokenizer.n_vocab:,} ids), "
         f"{steps:,} steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M"
@@ -103,7 +103,7 @@ def make_configs(given, sources, GPTConfig, TrainConfig):
     return pick(GPTConfig, values), pick(TrainConfig, values)
 
 
-def check_values(values):
+def check_contradictions(values):
     """Raises UserError if values contradict each other. values: {name of a flag: value}."""
     if values["n_embd"] % values["n_head"]:
         raise UserError(f"--n_head: must be a divisor of --n_embd, which is {values['n_embd']}")

@@ -33,11 +33,9 @@ def run_benchmark(benchmark, GPT, argv=None):
 
     GPT: the class of model.py. Returns the figures, the same on every process.
     """
+    check_logged(benchmark)
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
-    options = {}  # the benchmark's own flags
-    for kind in benchmark.options:
-        for field in fields(kind):
-            options[field.name] = given.pop(field.name, field.default)
+    options = take_options(benchmark, given)
     config = EvalConfig(**given)
     check_output("--json", config.json, [config.data, *map(options.get, benchmark.input_options)])
     source = config.model or find_newest_model(config.checkpoint)
@@ -75,6 +73,18 @@ def run_benchmark(benchmark, GPT, argv=None):
     return figures
 
 
+def take_options(benchmark, given):
+    """Removes the benchmark's own flags from those that are given -> {name: value}, with defaults.
+
+    given: {name: value} of all flags on the command line.
+    """
+    options = {}
+    for kind in benchmark.options:
+        for field in fields(kind):
+            options[field.name] = given.pop(field.name, field.default)
+    return options
+
+
 def print_figures(benchmark, figures, n_examples):
     """Prints the figures, {name: value}, each with what it means."""
     for name, meaning in benchmark.figures.items():
@@ -103,7 +113,6 @@ def launch(benchmark, GPT=None):
                 f"{benchmark.name}.py: ends with launch(BENCHMARK); write: "
                 "from model import GPT, and launch(BENCHMARK, GPT)"
             )
-        check_logged(benchmark)
         run_benchmark(benchmark, GPT)
 
     run_program(run)

@@ -23,7 +23,15 @@ GPT2 = dict(
 
 
 def load_gpt2(name, GPT):
-    """Loads a GPT-2 of transformers -> GPT. Raises UserError.
+    """Loads a GPT-2 of transformers -> GPT. Raises UserError. The arguments are as in read_gpt2."""
+    config, weights = read_gpt2(name, GPT)
+    model = GPT(config)
+    model.load_state_dict(weights)
+    return model
+
+
+def read_gpt2(name, GPT):
+    """Reads a GPT-2 of transformers -> (GPTConfig, state dict). Raises UserError.
 
     name: a name on the hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the class.
     """
@@ -48,9 +56,7 @@ def load_gpt2(name, GPT):
         block_size=hf_config.n_positions,
         vocab_size=hf_config.vocab_size,
     )
-    model = GPT(config)
-    model.load_state_dict(transpose_conv1d(hf.float().state_dict()))
-    return model
+    return config, transpose_conv1d(hf.float().state_dict())
 
 
 def save_gpt2(model, directory, tokenizer, dtype=None):

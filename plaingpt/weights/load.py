@@ -6,7 +6,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 from plaingpt.weights.checkpoint import find_checkpoints, load_checkpoint, unpack
-from plaingpt.weights.huggingface import load_gpt2
+from plaingpt.weights.huggingface import read_gpt2
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
@@ -40,13 +40,13 @@ def read_weights(name, GPT):
     is_local = path.parent.is_dir() and path.parent.name != ""
     if path.suffix == ".pt" or (is_local and not path.exists()):
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
-    model = load_gpt2(name, GPT)
+    config, weights = read_gpt2(name, GPT)
     if path.exists():
         # If there is only a vocab.json, its ids are unknown, and load_tokenizer raises.
         has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
     else:
         has_tokenizer = name.removeprefix("openai-community/") not in OPENAI
     tokenizer = load_tokenizer(path) if has_tokenizer else get_tokenizer("gpt2")
-    if tokenizer.n_vocab > model.config.vocab_size:
+    if tokenizer.n_vocab > config.vocab_size:
         raise UserError(f"{name}: has fewer ids than its tokenizer; correct its tokenizer.json")
-    return model.config, model.state_dict(), tokenizer
+    return config, weights, tokenizer

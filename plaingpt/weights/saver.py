@@ -11,6 +11,7 @@ from plaingpt.base.log_file import read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.dtensors import scatter
 from plaingpt.distributed.gather import gather
+from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model
 
@@ -125,7 +126,7 @@ class Saver:
 
 def tensors_to_save(model):
     """Returns the parameters and the persistent buffers of this process: {name: tensor}."""
-    part = getattr(model, "part", model)  # of a Pipeline
+    part = own_gpt(model)
     tensors = dict(part.named_parameters())
     persistent = part.state_dict().keys()
     for name, buffer in part.named_buffers():

@@ -67,11 +67,11 @@ def settings_to_keep(checkpoint, given):
     A new --max_steps does not change them.
     """
     before = checkpoint["train_config"]
-    overrides = {}
+    kept = {}
     for name in ("warmup_steps", "val_every"):
         if name in before and name not in given:
-            overrides[name] = before[name]
-    return overrides
+            kept[name] = before[name]
+    return kept
 
 
 def shorten_context(gpt_config, weights, block_size):
@@ -83,13 +83,13 @@ def shorten_context(gpt_config, weights, block_size):
     return replace(gpt_config, block_size=block_size), weights
 
 
-def recipe_for_narrow(n_embd, config, given, overrides):
+def recipe_for_narrow(n_embd, config, given, kept):
     """Returns {name: value} of the settings with which a model narrower than GPT-2 is fine-tuned.
 
-    n_embd: the width of the model. given: flags, which are left out. overrides: settings that a
+    n_embd: the width of the model. given: flags, which are left out. kept: settings that a
     resumed run keeps.
     """
-    recipe = NARROW | dict(max_lr=config.max_lr * (768 / n_embd) ** 2) | overrides
+    recipe = NARROW | dict(max_lr=config.max_lr * (768 / n_embd) ** 2) | kept
     recipe = {name: value for name, value in recipe.items() if name not in given}
     texts = [f"{name} {value:g}" for name, value in recipe.items()]
     print0(f"{n_embd} channels: {', '.join(texts)}")
