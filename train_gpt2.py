@@ -59,15 +59,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.flags import flag, parse_flags
+from plaingpt.base.flags import flag, parse_flags, pick
 from plaingpt.base.signals import StopRequest
 from plaingpt.data.data_sets import Data
 from plaingpt.data.prefetch import prefetch
 from plaingpt.data.sources import Sources
 from plaingpt.distributed.batch_search import fit_batch_size
-from plaingpt.distributed.device import Dtype, choose_compile
+from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.fill import make_whole_gpt
-from plaingpt.distributed.gradients import clip_grad_norm, grad_scaler, set_gradient_sync
+from plaingpt.distributed.gradients import GradientClipper, grad_scaler, set_gradient_sync
 from plaingpt.distributed.memory import batch_size_advice, memory_advice
 from plaingpt.distributed.pipeline import Pipeline
 from plaingpt.distributed.process import on_rank0, start
@@ -78,13 +78,11 @@ from plaingpt.run.facts import write_facts
 from plaingpt.run.log import RunLog
 from plaingpt.run.presets import PRESETS
 from plaingpt.run.progress import Progress
-from plaingpt.run.resolve import GROUPS, choose_data, make_configs
+from plaingpt.run.resolve import GROUPS, choose_data, load_saved, resolve
 from plaingpt.run.samples import answer_prompts
 from plaingpt.run.steps import plan_steps
 from plaingpt.scoring.evals import load_evals, run_evals
-from plaingpt.weights.checkpoint import load_newest
 from plaingpt.weights.saver import Saver
-from plaingpt.weights.start import choose_start
 
 import numpy as np
 import torch
@@ -395,7 +393,7 @@ def train_step(training, n_targets, micro_batches, grad_clip, process, stop=None
         mean_loss = accumulate(model, scaler, micro_batches, mean_count, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
-    norm = clip_grad_norm(model, grad_clip or math.inf)  # inf only measures it
+    norm = training.clipper.clip(grad_clip or math.inf)  # inf only measures the norm
     requested = torch.full_like(norm, stop is not None and stop.requested)  # 0.0 or 1.0
     # These are the means over all processes, as Python floats. In a step, the CPU waits for the
     # device only here. (With TP, it waits once more in the first step, to compare gradients.)
@@ -419,6 +417,7 @@ class Training(NamedTuple):
     model: torch.nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler  # does nothing unless the dtype is float16
+    clipper: GradientClipper
 
 
 # What a process has, in a mesh of pp x dp_size x tp processes:
@@ -473,7 +472,8 @@ def make_training(gpt_config, config, process, weights=None):
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
     if uses_ddp:
         model = DDP(model, gradient_as_bucket_view=True)  # views need no second copy
-    return Training(whole, raw_model, model, optimizers, grad_scaler(process))
+    clipper = GradientClipper(model, config.tp)
+    return Training(whole, raw_model, model, optimizers, grad_scaler(process), clipper)
 
 
 def import_benchmarks(config):
@@ -522,17 +522,16 @@ def due(step, every):
 # collects the parts of a split model and writes the checkpoints.
 def main(argv=None):
     given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
-    sources = Sources(choose_data(given), given.get("tokenizer"), given.get("val_fraction"))
-    gpt_config, config = make_configs(given, sources, GPTConfig, TrainConfig)
+    asked = pick(TrainConfig, given)  # the flags and defaults; presets have none of those below
     # `process` has the rank of this process, its place among the others, its device and its dtype.
-    process = start(config.device, config.dtype, config.tp, config.pp, config.parallel)
-    saved = load_newest(config.log_dir, GPT) if config.resume else None  # a checkpoint, or None
-    # Shape and weights come from `saved` or from --init_from. Otherwise, flags give the shape, and
-    # weights is None, for random ones. `overrides` has settings that saved or the weights decide.
-    gpt_config, weights, tokenizer, overrides = choose_start(
-        saved, GPT, gpt_config, config, given, sources
+    process = start(asked.device, asked.dtype, asked.tp, asked.pp, asked.parallel)
+    sources = Sources(choose_data(given), asked.tokenizer, asked.val_fraction)
+    saved = load_saved(given, sources, GPT)  # the checkpoint that --resume continues, or None
+    # The configuration is decided here. The weights are those of `saved` or of --init_from, or None
+    # for random ones. origins says for each setting what has decided it, such as "flag".
+    gpt_config, config, weights, tokenizer, origins = resolve(
+        given, sources, saved, process, GPT, TrainConfig
     )
-    config = replace(config, **overrides, compile=choose_compile(config.compile, process.device))
     T = gpt_config.block_size
     # A set is validated on its val shards, or without them on its last tokens (val_fraction).
     data = Data(sources, tokenizer, gpt_config)
@@ -547,21 +546,22 @@ def main(argv=None):
     training = make_training(gpt_config, config, process, weights)
     raw_model = training.raw_model
     saver = Saver(training, data, config, process)  # also compares data and flags of the processes
-    # Without --batch_size, a GPU searches for the largest micro-batch that fits. No weights change.
-    B = given.get("batch_size") or fit_batch_size(training, config, T, sizes, process)
-    config = replace(config, batch_size=B)
-    sizes = [(n, min(B, planned)) for n, planned in sizes]
+    if origins["batch_size"] != "flag":
+        # Only this setting needs the model: a GPU searches for the largest B that fits into memory.
+        B = fit_batch_size(training, config, T, sizes, process)
+        sizes = [(n, min(B, planned)) for n, planned in sizes]
+        config = replace(config, batch_size=B)
     first_step, position = saver.restore(saved)  # loads optimizers and scaler; (0, 0) in a new run
     saved = weights = None  # lets go of the checkpoint's memory, and of its file if it is deleted
     step = first_step
     log = RunLog(config, gpt_config, first_step, process)  # at step 0, moves an old run aside
-    on_rank0(write_facts, step, training.whole_gpt, config, data, process)  # run.json
+    on_rank0(write_facts, step, training.whole_gpt, config, origins, data, process)  # run.json
     progress = Progress(config, training.whole_gpt.flops_per_token(), process)
     batches = loader.batches(range(first_step, config.max_steps), position, sizes, process)
     batches = prefetch(batches, process.device)  # a thread prepares the next step
     stopping = False
     stop = StopRequest("finishing this step", config.max_minutes)
-    with stop, batch_size_advice(B):
+    with stop, batch_size_advice(config.batch_size):
         while True:
             done = step == config.max_steps  # no step is left to do; restore refuses a later one
             if step > first_step and (done or stopping or due(step, config.save_every)):

@@ -2,24 +2,38 @@
 
 import math
 import struct
+from dataclasses import asdict, fields
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
 from plaingpt.data.sources import Sources
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.run.resolve import choose_data, choose_preset, resolve
 from plaingpt.run.steps import plan_steps
 
 import pytest
 import torch
-from conftest import ROOT, program, read_log, train
+from conftest import ALONE, ROOT, program, read_log, train
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, choose_data, get_lr, make_configs
+from train_gpt2 import TrainConfig, get_lr
+
+
+def given_flags(*flags):
+    """These flags as a dict: {name: value}."""
+    return parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
 
 
 def configs(*flags):
     """The GPTConfig and the TrainConfig of these flags."""
-    given = parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
-    return make_configs(given, Sources(choose_data(given)), GPTConfig, TrainConfig)
+    return resolved(*flags)[:2]
+
+
+def resolved(*flags, saved=None):
+    """What `resolve` decides from these flags."""
+    given = given_flags(*flags)
+    sources = Sources(choose_data(given), given.get("tokenizer"))
+    return resolve(given, sources, saved, ALONE, GPT, TrainConfig)
 
 
 def config_of(*flags):
@@ -31,7 +45,7 @@ def config_of(*flags):
 
 
 def test_gpt2_preset_is_the_published_recipe(shards):
-    g, c = configs("--preset", "gpt2", "--data", str(shards))
+    g, c = configs("--preset", "gpt2", "--data", shards, "--vocab_size", 50257)
     assert (g.n_layer, g.n_head, g.n_embd, g.block_size, g.vocab_size) == (12, 12, 768, 1024, 50257)
     assert (c.total_batch_size, c.max_steps, c.warmup_steps) == (2**19, 19073, 715)
     assert (c.max_lr, c.weight_decay, c.grad_clip) == (6e-4, 0.1, 1.0)
@@ -53,7 +67,7 @@ def test_gpt2_preset_is_the_published_recipe(shards):
 )
 def test_presets_of_gpt3(preset, millions, shards):
     """GPT-3 paper, table 2.1: names, batches of 0.5M, 1M or 2M tokens, at most 10B tokens here."""
-    gpt_config, config = configs("--preset", preset, "--data", str(shards))
+    gpt_config, config = configs("--preset", preset, "--data", shards, "--vocab_size", 50257)
     with torch.device("meta"):
         model = GPT(gpt_config)
     assert round(sum(p.numel() for p in model.parameters()) / 10**6) == millions
@@ -98,7 +112,8 @@ def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_p
         (True, large, ["--init_from", "x"], "finetune"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        assert config_of("--data", data, *flags).preset == preset
+        given = given_flags("--data", data, *flags)
+        assert choose_preset(given, Sources(given["data"])) == preset
 
 
 def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
@@ -118,11 +133,12 @@ def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
         cwd=tmp_path,
     )
     assert out.startswith("preset finetune on my.txt (256 ids), 3 steps; --preset chooses ")
-    assert "starting from the weights in run\n32 channels: batch_size 16, val_every 40, max" in out
+    assert "starting from the weights in run\n32 channels: batch_size 16, max_lr 0.0288\n" in out
     log = read_log(tmp_path / "log/finetune")
     assert float(log[3, "val"]) < float(log[0, "val"])
-    assert config_of("--init_from", "x").optimizer == "adamw"
-    assert config_of("--init_from", "x", "--preset", "baby").optimizer == "muon"
+    run = tmp_path / "run"
+    assert config_of("--init_from", run).optimizer == "adamw"
+    assert config_of("--init_from", run, "--preset", "baby").optimizer == "muon"
 
 
 def test_flags_override_the_preset_and_the_preset_overrides_defaults():
@@ -131,11 +147,88 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
 
 
-def test_flags_that_do_nothing(shards):
-    with pytest.raises(UserError, match="--muon_lr: needs --optimizer muon"):
-        config_of("--optimizer", "adamw", "--muon_lr", 1)
-    with pytest.raises(UserError, match="--decay_steps: needs --schedule wsd"):
-        config_of("--decay_steps", 9)
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--optimizer adamw --muon_lr 1", "--muon_lr: needs --optimizer muon; give both, or leave"),
+        ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or leave it out"),
+        ("--schedule constant --min_lr 0", "--min_lr: needs another --schedule than constant"),
+        ("--rampup_batch_size 64", "--rampup_batch_size: needs --rampup_steps; give both"),
+        ("--vocab_size 255", "--vocab_size: the data have 256 ids; give at least as many"),
+    ],
+)
+def test_flags_that_contradict_others(flags, message):
+    with pytest.raises(UserError, match=message):
+        config_of(*flags.split())
+
+
+def test_all_contradictions_are_reported_together():
+    with pytest.raises(UserError) as error:
+        config_of("--decay_steps", 9, "--n_head", 3, "--vocab_size", 1)
+    assert [part.split(":")[0] for part in str(error.value).split("; --")] == [
+        "--decay_steps",
+        "n_head",
+        "vocab_size",
+    ]
+
+
+def test_each_setting_has_an_origin(tmp_path):
+    origins = resolved("--preset", "baby", "--max_lr", 1e-3).origins
+    names = {field.name for kind in (GPTConfig, TrainConfig) for field in fields(kind)}
+    assert origins.keys() == names
+    assert (origins["max_lr"], origins["n_embd"], origins["seed"]) == ("flag", "preset", "default")
+    assert (origins["vocab_size"], origins["val_every"]) == ("data", "steps")
+    assert resolved().origins["preset"] == "data"
+    origins = resolved("--preset", "mini").origins
+    assert (origins["max_steps"], origins["dropout"]) == ("data", "data")
+
+
+def save_weights(directory, **train_config):
+    """Saves a checkpoint of a small model, as a run would. Returns it."""
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=32, block_size=32, vocab_size=256)
+    saved = dict(
+        model=GPT(config).state_dict(),
+        model_config=asdict(config),
+        tokenizer="bytes",
+        step=1,
+        train_config=train_config,
+    )
+    directory.mkdir()
+    torch.save(saved, directory / "model_000001.pt")
+    return saved
+
+
+def test_weights_decide_the_shape_and_the_recipe(tmp_path):
+    save_weights(tmp_path / "run")
+    found = resolved("--init_from", tmp_path / "run", "--max_steps", 20)
+    assert found.gpt_config == GPTConfig(1, 1, 32, 32, 256, dropout=0.1)  # 0.1 is the preset's
+    assert (found.config.max_lr, found.config.max_steps) == (5e-5 * (768 / 32) ** 2, 20)
+    assert found.config.val_every == 2  # a tenth of the steps
+    origins = found.origins
+    assert (origins["n_embd"], origins["max_lr"]) == ("weights", "weights")
+    assert (origins["max_steps"], origins["dropout"]) == ("flag", "preset")
+
+
+def test_a_resumed_run_keeps_what_its_first_max_steps_decided(tmp_path):
+    saved = save_weights(tmp_path / "run", warmup_steps=7, val_every=3)
+    found = resolved("--max_steps", 9, "--val_every", 4, saved=saved)
+    assert (found.config.warmup_steps, found.origins["warmup_steps"]) == (7, "checkpoint")
+    assert (found.config.val_every, found.origins["val_every"]) == (4, "flag")
+
+
+def test_mini_counts_the_tokens_of_its_weights(tmp_path):
+    """Ten epochs, in the tokens that the weights read and not in bytes."""
+    path = tmp_path / "my.txt"
+    path.write_bytes((ROOT / "input.txt").read_bytes()[:400_000])
+    saved = save_weights(tmp_path / "run") | dict(tokenizer="gpt2")
+    saved["model_config"]["vocab_size"] = 50257
+    config = resolved("--preset", "mini", "--data", path, saved=saved).config
+    n_tokens = len(get_tokenizer("gpt2").encode(path.read_text())) * 9 // 10
+    assert config.max_steps == max(200, 10 * n_tokens // 2048)
+    assert 200 < config.max_steps < 10 * 360_000 // 2048
+
+
+def test_validation_on_val_shards_has_no_fraction(shards):
     with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
         Sources([str(shards)], None, 0.1)
     Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # holds out a part of the text

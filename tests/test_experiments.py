@@ -30,7 +30,7 @@ ENTROPY = "attention-entropy"  # logs a figure; not with --pp
 SMALL = [
     *TINY,
     *(
-        "--n_embd 16 --block_size 16 --total_batch_size 256 --schedule constant "
+        "--n_embd 16 --block_size 16 --total_batch_size 256 --min_lr 4e-3 "
         "--val_tokens 64 --eval_every 5 --evals lambada=words.txt --sample_every 5 "
         "--sample_tokens 20 --save_every 5 --keep 0"
     ).split(),

@@ -11,7 +11,7 @@ from conftest import TINY, assert_close_logs, checkpoint, program, read_log
 SMALL = [
     *TINY,
     *(
-        "--n_layer 3 --vocab_size 251 --max_steps 8 --val_tokens 640 --val_every 4 "
+        "--n_layer 3 --vocab_size 257 --max_steps 8 --val_tokens 640 --val_every 4 "
         "--grad_clip 0.5 --evals lambada=examples.jsonl"
     ).split(),
 ]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from plaingpt.distributed.gradients import grad_scaler
+from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.process import Process
 
 import pytest
@@ -118,7 +118,8 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     model, process = GPT(MODEL), Process(0, 1, 0, 1, CPU, dtype)
     optimizers = model.configure_optimizers(0.1, 1e-3, optimizer)
     x = torch.randint(256, (2, 16))
-    training = Training(model, model, model, optimizers, grad_scaler(process))
+    clipper = GradientClipper(model, tp=1)
+    training = Training(model, model, model, optimizers, grad_scaler(process), clipper)
     calls = []
 
     def counted(name, original):

@@ -31,11 +31,14 @@ class Sources:
         if val_fraction and all(find_shards(path, "val") for path in self.shares):
             raise UserError("--val_fraction: the data have val shards; leave this flag out")
 
-    def count_train_tokens(self, T=1024):
-        """Returns the number of training tokens of all data sets. T: as in open_splits."""
+    def count_train_tokens(self, tokenizer, T):
+        """Returns the number of training tokens of all data sets.
+
+        tokenizer: the Tokenizer of the run, which may be that of its weights. T: as in open_splits.
+        """
         n = 0
         for path in self.shares:
-            train, _ = open_splits(path, self.tokenizer, self.val_fraction, T=T)
+            train, _ = open_splits(path, tokenizer, self.val_fraction, T=T)
             n += len(train)
         return n
 

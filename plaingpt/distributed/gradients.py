@@ -28,25 +28,39 @@ def set_gradient_sync(model, is_on):
         model.set_requires_gradient_sync(is_on)
 
 
-def clip_grad_norm(model, max_norm):
-    """Clips the norm of the whole model's gradient. Returns the norm before clipping."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    for p in parameters:
-        # RowwiseParallel gives a gradient with all rows, but the parameter has only some of them.
-        # With torch 2.11, a gradient may also be a part of a sum over the TP group's processes.
-        if is_dtensor(p) and p.grad.placements != p.placements:
-            p.grad = p.grad.redistribute(placements=p.placements)
-    if isinstance(model, Pipeline):
-        sum_tied_gradients(model)
-        norm = norm_of_pipeline(model, parameters)
-    else:
-        norm = norm_of(parameters)
-    # Only a model that is split by split_model has this attribute. With --tp, it begins as False.
-    if not getattr(model, "has_compared_gradients", True) and norm.isfinite():
-        compare_gradients(model)
-        model.has_compared_gradients = True
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+class GradientClipper:
+    """Clips the gradients of a model, which may be split. With TP, it also compares them once.
+
+    model: what is trained: a GPT, which may be compiled and in DDP, or a Pipeline. tp: how many
+    processes compute one layer.
+    """
+
+    def __init__(self, model, tp):
+        self.model = model
+        self.must_compare = tp > 1
+
+    def clip(self, max_norm):
+        """Clips the norm of the whole model's gradient. Returns the norm before clipping.
+
+        Raises UserError if the copies of a parameter have different gradients with TP.
+        """
+        model = self.model
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        for p in parameters:
+            # RowwiseParallel gives a gradient with all rows, but the parameter has only some of
+            # them. With torch 2.11, a gradient may also be a part of a sum over the TP group.
+            if is_dtensor(p) and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
+        if isinstance(model, Pipeline):
+            sum_tied_gradients(model)
+            norm = norm_of_pipeline(model, parameters)
+        else:
+            norm = norm_of(parameters)
+        if self.must_compare and norm.isfinite():  # in the first step with a finite gradient
+            compare_gradients(model)
+            self.must_compare = False
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
 
 def norm_of(parameters):
@@ -81,8 +95,7 @@ def norm_of_pipeline(model, parameters):
 def compare_gradients(model):
     """Raises UserError if TP gives different gradients to the copies of a whole parameter.
 
-    The copies would drift apart. An edited model can cause that, so this runs in the first step
-    with a finite gradient.
+    The copies would drift apart. An edited model can cause that.
     """
     norms = []  # [(name, norm)] of this process
     for name, p in model.named_parameters():

@@ -91,7 +91,6 @@ def cut_model(model, config, process):
             module.compile(dynamic=False, fullgraph=True)
     if process.dp_size > 1:
         apply_fsdp(root, model.transformer.h, mesh, config.parallel == "fsdp", process)
-    result.has_compared_gradients = config.tp == 1  # without TP, none are compared
     return result
 
 
