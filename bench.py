@@ -93,10 +93,11 @@ def main(argv=None):
     )
     sizes = plan_steps(config, T, math.inf, process.dp_size)
     training = make_training(gpt_config, config, process)
-    B = bench.batch_size or fit_batch_size(training, config, T, sizes, process)
+    B = bench.batch_size
+    if not B:
+        B, sizes = fit_batch_size(training, config, T, sizes, process)
     # All steps have one size, (n, B). With --pp, a step has several micro-batches.
-    _, planned_B = sizes[0]
-    micro_B = min(B, planned_B)
+    _, micro_B = sizes[0]
     n_tokens = B * T * process.dp_size  # in a step of all processes
     torch.manual_seed(process.dp_rank)
     with batch_size_advice(B):

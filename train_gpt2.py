@@ -539,17 +539,16 @@ def main(argv=None):
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
     # sizes[s] is (n, B): step s has n sequences, and B of them are in a micro-batch of one process.
     # The last pair is for all later steps. On 8 GPUs without a ramp: [(512, 64)].
-    sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size)
+    is_given = origins["batch_size"] == "flag"
+    sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size, is_given)
     n_bytes_of_id = torch.from_numpy(tokenizer.text_bytes(gpt_config.vocab_size)).to(process.device)
     evals = load_evals(import_benchmarks(config), tokenizer, gpt_config)
 
     training = make_training(gpt_config, config, process, weights)
     raw_model = training.raw_model
     saver = Saver(training, data, config, process)  # also compares data and flags of the processes
-    if origins["batch_size"] != "flag":
-        # Only this setting needs the model: a GPU searches for the largest B that fits into memory.
-        B = fit_batch_size(training, config, T, sizes, process)
-        sizes = [(n, min(B, planned)) for n, planned in sizes]
+    if not is_given:  # a GPU searches for the largest B that fits into memory
+        B, sizes = fit_batch_size(training, config, T, sizes, process)
         config = replace(config, batch_size=B)
     first_step, position = saver.restore(saved)  # loads optimizers and scaler; (0, 0) in a new run
     saved = weights = None  # lets go of the checkpoint's memory, and of its file if it is deleted

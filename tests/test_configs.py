@@ -293,6 +293,16 @@ def test_the_sizes_of_the_steps(settings, sizes):
 
 
 @pytest.mark.parametrize(
+    "batch_size, n, B", [(16, 75, 15), (64, 75, 25), (16, 17, 1), (16, 32, 16)]
+)
+def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
+    config = TrainConfig(total_batch_size=64 * n, batch_size=batch_size)
+    assert plan_steps(config, 64, 10**6, 1, keeps_batch_size=False) == [(n, B)]
+    config = TrainConfig(total_batch_size=64 * n, batch_size=batch_size, pp=2)
+    assert plan_steps(config, 64, 10**6, 1, keeps_batch_size=False)[0][1] <= n // 2
+
+
+@pytest.mark.parametrize(
     "settings, message",
     [
         (

@@ -110,7 +110,7 @@ def small_gpu(monkeypatch):
     [
         ([(64, 16)], 16, [16, 16]),
         ([(64, 16)], 4, [16, 8, 4, 8, 4]),  # compiled code begins with one that eager code cannot
-        ([(45, 15)], 8, [15, 3, 15, 3]),  # 7 does not divide 45
+        ([(45, 15)], 8, [15, 5, 15, 5]),  # 7 and 6 do not divide 45
         ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # 4 does not divide the ramp's 6
         ([(2, 2)], 0, [2, 1, 1]),
     ],
@@ -120,7 +120,9 @@ def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, t
     training, state = train_gpt2.make_training(MODEL, config, ALONE), torch.get_rng_state()
     args = training, config, 32, sizes, ALONE
     if most:
-        assert train_gpt2.fit_batch_size(*args) == tried[-1]
+        B, fitting = train_gpt2.fit_batch_size(*args)
+        assert B == tried[-1]
+        assert fitting == [(n, min(B, planned)) for n, planned in sizes]
     else:
         with pytest.raises(UserError, match="^no sequence fits .* with --parallel fsdp$"):
             train_gpt2.fit_batch_size(*args)

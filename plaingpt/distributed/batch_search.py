@@ -12,16 +12,16 @@ import torch
 
 
 def fit_batch_size(training, config, T, sizes, process):
-    """Finds the largest micro-batch that all GPUs have memory for -> its number of sequences.
+    """Finds the largest micro-batch that all GPUs have memory for -> (B, sizes of the steps).
 
-    All processes must call this before the first step. It begins with the largest B of `sizes`,
-    which is from plan_steps, and halves it. Each size that it tries divides the sequences that a
-    process has in a step. On a CPU, and for a split model, it tries nothing and returns
-    config.batch_size: a process of a split model that runs out of memory would leave the others
-    waiting. Raises UserError if not even one sequence fits.
+    All processes must call this before the first step. sizes: from plan_steps. The result is the
+    same plan, with at most B sequences in a micro-batch. The search begins with the largest B of
+    `sizes`, and halves it. On a CPU, and for a split model, it tries nothing and changes nothing: a
+    process of a split model that runs out of memory would leave the others waiting. Raises
+    UserError if not even one sequence fits.
     """
     if process.device.type != "cuda" or is_split(config, process):
-        return config.batch_size
+        return config.batch_size, sizes
     candidates = halved_sizes(sizes, process.dp_size)
     found = 0  # index in candidates
     # To compile takes a minute for each size, so eager code searches first. Compiled code needs
@@ -41,19 +41,27 @@ def fit_batch_size(training, config, T, sizes, process):
     torch.cuda.reset_peak_memory_stats()  # bench.py reads them
     B = candidates[found]
     print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")
-    return B
+    return B, limit_sizes(sizes, B)
+
+
+def limit_sizes(sizes, B):
+    """Returns the sizes of the steps, (n, B) each, with at most B sequences in a micro-batch."""
+    return [(n, min(B, planned)) for n, planned in sizes]
 
 
 def halved_sizes(sizes, dp_size):
-    """Returns the micro-batches to try, from large to small: the largest B of `sizes`, halved.
+    """Returns the micro-batches to try, from large to small.
 
-    sizes: from plan_steps. Each B divides the sequences that a process has in each of the steps.
+    The first one is the largest B of `sizes`, which is from plan_steps. Each of the others is at
+    most half of the one before, and the largest that divides the sequences of a process in each of
+    the steps.
     """
     found = []
     B = max(B for _, B in sizes)
     while B > 0:
-        if all(n // dp_size % min(B, planned) == 0 for n, planned in sizes):
-            found.append(B)
+        while any(n // dp_size % micro_B for n, micro_B in limit_sizes(sizes, B)):
+            B -= 1
+        found.append(B)
         B //= 2
     return found
 

@@ -75,20 +75,22 @@ def load_saved(given, sources, GPT):
 
 
 class Settings:
-    """The values of all flags, each with its origin: "flag", "preset", "data", and so on.
+    """The values of all flags, each with its origin.
 
-    values: {name of a flag: value}. origins: {name of a flag: origin}. A flag that is given on the
-    command line keeps its value. The value of another flag is from the last `take` that has it.
+    values: {name of a flag: value}. origins: {name of a flag: origin}. An origin is "flag", which
+    is the command line; "preset", "data", "weights" (of --init_from or --resume), "checkpoint",
+    "steps" (computed from max_steps or max_lr), "device" or "default". A flag that is given keeps
+    its value. The value of another flag is from the last `take` that has it.
     """
 
-    def __init__(self, given):
-        self.values = dict(given)
-        self.origins = dict.fromkeys(given, "flag")
+    def __init__(self, defaults, given):
+        self.values = defaults | given
+        self.origins = dict.fromkeys(defaults, "default") | dict.fromkeys(given, "flag")
 
     def take(self, origin, values):
         """Takes values from an origin. values: {name of a flag: value}."""
         for name, value in values.items():
-            if self.origins.get(name) != "flag":
+            if self.origins[name] != "flag":
                 self.values[name] = value
                 self.origins[name] = origin
 
@@ -111,8 +113,7 @@ def resolve(given, sources, saved, process, GPT, TrainConfig):
     """
     start = find_start(given, sources, saved, GPT)
     preset = choose_preset(given, sources)
-    settings = Settings(given)
-    settings.take("default", {**asdict(GPT.config_class()), **asdict(TrainConfig())})
+    settings = Settings({**asdict(GPT.config_class()), **asdict(TrainConfig())}, given)
     settings.take("default", dict(data=sources.items))
     settings.take("preset", PRESETS[preset] | dict(log_dir=f"log/{preset}"))
     if "evals" in given:  # the presets baby, mini and finetune compute none

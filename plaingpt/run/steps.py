@@ -3,7 +3,7 @@
 from plaingpt.base.errors import UserError
 
 
-def plan_steps(config, T, n_sequences, dp_size):
+def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     """Returns the sizes of the steps: an (n, B) for each step of the ramp, and one for all others.
 
     n: sequences in a step, on all processes. In the ramp, it rises linearly to
@@ -13,15 +13,17 @@ def plan_steps(config, T, n_sequences, dp_size):
     sequences for that, or for pp micro-batches. In a ramp n grows and B stays: small enough for the
     first step, so that torch.compile compiles one shape.
 
-    n_sequences: those of the training data. Raises UserError unless every process gets whole
-    micro-batches in every step.
+    n_sequences: those of the training data. keeps_batch_size: whether batch_size must be a divisor
+    of the sequences that a process has in a step, because a user has given it. Otherwise, B is the
+    next smaller divisor. Raises UserError unless every process gets whole micro-batches.
     """
-    n, B = step_size(config, "total_batch_size", T, n_sequences, dp_size)
+    limits = (T, n_sequences, dp_size, keeps_batch_size)
+    n, B = step_size(config, "total_batch_size", *limits)
     if not config.rampup_steps:
         return [(n, B)]
     if config.rampup_batch_size > config.total_batch_size:
         raise UserError("--rampup_batch_size: is above --total_batch_size; give a smaller one")
-    first, first_B = step_size(config, "rampup_batch_size", T, n_sequences, dp_size)
+    first, first_B = step_size(config, "rampup_batch_size", *limits)
     sizes = []
     for step in range(config.rampup_steps):
         more = (n - first) * step // config.rampup_steps
@@ -31,7 +33,7 @@ def plan_steps(config, T, n_sequences, dp_size):
     return sizes
 
 
-def step_size(config, flag, T, n_sequences, dp_size):
+def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
     """Returns (n, B) of a step that has as many tokens as the flag says. Raises UserError.
 
     flag: "total_batch_size" or "rampup_batch_size". The other arguments are those of plan_steps.
@@ -44,6 +46,8 @@ def step_size(config, flag, T, n_sequences, dp_size):
     if share < config.pp:
         raise UserError(f"--pp {config.pp}: must be at most {share}, the sequences of a process")
     B = min(config.batch_size, share // config.pp)  # pp micro-batches, so every stage has work
+    while share % B and not keeps_batch_size:
+        B -= 1
     if share % B:
         raise UserError(f"--batch_size: give a divisor of {share}, at most {share // config.pp}")
     return share * dp_size, B
