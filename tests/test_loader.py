@@ -4,7 +4,7 @@ import re
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.sources import find_tokenizer
-from plaingpt.data.splits import encode_file, open_splits
+from plaingpt.data.splits import encode_text, open_splits
 from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
 from plaingpt.data.tokens import ENDS
 from plaingpt.ops.order import permute
@@ -92,7 +92,7 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text(text)
     flags = [*TINY, "--preset", "mini", "--data", "t.txt", "--tokenizer", "gpt2", "--log_dir", "r"]
     for max_steps in "12":
-        encode_file.cache_clear()
+        encode_text.cache_clear()
         train_gpt2.main([*flags, "--max_steps", max_steps, "--resume"])
         assert encoded == [text]
         encoded.clear()

@@ -8,7 +8,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import Data
 from plaingpt.data.pairs import read_pairs
 from plaingpt.data.sources import Sources
-from plaingpt.data.splits import open_splits
+from plaingpt.data.splits import open_pairs
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.huggingface import same_logits
 
@@ -56,11 +56,11 @@ def test_layout(tmp_path):
     ids, counted = read_pairs(path, BYTES, 8)
     assert bytes(ids.tolist()) == b".mnopqrs.fghij...de.abc..kl......".replace(b".", b"\n")
     assert "".join(map(str, counted * 1)) == "000000111000111001110011001100000"
-    train_set, val = open_splits(path, BYTES, val_fraction=0.3, T=8)
+    train_set, val = open_pairs(path, BYTES, 8, val_fraction=0.3)
     assert np.array_equal(train_set.read(0, len(train_set)), ids[:17])
     assert np.array_equal(val.read_sequence(0, 8)[1], [100, 101, 10, -100, -100, 99, 10, -100])
     given[1], given[3] = ("d", "e"), ("k", "l")  # the ids stay, but not what counts
-    other = open_splits(write_pairs(tmp_path / "q.jsonl", given), BYTES, val_fraction=0.3, T=8)
+    other = open_pairs(write_pairs(tmp_path / "q.jsonl", given), BYTES, 8, val_fraction=0.3)
     assert other[0].fingerprint() == train_set.fingerprint()
     assert other[1].fingerprint() != val.fingerprint()
 

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
 
@@ -17,13 +16,9 @@ class Data:
 
     def __init__(self, sources, tokenizer, gpt_config):
         self.shares = list(sources.shares.values())
-        self.train = []
-        self.val = []
-        V, T = gpt_config.vocab_size, gpt_config.block_size
-        for path in sources.shares:
-            train, val = open_splits(path, tokenizer, sources.val_fraction, V, T)
-            self.train.append(train)
-            self.val.append(val)
+        splits = sources.open(tokenizer, gpt_config.block_size, gpt_config.vocab_size)
+        self.train = [train for train, _ in splits]
+        self.val = [val for _, val in splits]
         self.tokenizer = tokenizer
         if tokenizer.name == "bytes":
             # In pairs, a line break ends a text. Without pairs, it does not, whatever the weights

@@ -7,7 +7,14 @@ from plaingpt.base.terminal import print0
 from plaingpt.data.foreign import find_index
 from plaingpt.data.mixture import read_shares
 from plaingpt.data.shards import find_shards, open_shard, read_meta
-from plaingpt.data.splits import encode_file, is_text_file, open_splits
+from plaingpt.data.splits import (
+    encode_pairs,
+    encode_text,
+    is_pairs_file,
+    is_text_file,
+    open_pairs,
+    open_splits,
+)
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 
 
@@ -21,7 +28,8 @@ class Sources:
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
         # A notebook may start several runs, and files may have changed since the run before.
-        encode_file.cache_clear()
+        encode_text.cache_clear()
+        encode_pairs.cache_clear()
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
@@ -31,16 +39,23 @@ class Sources:
         if val_fraction and all(find_shards(path, "val") for path in self.shares):
             raise UserError("--val_fraction: the data have val shards; leave this flag out")
 
-    def count_train_tokens(self, tokenizer, T):
-        """Returns the number of training tokens of all data sets.
+    def open(self, tokenizer, T, vocab_size=None):
+        """Opens the data sets -> [(training Tokens, validation Tokens)]. Raises UserError.
 
-        tokenizer: the Tokenizer of the run, which may be that of its weights. T: as in open_splits.
+        tokenizer: the Tokenizer of the run, which may be that of its weights. T: tokens in a
+        sequence, which pairs depend on. vocab_size: as in open_splits.
         """
-        n = 0
+        opened = []
         for path in self.shares:
-            train, _ = open_splits(path, tokenizer, self.val_fraction, T=T)
-            n += len(train)
-        return n
+            if is_pairs_file(path):
+                opened.append(open_pairs(path, tokenizer, T, self.val_fraction, vocab_size))
+            else:
+                opened.append(open_splits(path, tokenizer, self.val_fraction, vocab_size))
+        return opened
+
+    def count_train_tokens(self, tokenizer, T):
+        """Returns the number of training tokens of all data sets. The arguments are as in open."""
+        return sum(len(train) for train, _ in self.open(tokenizer, T))
 
 
 def find_common_tokenizer(paths, place):

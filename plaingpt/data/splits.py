@@ -21,14 +21,17 @@ def is_text_file(path):
     return Path(path).is_file() and not find_index(path)
 
 
-@functools.cache  # a text is encoded once
-def encode_file(path, tokenizer, T):
-    """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes, and None.
+def is_pairs_file(path):
+    """Returns whether a value of --data is a file of pairs."""
+    return is_text_file(path) and kind_of(Path(path)) in RECORDS
 
-    For a file of pairs, returns the ids and counted, (n,) each, as read_pairs. Raises UserError.
+
+@functools.cache  # a text is encoded once
+def encode_text(path, tokenizer):
+    """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
+
+    Raises UserError.
     """
-    if kind_of(path) in RECORDS:
-        return read_pairs(path, tokenizer, T)
     data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
@@ -38,28 +41,43 @@ def encode_file(path, tokenizer, T):
         n_bad = len(data) - len(data.decode("utf-8", "ignore").encode())
         if n_bad:
             print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
-        return np.frombuffer(data, np.uint8), None
+        return np.frombuffer(data, np.uint8)
     with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
         text = data.decode("utf-8-sig")
-    return np.array(tokenizer.encode(text), tokenizer.dtype), None
+    return np.array(tokenizer.encode(text), tokenizer.dtype)
 
 
-def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
-    """Opens a data set -> (training Tokens, validation Tokens). Raises UserError.
+encode_pairs = functools.cache(read_pairs)  # pairs are encoded once
 
-    path: a text file or a file of pairs, which `tokenizer` encodes, a directory of shards, or
-    Megatron's X.bin and X.idx as X. The validation data are the val shards. Without them, the last
-    part of the data is held out: val_fraction of the tokens, by default a tenth of a text or of
-    pairs, and a hundredth of shards. vocab_size: that of the model. By default, it is the number of
-    the tokenizer's ids. T: tokens in a sequence; only pairs depend on it.
+
+def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
+    """Opens a file of pairs -> (training Tokens, validation Tokens). Raises UserError.
+
+    The last part is held out, val_fraction of the tokens, by default a tenth. T: tokens in a
+    sequence. vocab_size: as in open_splits.
+    """
+    path = Path(path)
+    ids, counted = encode_pairs(path, tokenizer, T)
+    train_name, val_name = name_splits(path)
+    whole = Tokens(train_name, [ids], vocab_size or tokenizer.n_vocab, counted)
+    cut = find_cut(whole, val_fraction or 0.1)
+    cut -= cut % T  # between two sequences. The end_of_text there is in both splits.
+    return whole.part(train_name, 0, cut + 1), whole.part(val_name, cut, len(whole))
+
+
+def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
+    """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
+
+    path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
+    X.idx as X. The validation data are the val shards. Without them, the last part of the data is
+    held out: val_fraction of the tokens, by default a tenth of a text, and a hundredth of shards.
+    vocab_size: that of the model. By default, it is the number of the tokenizer's ids.
     """
     path = Path(path)
     vocab_size = vocab_size or tokenizer.n_vocab
-    train_name = f"--data {path}, train split"
-    val_name = f"--data {path}, val split"
+    train_name, val_name = name_splits(path)
     if is_text_file(path):
-        ids, counted = encode_file(path, tokenizer, T)
-        whole = Tokens(train_name, [ids], vocab_size, counted)
+        whole = Tokens(train_name, [encode_text(path, tokenizer)], vocab_size)
         cut = find_cut(whole, val_fraction or 0.1)
     else:
         files = find_shards(path, "train")
@@ -71,12 +89,12 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None, T=1024):
             return whole, Tokens(val_name, val_files, vocab_size)
         cut = find_cut(whole, val_fraction or 0.01)
         cut = find_document(whole, cut, tokenizer.end_of_text)
-    n = len(whole)
-    if not whole.has_pairs:
-        return whole.part(train_name, 0, cut), whole.part(val_name, cut, n)
-    # Pairs are cut between two sequences. The end_of_text there is in both splits.
-    cut -= cut % T
-    return whole.part(train_name, 0, cut + 1), whole.part(val_name, cut, n)
+    return whole.part(train_name, 0, cut), whole.part(val_name, cut, len(whole))
+
+
+def name_splits(path):
+    """Returns the names of the training and the validation split of a data set, for messages."""
+    return f"--data {path}, train split", f"--data {path}, val split"
 
 
 def find_cut(tokens, val_fraction):
