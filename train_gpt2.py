@@ -36,9 +36,9 @@ log/baby.1.
 
 The order of a run, which is the order of main:
 
-  1. flags, preset and data give the configuration
-  2. the processes of torchrun join, each with its device
-  3. the start is found: a checkpoint, --init_from, or random weights
+  1. the flags are read, and the processes of torchrun join, each with its device
+  2. the data are found, and with --resume also the checkpoint
+  3. flags, preset, data, weights and device give the configuration
   4. the data sets are opened, and a loader puts their sequences into an order
   5. model and optimizers are made; on a GPU, the largest micro-batch is found
   6. with --resume, the optimizers get their state; the log is opened
@@ -380,23 +380,24 @@ def train_step(training, n_targets, micro_batches, grad_clip, process, stop=None
     n_targets: how many targets are in the loss, on all processes together. micro_batches: list of
     (x, y), (B, T) each. stop: a StopRequest of this process, or None.
 
-    If the gradient is infinite or NaN, nothing is updated. The run still counts the step, and goes
-    on to the next batch.
+    If the gradient is infinite or NaN, no weight changes, and the scale of float16 becomes smaller.
+    The run still counts the step, and goes on to the next batch.
     """
     model, optimizers, scaler = training.model, training.optimizers, training.scaler
+    # Targets of a micro-batch, on average over all micro-batches of all processes.
     mean_count = n_targets / process.dp_size / len(micro_batches)
     if isinstance(model, Pipeline):
-        # Does the same as accumulate, but its stages work on different micro-batches at the same
-        # time. All stages get the mean loss.
+        # A Pipeline does what accumulate does, but its stages work on different micro-batches at
+        # the same time. All stages get the mean loss.
         mean_loss = model(micro_batches, mean_count, scaler)
     else:
         mean_loss = accumulate(model, scaler, micro_batches, mean_count, process)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
-    norm = training.clipper.clip(grad_clip or math.inf)  # inf only measures the norm
+    norm = training.clipper.clip(grad_clip or math.inf)  # inf: it only measures the norm
     requested = torch.full_like(norm, stop is not None and stop.requested)  # 0.0 or 1.0
-    # These are the means over all processes, as Python floats. In a step, the CPU waits for the
-    # device only here. (With TP, it waits once more in the first step, to compare gradients.)
+    # The next line takes the means over all processes, as Python floats. It is the only one in a
+    # step that waits for the device. (With TP, the first step also waits to compare gradients.)
     loss, norm, stopping = process.mean(mean_loss, norm, requested)
     for optimizer in optimizers:
         if math.isfinite(norm):
@@ -411,8 +412,8 @@ class Training(NamedTuple):
 
     # The whole GPT: raw_model, or for a split model a GPT without memory, for names and shapes.
     whole_gpt: GPT
-    # raw_model and model share their parameters. `model`, which may be compiled and in DDP, is only
-    # for train_step. Validation, samples and checkpoints use `raw_model`.
+    # raw_model and model share their parameters. `model`, which may be compiled and in DDP, is for
+    # train_step, and for the search that finds a micro-batch. All else uses `raw_model`.
     raw_model: torch.nn.Module
     model: torch.nn.Module
     optimizers: list
@@ -435,40 +436,41 @@ def make_training(gpt_config, config, process, weights=None):
 
     The order of the lines has reasons:
 
-    - The model is made on its device, and then gets its weights. Only a split model is cut before
-      it has memory, because no process may hold all of it.
+    - The model is made on its device, and then gets its weights. Only a split model is cut while it
+      is still without values, because all of it may not fit into one process.
     - The optimizers take the parameters that are on the device.
-    - torch.compile comes before DDP. It compiles at the first call, when DDP is already around the
-      model. So it can cut its code where a bucket of DDP's gradients is full, and DDP sends this
-      bucket while the backward pass computes the next one. split_model compiles each block.
+    - torch.compile comes before DDP. It compiles in the first call, and sees the DDP around the
+      model. So the compiled code ends where a bucket of DDP's gradients is full, and DDP sends this
+      bucket during the rest of the backward pass. split_model compiles each block.
     """
-    has_part = is_split(config, process)
+    has_part = is_split(config, process)  # whether each process has only a part of the model
     if has_part:
         # With PP, raw_model is a Pipeline, which has the methods hidden, logits and loss of a GPT.
-        # A split model is not put into DDP: FSDP averages its gradients. With --tp or --pp and
-        # --parallel ddp, FSDP does only this, and shards nothing.
+        # FSDP averages the gradients of a split model, so it is not put into DDP. With --tp or --pp
+        # and --parallel ddp, FSDP averages gradients and shards nothing.
         whole = make_whole_gpt(GPT, gpt_config)
         raw_model = split_model(whole, weights, config, process)
     else:
-        torch.manual_seed(config.seed)  # for values that only constructors draw
+        # init_weights draws GPT-2's parameters. This seed is for others that a constructor draws.
+        torch.manual_seed(config.seed)
         with (
-            process.device,
+            process.device,  # the tensors are made on it
             memory_advice("the model does not fit into memory; choose a smaller one"),
         ):
             whole = raw_model = GPT(gpt_config, config.activation_checkpointing)
         if weights:
             raw_model.load_state_dict(weights)
         else:
-            raw_model.init_weights(config.seed)  # the same values on any number of processes
+            raw_model.init_weights(config.seed)  # all processes draw the same values
     uses_ddp = process.world_size > 1 and not has_part
-    n_processes = process.world_size if uses_ddp else 1
+    n_processes = process.world_size if uses_ddp else 1  # with DDP, Muon shares its work
     optimizers = raw_model.configure_optimizers(
         config.weight_decay, config.max_lr, config.optimizer, config.muon_lr, n_processes
     )
     model = raw_model
     if config.compile and not has_part:
         model = torch.compile(raw_model, dynamic=False, fullgraph=True)
-        # Validation calls raw_model.loss, and so loss_fn, outside of the compiled model.
+        # Validation calls raw_model.loss and not the compiled model, so loss_fn is compiled, too.
         raw_model.loss_fn.compile(dynamic=False, fullgraph=True)
     if uses_ddp:
         model = DDP(model, gradient_as_bucket_view=True)  # views need no second copy
@@ -510,25 +512,26 @@ def due(step, every):
 #   step 0       validation
 #   later        save, validation, benchmarks, samples, each if it is due
 #   max_steps    save, validation, benchmarks, samples; then the run is done
-#   a signal     (or max_minutes) save; then the run ends. A resume does the rest that is due.
+#   a signal     (or max_minutes) save; then the run ends. A resume does what else is due.
 #   a resume     begins at the step of its checkpoint, S. It has the weights, the state of the
 #                optimizers and the position of the checkpoint. It does not save S again.
-#                In log.txt, the lines of S and of later steps are deleted. Only the validation and
-#                the benchmarks of S stay. What is due at S is computed again, and logged only if
-#                log.txt does not have it.
+#                log.txt keeps what comes before S, and the validation and the benchmarks of S.
+#                What is due at S is computed again, and logged if log.txt does not have it.
+#
+# In the log, the step that leads from `step` to step + 1 has the number `step`.
 #
 # All processes call save, validate, run_evals, draw_samples and the methods of log. Rank 0 prints,
 # and writes the files: log writes log.txt, write_facts writes run.json and changes.patch, and saver
 # collects the parts of a split model and writes the checkpoints.
 def main(argv=None):
     given = parse_flags(__doc__, GPTConfig, TrainConfig, argv=argv, groups=GROUPS)
-    asked = pick(TrainConfig, given)  # the flags and defaults; presets have none of those below
+    asked = pick(TrainConfig, given)  # No preset changes the fields that are read from it here.
     # `process` has the rank of this process, its place among the others, its device and its dtype.
     process = start(asked.device, asked.dtype, asked.tp, asked.pp, asked.parallel)
     sources = Sources(choose_data(given), asked.tokenizer, asked.val_fraction)
     saved = load_saved(given, sources, GPT)  # the checkpoint that --resume continues, or None
-    # The configuration is decided here. The weights are those of `saved` or of --init_from, or None
-    # for random ones. origins says for each setting what has decided it, such as "flag".
+    # The weights are those of `saved` or of --init_from, or None for random ones. origins says for
+    # each setting what has decided it, such as "flag" or "preset".
     gpt_config, config, weights, tokenizer, origins = resolve(
         given, sources, saved, process, GPT, TrainConfig
     )
@@ -539,19 +542,20 @@ def main(argv=None):
     val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
     # sizes[s] is (n, B): step s has n sequences, and B of them are in a micro-batch of one process.
     # The last pair is for all later steps. On 8 GPUs without a ramp: [(512, 64)].
-    is_given = origins["batch_size"] == "flag"
-    sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size, is_given)
+    has_batch_size = origins["batch_size"] == "flag"
+    sizes = plan_steps(config, T, sum(loader.lengths), process.dp_size, has_batch_size)
     n_bytes_of_id = torch.from_numpy(tokenizer.text_bytes(gpt_config.vocab_size)).to(process.device)
     evals = load_evals(import_benchmarks(config), tokenizer, gpt_config)
 
     training = make_training(gpt_config, config, process, weights)
     raw_model = training.raw_model
     saver = Saver(training, data, config, process)  # also compares data and flags of the processes
-    if not is_given:  # a GPU searches for the largest B that fits into memory
+    if not has_batch_size:  # a GPU halves B until it fits into memory; no weights change
         B, sizes = fit_batch_size(training, config, T, sizes, process)
         config = replace(config, batch_size=B)
-    first_step, position = saver.restore(saved)  # loads optimizers and scaler; (0, 0) in a new run
-    saved = weights = None  # lets go of the checkpoint's memory, and of its file if it is deleted
+    # In a new run, restore returns (0, 0). It loads no weights, because the model has them.
+    first_step, position = saver.restore(saved)
+    saved = weights = None  # lets go of the memory and of the file of the checkpoint
     step = first_step
     log = RunLog(config, gpt_config, first_step, process)  # at step 0, moves an old run aside
     on_rank0(write_facts, step, training.whole_gpt, config, origins, data, process)  # run.json
@@ -562,7 +566,7 @@ def main(argv=None):
     stop = StopRequest("finishing this step", config.max_minutes)
     with stop, batch_size_advice(config.batch_size):
         while True:
-            done = step == config.max_steps  # no step is left to do; restore refuses a later one
+            done = step == config.max_steps  # step is never larger, see restore
             if step > first_step and (done or stopping or due(step, config.save_every)):
                 saver.save(step, position)
             if stopping and not done:

@@ -137,6 +137,8 @@ def resolve(given, sources, saved, process, GPT, TrainConfig):
     show_choices(settings, start, sources)
     compile = choose_compile(settings.values["compile"], process.device)
     settings.take("device", dict(compile=compile))
+    if process.device.type == "cuda":  # the device may lower it: main calls fit_batch_size
+        settings.take("device", dict(batch_size=settings.values["batch_size"]))
     return Resolved(
         pick(GPT.config_class, settings.values),
         pick(TrainConfig, settings.values),
