@@ -333,12 +333,48 @@ def test_unclosed_brackets_take_linear_time(text):
     """A quadratic rule would need hours."""
     clean_text(text + "\n" * 400_000 + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
+    assert "foo" in wikitext.detokenize("foo" + text)
+    assert list(wikitext.examples([dict(text=" " * 100_000 + text)]))
 
 
 @settings(max_examples=300)
 @given(st.text("()[]\"' \n\u3000ab"))
 def test_marks_in_brackets_as_in_the_harness(text):
     assert hellaswag.clean(text) == re.sub(r"\[.*?\]", "", text.strip()).replace("  ", " ")
+
+
+def detokenize_as_the_harness(text):
+    """lm-evaluation-harness, lm_eval/tasks/wikitext/preprocess_wikitext.py, as a table."""
+    for pattern, replacement in (
+        (r"s '", "s'"),
+        (r"/' [0-9]/", "/'[0-9]/"),
+        *((rf" @\{mark}@ ", mark) for mark in "-,."),
+        *((rf" \{mark} ", f"{mark} ") for mark in ":;.!?,"),
+        (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+        (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+        (r"{\s*([^}]*?)\s*}", r"{\1}"),
+        (r'"\s*([^"]*?)\s*"', r'"\1"'),
+        (r"'\s*([^']*?)\s*'", r"'\1'"),
+        ("= = = =", "===="),
+        ("= = =", "==="),
+        ("= =", "=="),
+        (" ° ", "°"),
+        (" \n", "\n"),
+        ("\n ", "\n"),
+        (" N ", " 1 "),
+        (" 's", "'s"),
+    ):
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+PIECES = st.sampled_from([*"()[]{}\"':;.!?,/=°N7as \n\t\x1c\x85\u3000", " @-@ ", " @,@ ", "/' 7/"])
+
+
+@settings(max_examples=500)
+@given(st.lists(PIECES, max_size=40).map("".join))
+def test_words_are_joined_as_in_the_harness(text):
+    assert wikitext.detokenize(text) == detokenize_as_the_harness(text)
 
 
 class Parrot(GPT):
