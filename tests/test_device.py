@@ -1,7 +1,9 @@
 """Devices and their errors, the search for a micro-batch, and the thread that prepares batches."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -9,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
+from plaingpt.base.ranks import read_ranks
 from plaingpt.data.prefetch import prefetch
 from plaingpt.distributed import batch_search
 from plaingpt.distributed.device import choose_compile, find_device
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import Process
+from plaingpt.distributed.process import Process, start
 from plaingpt.weights import saver
 
 import pytest
@@ -181,6 +184,55 @@ def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
     assert list(prefetch(iter([1, 2]), device)) == [1, 2]
     assert [place for place, _ in used] == [device]
     assert used[0][1] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    "variables, sentence",
+    [
+        ("RANK=1", "RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset RANK"),
+        ("RANK=2 WORLD_SIZE=2", "RANK is 2, but WORLD_SIZE is 2; use torchrun, or unset RANK"),
+        ("RANK=-1", "RANK is -1, but WORLD_SIZE is 1; use torchrun, or unset RANK"),
+        ("LOCAL_RANK=1", "LOCAL_RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset LOCAL_RANK"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2, without RANK; use torchrun, or unset it"),
+        ("WORLD_SIZE=0", "RANK is 0, but WORLD_SIZE is 0; use torchrun, or unset RANK"),
+        ("RANK=x", "RANK is 'x', no integer; use torchrun, or unset it"),
+        ("RANK=", "RANK is '', no integer; use torchrun, or unset it"),
+        ("RANK=0 WORLD_SIZE=2", "the processes cannot join (Error initializing "),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
+    """Such a process would print nothing, and would train and save nothing."""
+    for name in ("MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        name, _, value = variable.partition("=")
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+        start("cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bench", "core", "experiment", "export", "fineweb", "generate", "plot", "tokenizer"],
+)
+def test_every_program_refuses_a_lone_rank(monkeypatch, name):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(UserError, match="^RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset"):
+        importlib.import_module(name).main()
+
+
+def test_ranks_that_fit(monkeypatch):
+    """Kubeflow sets no LOCAL_RANK. Each of its machines has one process."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_ranks() == (0, 0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    assert read_ranks() == (2, 0, 3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert read_ranks() == (2, 1, 3)
 
 
 # Imports a program until it imports torch, and prints what torch would find.

@@ -474,6 +474,15 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
+def test_a_process_whose_rank_is_wrong_changes_nothing(world):
+    """Some clusters set RANK and start the program without torchrun."""
+    before = everything(world)
+    flags = ["--preset", "baby", "--log_dir", "log/baby"]
+    _, err = program(*flags, cwd=world, env=dict(RANK="1"), status=2)
+    assert err == "error: RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset RANK\n"
+    assert everything(world) == before
+
+
 # Row: a text that is not UTF-8 | a note with the share of such bytes; with `--tokenizer`, error
 # message
 

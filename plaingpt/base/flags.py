@@ -14,6 +14,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.other_flags import advise
+from plaingpt.base.ranks import read_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,9 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     groups: {first flag of a group: its title in --help}. Raises a UserError that has all problems,
-    up to the first argument that cannot be read.
+    up to the first argument that cannot be read, or that of read_ranks.
     """
+    read_ranks()  # every program begins here, also those that start no processes
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=doc,

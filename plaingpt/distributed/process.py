@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.ranks import read_ranks
 from plaingpt.distributed.device import choose_dtype, find_device
 from plaingpt.distributed.memory import set_malloc
 
@@ -66,10 +67,7 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
 
     The arguments are the values of the flags --device, --dtype, --tp, --pp and --parallel.
     """
-    # torchrun sets these variables.
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank, local_rank, world_size = read_ranks()
     n_parts = pp * tp  # processes that share one model
     if world_size % n_parts:
         raise UserError(f"--tp {tp} --pp {pp}: use torchrun with a multiple of {n_parts} processes")
@@ -81,11 +79,13 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     if world_size > 1:
         # Otherwise NCCL warns about the messages of PyTorch's pipelines.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
-            device_id=device if is_cuda else None,
-            timeout=timedelta(hours=1),  # rank 0 may need long to download
-        )
+        # MASTER_ADDR or MASTER_PORT may be missing.
+        with explaining("the processes cannot join", "use torchrun", ValueError):
+            dist.init_process_group(
+                "nccl" if is_cuda else "gloo",
+                device_id=device if is_cuda else None,
+                timeout=timedelta(hours=1),  # rank 0 may need long to download
+            )
         # These two run at exit, also after an error, the last one first. gloo's threads need some
         # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
         atexit.register(time.sleep, 0.5)
