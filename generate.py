@@ -3,6 +3,7 @@
   python generate.py                          uses the newest checkpoint in log/
   python generate.py --checkpoint log/baby --prompt "MARLOW: "
   python generate.py --model gpt2 --prompt "Hello, I'm a language model,"
+  python generate.py --prompts questions.txt --json answers.json
   python generate.py --interactive            reads prompts until Ctrl-D
 
 A text appears while it is generated. It ends at <|endoftext|>, at --stop, or
@@ -12,7 +13,7 @@ after --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
 from contextlib import suppress
 from dataclasses import dataclass
 
-from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.errors import UserError, explaining, run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, visible
@@ -32,6 +33,7 @@ class GenerateConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
     model: str | None = flag(None, "or GPT-2 of Hugging Face: name or directory", either=True)
     prompt: str | None = flag(None, "text to continue [start from nothing]", empty=True)
+    prompts: str | None = flag(None, "or a text file with one prompt a line", either=True)
     interactive: bool = flag(False, "read prompts from the terminal", either=True)
     num_samples: int = flag(1, "texts per prompt", at_least=1)
     max_new_tokens: int = flag(500, "tokens to add to the prompt", at_least=0)
@@ -52,6 +54,15 @@ def tokenize_prompt(prompt, tokenizer, T):
     if len(ids) > T:
         raise UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
     return ids
+
+
+def read_prompts(path):
+    """Reads a text file with one prompt a line -> list of texts. Raises UserError."""
+    with (
+        explaining(f"--prompts {path}: cannot be read", "give a UTF-8 text", (OSError, ValueError)),
+        open(path, encoding="utf-8-sig") as file,
+    ):
+        return [line.removesuffix("\n") for line in file]
 
 
 def ask_prompts(tokenizer, T):
@@ -131,7 +142,8 @@ def write_texts(model, tokenizer, ids, config, seed):
 
 def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
-    check_output("--json", config.json)
+    check_output("--json", config.json, [config.prompts])
+    prompts = read_prompts(config.prompts) if config.prompts else [config.prompt or ""]
     name = config.model or find_newest_model(config.checkpoint)
     process = start(config.device, config.dtype)
     model, tokenizer = GPT.load(name)
@@ -141,16 +153,19 @@ def main(argv=None):
         for p in model.parameters():
             if p.dim() == 2 and len(p) >= p.size(1):
                 p.data = p.t().contiguous().t()
-    prompts = [tokenize_prompt(config.prompt or "", tokenizer, model.config.block_size)]
+    T = model.config.block_size
+    ids_of_prompts = [tokenize_prompt(prompt, tokenizer, T) for prompt in prompts]
     print0(
         f"{name}, {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{process.dtype_name} on {process.device}\n"
     )
     if config.interactive:
-        prompts = ask_prompts(tokenizer, model.config.block_size)
+        ids_of_prompts = ask_prompts(tokenizer, T)
     results = []
-    for i, ids in enumerate(prompts):
-        seed = (config.seed + i) % 2**63  # the same prompt again gives another text
+    for i, ids in enumerate(ids_of_prompts):
+        # A prompt of a file gets the texts that it gets alone. In the interactive mode, the same
+        # prompt again gets another text.
+        seed = (config.seed + i) % 2**63 if config.interactive else config.seed
         results.append(write_texts(model, tokenizer, ids, config, seed))
     if config.json:
         write_json(config.json, results)

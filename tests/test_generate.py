@@ -4,6 +4,7 @@ import itertools
 import json
 from types import SimpleNamespace
 
+from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.huggingface import save_gpt2
 
@@ -29,17 +30,43 @@ def trained(tmp_path_factory):
     return directory
 
 
-def test_samples_of_a_prompt(trained):
-    """Also beyond the context of 32 bytes, where the window slides."""
-    for prompt in ("A longer prompt, 30 bytes long", "é\u2028b", ""):
-        for flags in (["--temperature", 0], ["--top_p", 0.9, "--num_samples", 3]):
-            flags += ["--dtype", "float32", "--max_new_tokens", 40]
-            (result,) = generate_json("--prompt", prompt, *flags, cwd=trained)
-            assert result["prompt"] == prompt
+def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
+    """Also beyond the context of 32 bytes, where the window slides.
+
+    The file has a byte order mark. The last prompt has a separator of lines that ends no prompt.
+    """
+    prompts = ["MARLOW: ", "", "A longer prompt, 30 bytes long", "é\u2028b"]
+    (trained / "many.txt").write_text("\n".join(prompts) + "\n", "utf-8-sig")
+    for flags in (["--temperature", 0], ["--top_p", 0.9, "--num_samples", 3]):
+        flags += ["--dtype", "float32", "--max_new_tokens", 40]
+        together = generate_json("--prompts", "many.txt", *flags, cwd=trained)
+        assert [result["prompt"] for result in together] == prompts
+        for prompt, result in zip(prompts, together):
+            assert [result] == generate_json("--prompt", prompt, *flags, cwd=trained)
             assert len(result["texts"]) == (1 if flags[0] == "--temperature" else 3)
             assert all(text.startswith(prompt) for text in result["texts"])
-    assert [result] == generate_json(*flags, cwd=trained)  # no prompt
-    assert [result] != generate_json(*flags, "--seed", 7, cwd=trained)
+    assert together[1:2] == generate_json(*flags, cwd=trained)  # no prompt
+    assert together[1:2] != generate_json(*flags, "--seed", 7, cwd=trained)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--prompts missing.txt", "--prompts missing.txt: cannot be read .No such file or direct"),
+        ("--prompts latin.txt", "--prompts latin.txt: cannot be read .*; give a UTF-8 text$"),
+        ("--prompts latin.txt --json latin.txt", "--json latin.txt: is also an input; give anoth"),
+        ("--prompts latin.txt --prompt a", "--prompt: not allowed with argument --prompts; see"),
+        (
+            "--prompts latin.txt --interactive",
+            "--interactive.*: not allowed with argument --prompts",
+        ),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_used(flags, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(UserError, match=sentence):
+        generate.main(flags.split())
 
 
 def script(monkeypatch, *rows):
