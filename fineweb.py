@@ -8,7 +8,7 @@
 files, and directories of save_to_disk. In a .txt file, <|endoftext|> separates
 documents. --tokenizer takes a vocabulary of your own, see tokenizer.py. After
 an interruption, the same command continues. Damaged records are counted and
-skipped; the first 5 are shown.
+skipped; the first 5 are shown. With --strict, the first one is an error.
 """
 
 # plaingpt/data/documents.py reads a stream of documents. Threads encode batches of them. The main
@@ -56,6 +56,7 @@ class ShardConfig:
     val_shards: int = flag(1, "shards for validation, the first ones", at_least=0)
     max_shards: int = flag(10**6, "stop after so many shards", at_least=1)
     num_proc: int | None = flag(None, "threads that encode [one per core]", at_least=1)
+    strict: bool = flag(False, "stop at the first damaged record")
 
 
 def read_progress(directory, name, settings):
@@ -159,15 +160,17 @@ def encode_all(documents, tokenizer, n_threads):
             yield running.pop(0).result()
 
 
-def show_damaged(batch, n_before):
+def skip_damaged(batch, n_before, strict):
     """Prints the damaged documents of a batch, if they are among the first -> number of them.
 
-    n_before: how many documents before this batch are damaged.
+    n_before: how many documents before this batch are damaged. strict: raises a UserError for the
+    first one instead.
     """
-    damaged = [document for document in batch if document.problem]
-    for document in damaged[: max(0, SHOWN - n_before)]:
-        text = f"skipped {document.where}: {document.problem}"
-        tqdm.write(visible(text, sys.stderr), file=sys.stderr)
+    damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
+    if damaged and strict:
+        raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
+    for text in damaged[: max(0, SHOWN - n_before)]:
+        tqdm.write(visible(f"skipped {text}", sys.stderr), file=sys.stderr)
     return len(damaged)
 
 
@@ -183,7 +186,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, n_threads):
-            n_damaged = show_damaged(batch, facts["skipped"])
+            n_damaged = skip_damaged(batch, facts["skipped"], config.strict)
             while n_used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
                 part = tokens[n_used : n_used + room]
@@ -259,6 +262,11 @@ def main(argv=None):
     # The directory is locked until main returns, and config is deleted.
     weakref.finalize(config, os.close, lock(directory, "--output_dir"))
     facts = read_progress(directory, name, settings)
+    if config.strict and facts["skipped"]:
+        raise UserError(
+            f"{directory}: was made without --strict, and {facts['skipped']:,} damaged records "
+            "were skipped; correct them, and use a new directory"
+        )
     if facts["next"] is not None and facts["shards"] < config.max_shards:
         write_shards(directory, facts, config, paths, tokenizer)
     write_json(directory / "meta.json", facts)

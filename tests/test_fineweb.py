@@ -268,6 +268,14 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
     assert shards_in(tmp_path / "out") == reference(good)
     for i, (_, reason) in enumerate(BAD[: fineweb.SHOWN]):
         assert re.search(rf"skipped .*a\.jsonl, line {2 * i + 2}: {re.escape(reason)}", err), err
+    assert err.count("skipped ") == fineweb.SHOWN
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON .*; correct it, or leave out"):
+        fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "strict")
+    assert not list(tmp_path.glob("strict/*.npy"))
+    with pytest.raises(
+        UserError, match="made without --strict, and 9 damaged records were skipped"
+    ):
+        fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "out")
 
 
 def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
