@@ -399,6 +399,23 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
+# Row: RANK is not below WORLD_SIZE, or WORLD_SIZE is set without RANK | error message; nothing is
+# written
+
+
+def test_a_process_whose_rank_is_wrong_changes_nothing(world):
+    """Some clusters set RANK and start the program without torchrun."""
+    before = everything(world)
+    flags = ["--preset", "baby", "--log_dir", "log/baby"]
+    for variables, sentence in (
+        (dict(RANK="1"), "RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset RANK"),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2, without RANK; use torchrun, or unset it"),
+    ):
+        _, err = program(*flags, cwd=world, env=variables, status=2)
+        assert err == f"error: {sentence}\n"
+    assert everything(world) == before
+
+
 # Row: two programs in one run or shard directory | error message of the second one
 
 
@@ -474,15 +491,6 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-def test_a_process_whose_rank_is_wrong_changes_nothing(world):
-    """Some clusters set RANK and start the program without torchrun."""
-    before = everything(world)
-    flags = ["--preset", "baby", "--log_dir", "log/baby"]
-    _, err = program(*flags, cwd=world, env=dict(RANK="1"), status=2)
-    assert err == "error: RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset RANK\n"
-    assert everything(world) == before
-
-
 # Row: a text that is not UTF-8 | a note with the share of such bytes; with `--tokenizer`, error
 # message
 
@@ -495,7 +503,8 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it\n", err)
 
 
-# Row: a damaged record in the input of `fineweb.py` | counted and skipped; the first 5 are shown
+# Row: a damaged record in the input of `fineweb.py` | counted and skipped; the first 5 are shown;
+# with `--strict`, error message
 
 
 def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
@@ -504,6 +513,9 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     out, err = program(*SHARDS, "a.jsonl", cwd=tmp_path, program="fineweb.py")
     assert ": 1 shards (for validation: 1), 4 tokens, 2 documents, 7 damaged records" in out
     assert re.findall("skipped a.jsonl, line (.): no key 'text'", err) == [*"23456"]
+    flags = [*SHARDS, "a.jsonl", "--output_dir", "strict", "--strict"]
+    _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
+    assert "error: a.jsonl, line 2: no key 'text'" in err and "Traceback" not in err
 
 
 # Row: text that the vocabulary does not have | `fineweb.py` notes its share of each shard

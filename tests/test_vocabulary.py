@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.sources import find_tokenizer
@@ -213,8 +214,8 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_known_vocabularies_are_recognized(name):
-    """Their tokenizer.json, also an older one."""
+def test_known_vocabularies_are_recognized(name, tmp_path):
+    """Their tokenizer.json, also an older one, and the pair of vocab.json and merges.txt."""
     known = get_tokenizer(name)
     source = json.loads(known.library.to_str())
     source["end_of_text"] = "Ċ" if name == "bytes" else "<|endoftext|>"
@@ -227,6 +228,33 @@ def test_known_vocabularies_are_recognized(name):
     assert get_tokenizer(json.dumps(source)) is known
     split["use_regex"] = False
     assert (get_tokenizer(json.dumps(source)) is known) == (name == "bytes")
+    if name == "gpt2":
+        model = source["model"]
+        write_pair(tmp_path, {**model["vocab"], "<|endoftext|>": 50256}, model["merges"])
+        assert load_tokenizer(tmp_path) is known is load_tokenizer(tmp_path / "vocab.json")
+
+
+def write_pair(directory, vocab, merges):
+    """Writes the two files that were used before tokenizer.json."""
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+    (directory / "vocab.json").write_text(json.dumps(vocab))
+    (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
+    """Of another vocabulary than GPT-2's. Without merges.txt, the model is refused."""
+    d, _ = zh
+    save_gpt2(fresh(replace(MODEL, vocab_size=8000)), tmp_path, load_tokenizer(d / "zh.json"))
+    bpe = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    write_pair(tmp_path, {**bpe["vocab"], "</s>": 7999}, bpe["merges"])
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    _, found = load_model(str(tmp_path), GPT)
+    assert found.special == {"</s>": 7999}
+    assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(UserError, match="not usable .*; give another, or --end_of_text"):
+        load_model(str(tmp_path), GPT)
 
 
 @pytest.mark.parametrize(
@@ -397,15 +425,19 @@ def test_mistakes(flags, error, tmp_path):
 
 
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
-    """By its name; other files are not downloaded."""
+    """By its name: a tokenizer.json, or the older pair; other files are not downloaded."""
     d, _ = zh
-    files = {"tokenizer.json": (d / "zh.json").read_bytes(), "model.safetensors": b"large"}
-    with stand_in_hub({"some/new": files}) as (url, requests):
+    bpe = json.loads((d / "zh.json").read_text())["model"]
+    write_pair(tmp_path, {**bpe["vocab"], "</s>": 7999}, bpe["merges"])
+    old = {name: (tmp_path / name).read_bytes() for name in ("vocab.json", "merges.txt")}
+    new = {"tokenizer.json": (d / "zh.json").read_bytes(), "model.safetensors": b"large"}
+    with stand_in_hub({"some/new": new, "some/old": old}) as (url, requests):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
-        make_shards(d, tmp_path / "new", "--tokenizer", "some/new", online=True, env=env)
-        found = load_tokenizer(tmp_path / "new")
-        assert found.special == {"<|endoftext|>": 7999}
-        assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
+        for name, end in (("new", "<|endoftext|>"), ("old", "</s>")):
+            make_shards(d, tmp_path / name, "--tokenizer", f"some/{name}", online=True, env=env)
+            found = load_tokenizer(tmp_path / name)
+            assert found.special == {end: 7999}
+            assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
         flags = ["--input", d / "a.txt", "--tokenizer", "some/missing"]
         _, err = program(*flags, cwd=tmp_path, program="fineweb.py", online=True, env=env, status=2)
     assert err.startswith("error: --tokenizer some/missing: not usable (") and err.count("\n") == 1

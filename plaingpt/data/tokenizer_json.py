@@ -110,25 +110,50 @@ def build_tokenizer_json(token_bytes, special):
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)
     vocab = {name: i for i, name in enumerate(names)}
+    return build_byte_level(vocab, merges, list(special))
+
+
+def build_byte_level(vocab, merges, special):
+    """Makes the tokenizer.json of a byte-level BPE that splits text as GPT-2.
+
+    vocab: {token: id}. merges: pairs of tokens. Or both are the paths of their files. special:
+    names of special tokens.
+    """
     library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
-    library.add_special_tokens(list(special))
+    library.add_special_tokens(special)
     return json.loads(library.to_str())
 
 
 def read_settings(place, end_of_text=None):
     """Returns the contents of the tokenizer.json at a path, in a directory or on the hub.
 
-    end_of_text: name of the token between documents. An exported directory has it in
-    tokenizer_config.json. Raises errors of many kinds.
+    The older pair of vocab.json and merges.txt becomes one. end_of_text: name of the token between
+    documents. An exported directory has it in tokenizer_config.json. Raises errors of many kinds.
     """
-    path = Path(place)
-    if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
-        path = Path(require("huggingface_hub").hf_hub_download(place, "tokenizer.json"))
-    if path.is_dir():
-        path /= "tokenizer.json"
+    path = find_tokenizer_file(place)
     settings = json.loads(path.read_text("utf-8"))
+    if path.name == "vocab.json":  # the settings are {token: id}
+        ends = [name for name in END_NAMES if name in settings]
+        settings = build_byte_level(str(path), str(path.with_name("merges.txt")), ends[:1])
     config = read_json(path.with_name("tokenizer_config.json"))
     end_of_text = end_of_text or config.get("end_of_text")
     if end_of_text:
         settings["end_of_text"] = end_of_text
     return settings
+
+
+def find_tokenizer_file(place):
+    """Returns the path of a tokenizer.json, or of a vocab.json if there is only that.
+
+    place: as in read_settings. Downloads a tokenizer of the hub.
+    """
+    path = Path(place)
+    if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
+        names = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
+        path = Path(require("huggingface_hub").snapshot_download(place, allow_patterns=names))
+    if not path.is_dir():
+        return path
+    for name in ("tokenizer.json", "vocab.json"):
+        if (path / name).exists():
+            return path / name
+    return path / "tokenizer.json"  # the error message will name it
