@@ -2,10 +2,17 @@
 
   python bench.py --preset gpt2 --batch_size 4
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
+  python bench.py --batch_size 4 --peer transformers plain
 
 In this help, [x] is the default of a flag, unless the preset has another value.
-Other programs on a machine change all times, so compare runs that alternate.
-docs/speed.md shows how to time the models of others.
+
+--peer also times the step of another GPT-2, with AdamW. Other programs on a
+machine change all times, so the models take turns: 3 rounds of --steps each.
+Each model has a process of its own, and a row of its own. The peers compute all
+logits at once, and then their loss:
+
+- transformers: the model of Hugging Face; first pip install transformers.
+- plain: our model with the last layer of build-nanogpt.
 
 After the settings, the row shows
 
@@ -18,35 +25,43 @@ After the settings, the row shows
 """
 
 import math
+import multiprocessing
+import signal
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Literal
 
-from plaingpt.base.errors import run_program
+from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.flags import flag, parse_flags, pick, types_of
+from plaingpt.base.ranks import read_ranks
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.batch_search import fit_batch_size
 from plaingpt.distributed.device import choose_compile
+from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.hardware import peak_flops
 from plaingpt.distributed.memory import batch_size_advice
-from plaingpt.distributed.process import start
+from plaingpt.distributed.process import Process, start
 from plaingpt.run.presets import PRESETS
 from plaingpt.run.steps import plan_steps
 
 import torch
 
-from model import GPTConfig
-from train_gpt2 import TrainConfig, make_training, train_step
+from model import GPT, GPTConfig
+from train_gpt2 import TrainConfig, Training, make_training, train_step
+
+OURS = "plaingpt"  # stands before our row if there are peers
+ROUNDS = 3
 
 
 @dataclass
 class BenchConfig:
     preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
     batch_size: int | None = flag(None, "sequences [GPU: up to 64; CPU: 4]", above=0)
-    steps: int = flag(10, "timed steps", above=0)
-    profile: bool = flag(False, "print the slowest operations; write bench_trace.json")
+    steps: int = flag(10, "timed steps; with --peer, those of a round", above=0)
+    peer: list[Literal["transformers", "plain"]] | None = flag(None, "other GPT-2s to time, too")
+    profile: bool = flag(False, "print the slowest operations; write bench_trace.json", either=True)
 
 
 # These flags of train_gpt2.py are the same here.
@@ -75,57 +90,117 @@ def shared_config():
     return make_dataclass("SharedConfig", shared)
 
 
-def main(argv=None):
-    given = parse_flags(__doc__, BenchConfig, shared_config(), argv=argv)
+class Peer(torch.nn.Module):
+    """Another GPT-2. Its last layer is the usual one: it computes all logits, then their loss."""
+
+    def __init__(self, name, config):
+        super().__init__()
+        if name == "plain":  # has 50,304 ids instead of 50,257, as in build-nanogpt
+            n_rows = config.vocab_size + -config.vocab_size % 128
+            self.model = GPT(replace(config, vocab_size=n_rows))
+        else:
+            hf = require("transformers")
+            # A cache of keys and values is for generation.
+            hf_config = hf.GPT2Config(
+                **vars(config), n_positions=config.block_size, use_cache=False
+            )
+            self.model = hf.GPT2LMHeadModel(hf_config).eval()  # eval turns dropout off
+
+    def forward(self, idx, targets):
+        logits = self.model(idx)[0].float()  # (B, T, vocab_size)
+        return None, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_peer(name, gpt_config, config, process):
+    """Makes a Peer and what trains it -> Training."""
+    raw_model = Peer(name, gpt_config).to(process.device)
+    optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
+    model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
+    with torch.device("meta"):
+        whole_gpt = GPT(gpt_config)  # only for the number of operations
+    clipper = GradientClipper(model, tp=1)
+    return Training(whole_gpt, raw_model, model, [optimizer], grad_scaler(process), clipper)
+
+
+@dataclass
+class Subject:
+    """A model whose step is timed."""
+
+    label: str  # begins its row
+    config: TrainConfig
+    process: Process
+    training: Training
+    micro_batches: list  # of (x, y), (B, T) each
+    B: int  # sequences of a process in a step
+    T: int
+
+    @property
+    def n_tokens(self):
+        """The number of tokens in a step of all processes."""
+        return self.B * self.T * self.process.dp_size
+
+    def time_step(self):
+        """Makes a step -> its seconds. Raises UserError if memory runs out."""
+        begin = time.perf_counter()
+        with batch_size_advice(self.B):
+            # This also waits for the device.
+            train_step(
+                self.training,
+                self.n_tokens,
+                self.micro_batches,
+                self.config.grad_clip,
+                self.process,
+            )
+        return time.perf_counter() - begin
+
+
+def make_subject(name, given):
+    """Makes our model, or that of a peer, and random data -> Subject. Raises UserError.
+
+    given: {name: value} of the flags on the command line.
+    """
     bench = pick(BenchConfig, given)
     values = {**PRESETS[bench.preset], **given}
     gpt_config = pick(GPTConfig, values)
     config = pick(TrainConfig, values)
     process = start(config.device, config.dtype, config.tp, config.pp, config.parallel)
-    is_cuda = process.device.type == "cuda"
     T = gpt_config.block_size
-    largest_B = bench.batch_size or (64 if is_cuda else 4)
+    largest_B = bench.batch_size or (64 if process.device.type == "cuda" else 4)
     config = replace(
         config,
         compile=choose_compile(config.compile, process.device),
         batch_size=largest_B,
         total_batch_size=largest_B * T * process.dp_size,
+        optimizer=config.optimizer if name == OURS else "adamw",
     )
     sizes = plan_steps(config, T, math.inf, process.dp_size)
-    training = make_training(gpt_config, config, process)
-    B = bench.batch_size
-    if not B:
+    if name == OURS:
+        training = make_training(gpt_config, config, process)
+    else:
+        training = make_peer(name, gpt_config, config, process)
+    B = largest_B
+    if not (bench.batch_size or bench.peer):  # with peers, all models get the same batch
         B, sizes = fit_batch_size(training, config, T, sizes, process)
     # All steps have one size, (n, B). With --pp, a step has several micro-batches.
     _, micro_B = sizes[0]
-    n_tokens = B * T * process.dp_size  # in a step of all processes
     torch.manual_seed(process.dp_rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
-        micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
+    micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
+    label = f"{bench.preset} B={B} T={T}"
+    return Subject(label, config, process, training, micro_batches, B, T)
 
-        def time_step():
-            begin = time.perf_counter()
-            # This also waits for the device.
-            train_step(training, n_tokens, micro_batches, config.grad_clip, process)
-            return time.perf_counter() - begin
 
-        first = time_step()
-        time_step()  # the second step may be slow, too
-        seconds = [time_step() for _ in range(bench.steps)]
-        if bench.profile:
-            with torch.profiler.profile() as profiler:
-                time_step()
-            sort_by = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
-            print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
-            if process.rank == 0:
-                profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
+def describe(subject, first, seconds):
+    """Returns the row of a Subject. first: seconds of its first step. seconds: of the others."""
+    config = subject.config
+    process = subject.process
     ms = [1000 * each for each in seconds]
-    tok_s = n_tokens / statistics.median(seconds)
-    flops = tok_s * training.whole_gpt.flops_per_token()
+    tok_s = subject.n_tokens / statistics.median(seconds)
+    flops = tok_s * subject.training.whole_gpt.flops_per_token()
     parts = [
         f"{'compiled' if config.compile else 'eager'} {process.dtype_name} {config.optimizer}",
-        f"{bench.preset} B={B} T={T}",
+        subject.label,
         f"{statistics.median(ms):,.0f} ms ({min(ms):,.0f}-{max(ms):,.0f})",
         f"{tok_s:,.0f} tok/s",
         f"{flops / 1e12:.2f} TFLOP/s",
@@ -134,8 +209,87 @@ def main(argv=None):
         parts.append(f"{flops / peak:.1%} of peak")
     parts.append(f"{peak_memory(process.device) / 1e9:.2f} GB")
     parts.append(f"first step {first:.1f} s")
-    print0(" | ".join(parts))
-    process.barrier()
+    return " | ".join(parts)
+
+
+def profile_step(subject):
+    """Prints the operations of a step that take longest, and writes bench_trace.json."""
+    with torch.profiler.profile() as profiler:
+        subject.time_step()
+    is_cuda = subject.process.device.type == "cuda"
+    sort_by = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
+    print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
+    if subject.process.rank == 0:
+        profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
+
+
+def compare(names, given):
+    """Times models in turn, each in a process of its own. Prints their rows. Raises UserError."""
+    _, _, world_size = read_ranks()
+    if world_size > 1:
+        raise UserError(f"--peer {names[-1]}: needs one process; do not use torchrun")
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    pipes = []
+    for name in names:
+        pipe, other_end = context.Pipe()
+        # A daemon ends with this process.
+        context.Process(target=serve, args=(name, given, other_end), daemon=True).start()
+        other_end.close()  # so that `receive` fails if the process ends
+        receive(pipe)  # the next process starts when this one has made its first step
+        pipes.append(pipe)
+    for _ in range(ROUNDS):
+        for pipe in pipes:
+            pipe.send("round")
+            receive(pipe)
+    for name, pipe in zip(names, pipes):
+        pipe.send("row")
+        print0(f"{name} {receive(pipe)}")
+
+
+def receive(pipe):
+    """Returns what a process sends. Raises its UserError, or one if it has ended."""
+    try:
+        found = pipe.recv()
+    except EOFError:  # Linux may kill it without a message if memory runs out
+        raise UserError("a model's process has ended; try a smaller --batch_size") from None
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def serve(name, given, pipe):
+    """Makes steps of a model whenever `compare` asks for a round, and at last sends the row."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends compare, which ends this process
+    try:
+        subject = make_subject(name, given)
+        first = subject.time_step()
+        seconds = []
+        pipe.send("ready")
+        while pipe.recv() == "round":
+            subject.time_step()  # the caches are full of the numbers of another model
+            for _ in range(pick(BenchConfig, given).steps):
+                seconds.append(subject.time_step())
+            torch.cuda.empty_cache()  # the others need this memory
+            pipe.send("done")
+        pipe.send(describe(subject, first, seconds))
+    except UserError as error:
+        pipe.send(error)
+
+
+def main(argv=None):
+    given = parse_flags(__doc__, BenchConfig, shared_config(), argv=argv)
+    bench = pick(BenchConfig, given)
+    if bench.peer:
+        compare([OURS, *bench.peer], given)
+        return
+    subject = make_subject(OURS, given)
+    first = subject.time_step()
+    subject.time_step()  # the second step may be slow, too
+    seconds = [subject.time_step() for _ in range(bench.steps)]
+    if bench.profile:
+        profile_step(subject)
+    print0(describe(subject, first, seconds))
+    subject.process.barrier()
 
 
 def peak_memory(device):

@@ -1,14 +1,17 @@
 """The benchmark: what it times and what it prints."""
 
 import re
-import runpy
-import shutil
-import subprocess
+import threading
+from queue import Queue
+from types import SimpleNamespace
+
+from plaingpt.base.errors import UserError
 
 import pytest
 import torch
-from conftest import ROOT, program
+from conftest import program
 
+import bench
 from model import GPT, GPTConfig
 
 SMALL = [
@@ -29,20 +32,10 @@ ROW = (
 )
 
 
-@pytest.fixture(scope="module")
-def with_peers(tmp_path_factory):
-    """A copy of bench.py to which experiments/peers.patch is applied."""
-    directory = tmp_path_factory.mktemp("peers")
-    shutil.copy(ROOT / "bench.py", directory)
-    subprocess.run(["git", "apply", ROOT / "experiments/peers.patch"], cwd=directory, check=True)
-    return directory / "bench.py"
-
-
-def test_peers_compute_the_same_loss(with_peers):
-    Peer = runpy.run_path(with_peers)["Peer"]
+def test_peers_compute_the_same_loss():
     torch.manual_seed(0)
     config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=256)
-    plain, hf, ours = Peer("plain", config), Peer("transformers", config), GPT(config)
+    plain, hf, ours = bench.Peer("plain", config), bench.Peer("transformers", config), GPT(config)
     x, y = torch.randint(256, (2, 2, 16))  # (B, T) each
     state = ours.state_dict()
     plain.model.load_state_dict(state)
@@ -50,7 +43,7 @@ def test_peers_compute_the_same_loss(with_peers):
     hf.model.load_state_dict({name: p.t() if ".h." in name else p for name, p in state.items()})
     torch.testing.assert_close(plain(x, y)[1], ours(x, y)[1])
     torch.testing.assert_close(hf(x, y)[1], ours(x, y)[1])
-    assert Peer("plain", GPTConfig(1, 1, 8, 8)).model.lm_head.weight.size(0) == 50304
+    assert bench.Peer("plain", GPTConfig(1, 1, 8, 8)).model.lm_head.weight.size(0) == 50304
 
 
 @pytest.mark.parametrize(
@@ -67,10 +60,69 @@ def test_bench_prints_a_row(tmp_path, optimizer, processes, flags):
         assert "Self CPU time total" in out and (tmp_path / "bench_trace.json").stat().st_size
 
 
-@pytest.mark.parametrize("step", ["plaingpt", "plain", "transformers"])
-def test_peers_print_a_row(tmp_path, with_peers, step):
-    out, _ = program(*SMALL, "--batch_size", 2, "--step", step, cwd=tmp_path, program=with_peers)
-    assert re.search(ROW.format(f"{step} ", "muon" if step == "plaingpt" else "adamw"), out, re.M)
+@pytest.mark.slow
+def test_peers_get_a_row_each(tmp_path):
+    flags = ["--batch_size", 2, "--peer", "transformers", "plain"]
+    out, _ = program(*SMALL, *flags, cwd=tmp_path, program="bench.py", fresh=True)
+    rows = out.splitlines()
+    for row, (name, optimizer) in zip(
+        rows, [("plaingpt", "muon"), ("transformers", "adamw"), ("plain", "adamw")], strict=True
+    ):
+        assert re.search(ROW.format(f"{name} ", optimizer), row), row
+
+
+def test_models_are_timed_in_turn(monkeypatch, capsys):
+    """Each has an untimed step and --steps timed ones in each of three rounds."""
+    made = []
+
+    class Subject:
+        def __init__(self, name):
+            self.name = name
+
+        def time_step(self):
+            made.append(self.name)
+            return len(made)
+
+    def make_pipe():
+        first, second = Queue(), Queue()
+        return [
+            SimpleNamespace(send=outbox.put, recv=inbox.get, close=lambda: None)
+            for inbox, outbox in ((first, second), (second, first))
+        ]
+
+    threads = SimpleNamespace(Process=threading.Thread, Pipe=make_pipe)
+
+    monkeypatch.setattr(bench, "make_subject", lambda name, given: Subject(name))
+    monkeypatch.setattr(bench, "describe", lambda subject, first, seconds: f"{first} {seconds}")
+    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: threads)
+    monkeypatch.setattr(bench.signal, "signal", lambda *handler: None)
+    bench.main(["--peer", "plain", "--steps", "2"])
+    assert made == ["plaingpt", "plain", *3 * (3 * ["plaingpt"] + 3 * ["plain"])]
+    assert capsys.readouterr().out == (
+        "plaingpt 1 [4, 5, 10, 11, 16, 17]\nplain 2 [7, 8, 13, 14, 19, 20]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, variables, sentence",
+    [
+        ("--peer plain", dict(RANK="0", WORLD_SIZE="2"), "--peer plain: needs one process; do not"),
+        ("--peer plain --profile", {}, "--profile.*: not allowed with argument --peer; see --help"),
+        ("--peer other", {}, "--peer: invalid choice: 'other'"),
+    ],
+)
+def test_peers_that_cannot_be_timed(flags, variables, sentence, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        bench.main(flags.split())
+
+
+@pytest.mark.slow
+def test_a_peer_that_does_not_fit_into_memory(tmp_path):
+    flags = [*SMALL, "--batch_size", 10**12, "--peer", "plain"]
+    _, err = program(*flags, cwd=tmp_path, program="bench.py", status=2, fresh=True)
+    assert re.fullmatch("error: --batch_size 10{12}: out of memory; try .*\n", err)
 
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):
