@@ -2,7 +2,7 @@
 
 import math
 import struct
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
@@ -29,11 +29,11 @@ def configs(*flags):
     return resolved(*flags)[:2]
 
 
-def resolved(*flags, saved=None):
+def resolved(*flags, saved=None, process=ALONE):
     """What `resolve` decides from these flags."""
     given = given_flags(*flags)
     sources = Sources(choose_data(given), given.get("tokenizer"))
-    return resolve(given, sources, saved, ALONE, GPT, TrainConfig)
+    return resolve(given, sources, saved, process, GPT, TrainConfig)
 
 
 def config_of(*flags):
@@ -170,6 +170,16 @@ def test_all_contradictions_are_reported_together():
         "n_head",
         "vocab_size",
     ]
+
+
+def test_mps_recomputes_no_dropout():
+    """PyTorch does not repeat the masks there."""
+    process = replace(ALONE, device=torch.device("mps"))
+    flags = ["--activation_checkpointing", "--dropout"]
+    with pytest.raises(UserError, match="is wrong with dropout on mps; add --dropout 0$"):
+        resolved(*flags, 0.1, process=process)
+    resolved(*flags, 0, process=process)
+    resolved(*flags, 0.1)
 
 
 def test_each_setting_has_an_origin(tmp_path):

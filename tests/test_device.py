@@ -175,6 +175,12 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
     assert taken == [0, 1, 2, 3, 4]
 
 
+def test_on_mps_only_the_main_thread_makes_batches():
+    """There, two threads at once may crash the process."""
+    batches = (threading.current_thread() for _ in range(2))
+    assert [*prefetch(batches, torch.device("mps"))] == [threading.main_thread()] * 2
+
+
 def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
     """Otherwise pinned memory would also start CUDA on GPU 0 for every process."""
     used, device = [], torch.device("cuda:3")

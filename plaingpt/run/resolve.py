@@ -131,7 +131,8 @@ def resolve(given, sources, saved, process, GPT, TrainConfig):
         names = before.keys() & {"warmup_steps", "val_every"}
         settings.take("checkpoint", {name: before[name] for name in names})
     settings.take("steps", fit_to_steps(settings))
-    problems = find_useless(given, settings.values) + find_misfits(given, settings.values, start)
+    problems = find_useless(given, settings.values)
+    problems += find_misfits(given, settings.values, start, process.device)
     if problems:
         raise UserError("; ".join(problems))
     show_choices(settings, start, sources)
@@ -209,14 +210,18 @@ def find_useless(given, values):
     return problems
 
 
-def find_misfits(given, values, start):
-    """Returns a sentence for each flag that does not fit the model, its weights or the data."""
+def find_misfits(given, values, start, device):
+    """Returns a sentence for each flag that does not fit the model, its weights, data or device."""
     problems = []
     if values["n_embd"] % values["n_head"]:
         problems.append(f"--n_head: must be a divisor of --n_embd, which is {values['n_embd']}")
     n_vocab = start.tokenizer.n_vocab
     if not start.weights and values["vocab_size"] < n_vocab:
         problems.append(f"--vocab_size: the data have {n_vocab} ids; give at least as many")
+    if values["activation_checkpointing"] and values["dropout"] and device.type == "mps":
+        # torch draws other dropout masks the second time, and the gradients are wrong
+        # (pytorch/pytorch#127676).
+        problems.append("--activation_checkpointing: is wrong with dropout on mps; add --dropout 0")
     wrong = []
     for name, value in start.shape.items():
         if given.get(name, value) != value:
