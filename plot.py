@@ -44,8 +44,15 @@ PANELS = dict(
     norm="gradient norm before clipping",
     tok_s="tokens per second",
 )
-# These are published scores. build-nanogpt measured the loss on FineWeb-Edu.
-SCORES = dict(loss={"GPT-2 124M": 3.2924}, hella={"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337})
+# These are published scores. build-nanogpt measured the loss on FineWeb-Edu. docs/benchmarks.md has
+# the sources of the others.
+SCORES = dict(
+    loss={"GPT-2 124M": 3.2924},
+    hella={"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337},
+    lambada={"GPT-2 124M": 0.3256, "GPT-3 125M": 0.427},
+    story={"GPT-3 125M, per token": 0.633},
+    wikitext={"GPT-2 124M": 37.37},
+)
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
 
 

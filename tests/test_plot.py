@@ -90,6 +90,29 @@ def test_streams_that_differ_in_their_last_number_share_a_panel():
     assert labels == [f"run, grad_{i}" for i in range(12)]
 
 
+def test_published_scores_are_drawn():
+    """Those of the loss are only for FineWeb-Edu."""
+    streams = {name: {0: 1.0, 1: 1.0} for name in ("val", "hella", "lambada", "story", "wikitext")}
+    figure = plot.draw({"run": (streams, {})}, "steps")
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [
+        [],
+        ["GPT-2 124M: 0.2955", "GPT-3 125M: 0.337"],
+        ["GPT-2 124M: 0.3256", "GPT-3 125M: 0.427"],
+        ["GPT-3 125M, per token: 0.633"],
+        ["GPT-2 124M: 37.37"],
+    ]
+    assert [line.get_ydata()[0] for line in figure.axes[2].lines[1:]] == [0.3256, 0.427]
+
+
+def test_published_scores_are_those_of_the_page():
+    page = (ROOT / "docs/benchmarks.md").read_text("utf-8")
+    for i, stream in enumerate(("hella", "lambada", "story", "wikitext"), start=2):
+        for label, score in plot.SCORES[stream].items():
+            model = label.removesuffix(", per token")
+            (row,) = re.findall(rf"^\| {model} \|.*", page, re.M)
+            assert f"{score:g}" in row.split("|")[i]
+
+
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_writes_every_format(tmp_path, kind):
     program(BABY, BABY, "--output", f"x.{kind}", cwd=tmp_path, program="plot.py")
