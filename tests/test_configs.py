@@ -1,6 +1,7 @@
 """From flags to the configuration of a run: presets, schedules, and the sizes of steps."""
 
 import math
+import re
 import struct
 from dataclasses import asdict, fields, replace
 
@@ -317,17 +318,35 @@ def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
     [
         (
             dict(rampup_steps=4, rampup_batch_size=1024),
-            "--rampup_batch_size: is above --total_batch_size; give a smaller one",
+            "--rampup_batch_size 1024: is above --total_batch_size 512; give a smaller one",
         ),
-        (dict(batch_size=3), "--batch_size: give a divisor of 8, at most 8"),
+        (
+            dict(batch_size=3),
+            "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
+            "--block_size 64 / 1 processes); give a divisor of 8",
+        ),
         (
             dict(batch_size=3, rampup_steps=4, rampup_batch_size=256),
-            "--batch_size: give a divisor of 8",
+            "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
+            "--block_size 64 / 1 processes); give a divisor of 8",
         ),
-        (dict(pp=16), "--pp 16: must be at most 8"),
-        (dict(total_batch_size=500), "--total_batch_size: give a multiple of 64"),
+        (
+            dict(batch_size=3, pp=2),
+            "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
+            "--block_size 64 / 1 processes); give a divisor of 8, at most 4",
+        ),
+        (
+            dict(pp=16),
+            "--pp 16: each process has 8 sequences in a step (--total_batch_size 512 / "
+            "--block_size 64 / 1 processes); give at most 8 stages",
+        ),
+        (
+            dict(total_batch_size=500),
+            "--total_batch_size 500: give a multiple of 64 (--block_size 64 x 1 "
+            "processes), at most the data's 64000000 tokens",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(settings, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         plan_steps(TrainConfig(**{"total_batch_size": 512, **settings}), 64, 10**6, 1)

@@ -46,7 +46,9 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
     assert find_device("auto", world_size=2).type == "cpu"  # hidden
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, local_rank in (("cuda:1", 0), ("cuda", 2), ("auto", 2)):
-        with pytest.raises(UserError, match="use cuda with at most --nproc_per_node=2$"):
+        with pytest.raises(
+            UserError, match="has 2; use --device cuda with at most --nproc_per_node=2$"
+        ):
             find_device(name, local_rank, world_size=3)
 
 
@@ -227,6 +229,13 @@ def test_every_program_refuses_a_lone_rank(monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(UserError, match="^RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset"):
         importlib.import_module(name).main()
+
+
+def test_a_model_that_needs_more_processes():
+    with pytest.raises(
+        UserError, match="--tp 2 --pp 3: needs a multiple of 6 processes, and there"
+    ):
+        start("cpu", "float32", tp=2, pp=3)
 
 
 def test_ranks_that_fit(monkeypatch):

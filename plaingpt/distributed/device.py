@@ -28,7 +28,10 @@ def find_device(name, local_rank=0, world_size=1):
     if name.startswith("cuda") and world_size > 1:
         # Each process needs a GPU of its own. If there is none at all, the error below says why.
         if ":" in name or local_rank >= n_gpus > 0:
-            raise UserError(f"--device {name}: use cuda with at most --nproc_per_node={n_gpus}")
+            raise UserError(
+                f"--device {name}: each process needs its own GPU, and torch has {n_gpus}; use "
+                f"--device cuda with at most --nproc_per_node={n_gpus}"
+            )
     what = f"--device {name}: torch {torch.__version__} cannot use it"
     with explaining(what, "try --device cpu", (RuntimeError, AssertionError)):
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)

@@ -70,7 +70,11 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
     rank, local_rank, world_size = read_ranks()
     n_parts = pp * tp  # processes that share one model
     if world_size % n_parts:
-        raise UserError(f"--tp {tp} --pp {pp}: use torchrun with a multiple of {n_parts} processes")
+        raise UserError(
+            f"--tp {tp} --pp {pp}: needs a multiple of {n_parts} processes, and there "
+            f"{'is' if world_size == 1 else 'are'} {world_size}; use torchrun "
+            f"--nproc_per_node={n_parts}"
+        )
     device = find_device(device, local_rank, world_size)
     set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
     is_cuda = device.type == "cuda"

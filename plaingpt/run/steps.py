@@ -22,7 +22,10 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     if not config.rampup_steps:
         return [(n, B)]
     if config.rampup_batch_size > config.total_batch_size:
-        raise UserError("--rampup_batch_size: is above --total_batch_size; give a smaller one")
+        raise UserError(
+            f"--rampup_batch_size {config.rampup_batch_size}: is above --total_batch_size "
+            f"{config.total_batch_size}; give a smaller one"
+        )
     first, first_B = step_size(config, "rampup_batch_size", *limits)
     sizes = []
     for step in range(config.rampup_steps):
@@ -41,13 +44,24 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
     size = getattr(config, flag)  # in tokens
     unit = T * dp_size  # in tokens: a sequence on every process
     if size % unit or not unit <= size <= n_sequences * T:
-        raise UserError(f"--{flag}: give a multiple of {unit}, up to the data's {n_sequences * T}")
+        raise UserError(
+            f"--{flag} {size}: give a multiple of {unit} (--block_size {T} x {dp_size} processes), "
+            f"at most the data's {n_sequences * T} tokens"
+        )
     share = size // unit  # sequences of a process
-    if share < config.pp:
-        raise UserError(f"--pp {config.pp}: must be at most {share}, the sequences of a process")
-    B = min(config.batch_size, share // config.pp)  # pp micro-batches, so every stage has work
+    explanation = (
+        f"each process has {share} sequences in a step (--{flag} {size} / --block_size {T} / "
+        f"{dp_size} processes)"
+    )
+    most = share // config.pp  # pp micro-batches, so every stage has work
+    if most == 0:
+        raise UserError(f"--pp {config.pp}: {explanation}; give at most {share} stages")
+    B = min(config.batch_size, most)
     while share % B and not keeps_batch_size:
         B -= 1
     if share % B:
-        raise UserError(f"--batch_size: give a divisor of {share}, at most {share // config.pp}")
+        limit = f", at most {most}" if config.pp > 1 else ""
+        raise UserError(
+            f"--batch_size {config.batch_size}: {explanation}; give a divisor of {share}{limit}"
+        )
     return share * dp_size, B
