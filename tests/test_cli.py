@@ -78,6 +78,11 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
             "error: the package no_such_package is missing: pip install no_such_package\n",
         ),
         (
+            'import os, sys\nos.mkdir("wandb_")\nsys.path.append(".")\nrequire("wandb_")',
+            2,
+            "error: the package wandb_ is missing: pip install wandb_\n",
+        ),
+        (
             'with writing("a/b"):\n    open("a/b", "w")',
             2,
             "error: a/b: cannot write (No such file "
@@ -86,7 +91,7 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
         ("print(1)\nraise BrokenPipeError", 141, ""),
         ("pass", 0, ""),
     ],
-    ids=["user", "package", "writing", "pipe", "none"],
+    ids=["user", "package", "folder", "writing", "pipe", "none"],
 )
 def test_other_exits(source, status, line, tmp_path):
     assert run_source(source, tmp_path, status) == line

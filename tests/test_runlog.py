@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from plaingpt.run.progress import Progress
+from plaingpt.run.sinks import find_wandb_id
 
 import conftest
 import pytest
@@ -178,6 +179,19 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
     assert len(ids) == 1 and settings == ["6", "12"] and samples == {5, 6, 10, 12}
     log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
     assert found == pytest.approx(log, rel=1e-6)
+
+
+def test_the_run_of_wandb_that_goes_on(tmp_path):
+    """The newest one, online or not. Its id may have dashes, as WANDB_RUN_ID can give it."""
+    assert find_wandb_id(tmp_path) is None
+    for name in (
+        "offline-run-20260102_101010-my-2-run-9",
+        "run-20260101_101010-abc",
+        "latest-run",
+        "run-x",
+    ):
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+    assert find_wandb_id(tmp_path) == "my-2-run-9"
 
 
 def test_wandb_without_a_login_is_one_sentence(tmp_path):

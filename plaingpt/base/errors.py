@@ -38,10 +38,20 @@ def run_program(main):
 def require(module):
     """Imports a module of an optional package. Raises UserError with the command to install it."""
     try:
-        return importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:  # the package is missing, or another one that it needs
-        name = error.name.partition(".")[0]
-        raise UserError(f"the package {name} is missing: pip install {name}") from error
+        raise missing_package(error.name) from error
+    package = sys.modules[module.partition(".")[0]]
+    # Python also imports a folder that has the name of a missing package. It has no __file__.
+    if getattr(package, "__file__", None) is None:
+        raise missing_package(module)
+    return imported
+
+
+def missing_package(module):
+    """Makes the UserError for a module whose package is missing."""
+    name = module.partition(".")[0]
+    return UserError(f"the package {name} is missing: pip install {name}")
 
 
 @contextlib.contextmanager

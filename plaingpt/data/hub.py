@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from plaingpt.base.errors import explaining
+from plaingpt.base.errors import explaining, require
 
 
 def load_hub(dataset, name=None, split="train", patient=True):
@@ -11,7 +11,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
     patient: if False, and the hub does not answer in five seconds, only the cache is used.
     `datasets` itself would wait for minutes. Raises UserError.
     """
-    import datasets
+    datasets = require("datasets")
     import requests  # `datasets` needs this package, too
 
     if not (patient or datasets.config.HF_HUB_OFFLINE):

@@ -34,7 +34,7 @@ class RunLog:
         """Opens the run directory, and the connections to TensorBoard and wandb."""
         # Imports these packages before anything is moved, because one of them may be missing.
         if self.config.tensorboard:
-            require("torch.utils.tensorboard")
+            require("tensorboard")  # torch.utils.tensorboard needs it
         if self.config.wandb:
             require("wandb")
         directory = self.path.parent

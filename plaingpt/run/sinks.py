@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases: they get the numbers of log.txt, and samples, too."""
 
+import re
 import weakref
 from dataclasses import asdict
 
@@ -33,14 +34,10 @@ class WandB:
 
     def __init__(self, directory, config, gpt_config):
         self.wandb = require("wandb")
-        old_runs = sorted(directory.glob("wandb/*run-*-*"))  # wandb/run-{time}-{id}
-        run_id = None
-        if old_runs:
-            run_id = old_runs[-1].name.rpartition("-")[2]
         with explaining("--wandb", "first run wandb login", self.wandb.Error):
             run = self.wandb.init(
                 project=config.wandb,
-                id=run_id,
+                id=find_wandb_id(directory),
                 resume="allow",
                 name=directory.name,
                 dir=directory,
@@ -55,3 +52,13 @@ class WandB:
         for name, value in values.items():
             sent[name] = self.wandb.Html(value) if isinstance(value, str) else value
         self.wandb.log(sent, step=step)
+
+
+def find_wandb_id(directory):
+    """Returns the id of the newest run of W&B in a run directory, or None."""
+    ids = []
+    for path in directory.glob("wandb/*run-*"):
+        # The id may have dashes.
+        if found := re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(.+)", path.name):
+            ids.append(found.groups())  # (time, id)
+    return max(ids)[1] if ids else None
