@@ -36,7 +36,7 @@ log/baby.1.
 
 The order of a run, which is the order of main:
 
-  1. the flags are read, and the processes of torchrun join, each with its device
+  1. the flags are read; the processes join, each with its device
   2. the data are found, and with --resume also the checkpoint
   3. flags, preset, data, weights and device give the configuration
   4. the data sets are opened, and a loader puts their sequences into an order
