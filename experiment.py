@@ -59,7 +59,16 @@ LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger 
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 # Facts in run.json that are not part of a run's identity. Data have a fingerprint, too.
-OTHER_FACTS = ("git_commit", "untracked_files", "started", "seed", "log_dir", "data", "max_minutes")
+OTHER_FACTS = (
+    "git_commit",
+    "untracked_files",
+    "started",
+    "origins",
+    "seed",
+    "log_dir",
+    "data",
+    "max_minutes",
+)
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
 TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
 
