@@ -230,10 +230,13 @@ def compare(names, given):
         raise UserError(f"--peer {names[-1]}: needs one process; do not use torchrun")
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     pipes = []
+    workers = []
     for name in names:
         pipe, other_end = context.Pipe()
-        # A daemon ends with this process.
-        context.Process(target=serve, args=(name, given, other_end), daemon=True).start()
+        # After an error or Ctrl-C, a daemon ends with this process.
+        worker = context.Process(target=serve, args=(name, given, other_end), daemon=True)
+        worker.start()
+        workers.append(worker)
         other_end.close()  # so that `receive` fails if the process ends
         receive(pipe)  # the next process starts when this one has made its first step
         pipes.append(pipe)
@@ -241,9 +244,10 @@ def compare(names, given):
         for pipe in pipes:
             pipe.send("round")
             receive(pipe)
-    for name, pipe in zip(names, pipes):
+    for name, pipe, worker in zip(names, pipes, workers):
         pipe.send("row")
         print0(f"{name} {receive(pipe)}")
+        worker.join()  # lets it remove its semaphores, about which Python would warn
 
 
 def receive(pipe):
