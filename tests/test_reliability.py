@@ -581,7 +581,7 @@ CASES = {
         ("--epochs 5", "unknown flags: --epochs (use --max_steps)"),
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: cannot be read ( ... check it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
-        ("--n_head 3", "--n_head: must be a divisor of --n_embd, which is 128"),
+        ("--n_head 3", "--n_head 3: must be a divisor of --n_embd, which is 128"),
         ("--vocab_size 100", "--vocab_size: the data have 256 ids; give at least as many"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
