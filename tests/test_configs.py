@@ -168,7 +168,7 @@ def test_all_contradictions_are_reported_together():
         config_of("--decay_steps", 9, "--n_head", 3, "--vocab_size", 1)
     assert [part.split(":")[0] for part in str(error.value).split("; --")] == [
         "--decay_steps",
-        "n_head",
+        "n_head 3",
         "vocab_size",
     ]
 

@@ -213,8 +213,9 @@ def find_useless(given, values):
 def find_misfits(given, values, start, device):
     """Returns a sentence for each flag that does not fit the model, its weights, data or device."""
     problems = []
-    if values["n_embd"] % values["n_head"]:
-        problems.append(f"--n_head {values['n_head']}: must be a divisor of --n_embd, which is {values['n_embd']}")
+    n_head, n_embd = values["n_head"], values["n_embd"]
+    if n_embd % n_head:
+        problems.append(f"--n_head {n_head}: must be a divisor of --n_embd, which is {n_embd}")
     n_vocab = start.tokenizer.n_vocab
     if not start.weights and values["vocab_size"] < n_vocab:
         problems.append(f"--vocab_size: the data have {n_vocab} ids; give at least as many")
