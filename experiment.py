@@ -44,7 +44,13 @@ from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.machine import count_cores
 from plaingpt.base.terminal import print0
-from plaingpt.run.copies import changes_of_clone, find_commit, make_copy, remove_copies
+from plaingpt.run.copies import (
+    changes_of_clone,
+    check_committed,
+    find_commit,
+    make_copy,
+    remove_copies,
+)
 from plaingpt.run.intervals import compare_pairs
 from plaingpt.run.ledger import entry_as_line, read_ledgers
 
@@ -305,6 +311,7 @@ def main():
     commit = find_commit(config.base)
     if patches:
         changes = b"".join(Path(path).read_bytes() for path in patches)
+        check_committed(changes)
         files = []
         names = [Path(path).stem for path in patches]
     else:

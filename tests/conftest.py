@@ -199,6 +199,26 @@ def overfit(model, rows, last, steps=40, lr=0.01):
         optimizer.zero_grad()
 
 
+def apply_patch(name, directory):
+    """Applies a patch of experiments/ to copies of this clone's files, edits included.
+
+    git merges it with edits near it. It takes the file that the patch was made from out of the
+    history of this clone.
+    """
+
+    def git(*command, cwd=directory):
+        done = subprocess.run(["git", *command], cwd=cwd, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    git("init")
+    objects = ROOT / git("rev-parse", "--git-path", "objects", cwd=ROOT)
+    (directory / ".git/objects/info/alternates").write_text(f"{objects}\n")
+    git("add", ".")
+    git("apply", "--3way", ROOT / f"experiments/{name}.patch")
+    shutil.rmtree(directory / ".git")
+
+
 def write_lines(path, records):
     """Writes records as JSON lines -> path."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

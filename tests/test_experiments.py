@@ -2,7 +2,6 @@
 
 import runpy
 import shutil
-import subprocess
 
 from plaingpt.scoring.rows import Row
 from plaingpt.scoring.score import forward
@@ -10,7 +9,7 @@ from plaingpt.scoring.score import forward
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, checkpoint, program, randomise, read_log, spawn
+from conftest import ROOT, TINY, apply_patch, checkpoint, program, randomise, read_log, spawn
 
 # Changed lines.
 LIMITS = {
@@ -110,7 +109,7 @@ def test_every_patch_is_here_and_short():
 @pytest.mark.parametrize("name", LIMITS)
 def test_experiment(tmp_path, plain, name):
     copy_program(tmp_path)
-    subprocess.run(["git", "apply", ROOT / f"experiments/{name}.patch"], cwd=tmp_path, check=True)
+    apply_patch(name, tmp_path)
     flags = ["--schedule", "inverse-sqrt"] if name == "inverse-sqrt" else []
     out, _ = run(tmp_path, "run", 10, *flags)
     log = read_log(tmp_path / "run")
@@ -131,8 +130,7 @@ def test_experiment(tmp_path, plain, name):
 
 def test_a_stream_of_ones_own(tmp_path):
     copy_program(tmp_path)
-    patch = ROOT / f"experiments/{ENTROPY}.patch"
-    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    apply_patch(ENTROPY, tmp_path)
     run(tmp_path, "run", 5)
     log = read_log(tmp_path / "run")
     uniform = np.mean([np.log(n) for n in range(1, 17)])  # fresh weights attend to all equally

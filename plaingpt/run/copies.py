@@ -1,5 +1,6 @@
 """Copies of this clone at a commit, with changes. git calls them worktrees."""
 
+import contextlib
 import os
 import shutil
 
@@ -27,6 +28,22 @@ def changes_of_clone(commit):
     return changes, files
 
 
+def check_committed(patch):
+    """Raises UserError if a file that a patch changes has edits that are not in a commit.
+
+    The edits would not be in the copies, because a patch changes a commit. patch: bytes.
+    """
+    lines = run_git("apply", "--numstat", "-z", "-", data=patch)  # added, deleted, name
+    files = [line.rpartition("\t")[2] for line in os.fsdecode(lines).split("\0")[:-1]]
+    edited = run_git("diff", "--name-only", "-z", "HEAD", "--", *files)
+    if edited:
+        name = os.fsdecode(edited).split("\0")[0]
+        raise UserError(
+            f"{name}: has changes that are not committed, and the patch changes a commit; "
+            "commit or undo them first"
+        )
+
+
 def make_copy(place, commit, changes=b"", files=()):
     """Copies a commit, changes the copy, and adds files of this clone. Raises UserError.
 
@@ -36,12 +53,36 @@ def make_copy(place, commit, changes=b"", files=()):
     shutil.rmtree(place, ignore_errors=True)
     run_git("worktree", "add", "--force", "--detach", place, commit)
     if changes:
-        run_git("apply", "-", place=place, data=changes)
+        apply_patch(place, changes)
     for file in files:
         target = place / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CLONE / file, target)
         run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
+
+
+def apply_patch(place, patch):
+    """Applies a patch to a copy. Raises UserError.
+
+    git merges it with later changes of the same file: the patch names the blob, which is the file
+    that it was made from, and that is in the history of this clone. patch: bytes.
+    """
+    with contextlib.suppress(UserError):
+        run_git("apply", "--3way", "-", place=place, data=patch)
+        return
+    conflicts = run_git("diff", "--name-only", "--diff-filter=U", "-z", place=place)
+    if conflicts:
+        name = os.fsdecode(conflicts).split("\0")[0]
+        raise UserError(
+            f"{name}: the patch and the commit change the same lines; "
+            "run git apply --3way in your clone, edit the file, and make a new patch"
+        )
+    if run_git("rev-parse", "--is-shallow-repository").strip() == b"true":
+        raise UserError(
+            "the patch does not apply, and this shallow clone may not have the file that it was "
+            "made from; run git fetch --unshallow"
+        )
+    run_git("apply", "-", place=place, data=patch)  # raises an error that says which line differs
 
 
 def remove_copies(places):

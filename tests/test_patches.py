@@ -1,0 +1,114 @@
+"""experiments/*.patch: git merges them with edits near them, also in experiment.py."""
+
+import re
+import subprocess
+
+from plaingpt.base.errors import UserError
+from plaingpt.run.copies import check_committed, make_copy
+
+import pytest
+from conftest import ROOT
+from test_experiments import ENTROPY
+
+PATCHES = sorted(ROOT.glob("experiments/*.patch"))
+# An edit of attention. Only attention-entropy changes a line next to it.
+EDIT = (
+    "k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each\n",
+    "k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each; an edit\n",
+)
+AUTHOR = ["-c", "user.name=a", "-c", "user.email=a"]
+
+
+def git(*command, cwd=ROOT):
+    done = subprocess.run(["git", *command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def make_clone(directory, *flags):
+    """Clones this clone. Its model.py and patches are those of the working tree, and committed."""
+    git("clone", "--no-local", *flags, f"file://{ROOT}", directory)
+    for path in [ROOT / "model.py", *PATCHES]:
+        (directory / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    commit_all(directory)
+
+
+def commit_all(directory):
+    git(*AUTHOR, "commit", "--all", "--allow-empty", "--message", "edit", cwd=directory)
+
+
+def edit_attention(directory):
+    text = (directory / "model.py").read_text()
+    assert text.count(EDIT[0]) == 1
+    (directory / "model.py").write_text(text.replace(*EDIT))
+
+
+def needs_history():
+    if git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("this clone is shallow; run git fetch --unshallow")
+
+
+def test_each_patch_names_files_that_are_in_the_history():
+    """Otherwise git cannot merge it in a fresh clone."""
+    needs_history()
+    history = {line.split()[0] for line in git("rev-list", "--objects", "HEAD").splitlines()}
+    for path in PATCHES:
+        patch = path.read_text()
+        blobs = re.findall(r"^index ([0-9a-f]{40})\.\.[0-9a-f]{40}", patch, re.M)
+        assert len(blobs) == patch.count("diff --git "), f"{path.name}: use git diff --full-index"
+        assert history.issuperset(blobs), f"{path.name}: commit the file, and make the patch again"
+
+
+@pytest.mark.slow
+def test_patches_are_merged_with_an_edit_of_attention(tmp_path, monkeypatch):
+    """A patch and a later edit give the file that the same edit of a patched file gives."""
+    needs_history()
+    make_clone(tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "clone")
+    make_copy(tmp_path / "before", "HEAD")
+    edit_attention(tmp_path / "clone")
+    commit_all(tmp_path / "clone")
+    for path in PATCHES:
+        if path.stem == ENTROPY:
+            with pytest.raises(UserError, match="^model.py: the patch and the commit change the"):
+                make_copy(tmp_path / "copy", "HEAD", path.read_bytes())
+            continue
+        make_copy(tmp_path / "copy", "HEAD", path.read_bytes())
+        git("apply", path, cwd=tmp_path / "before")
+        edit_attention(tmp_path / "before")
+        for name in git("diff", "--name-only", cwd=tmp_path / "before").splitlines():
+            expected = (tmp_path / "before" / name).read_bytes()
+            assert (tmp_path / "copy" / name).read_bytes() == expected, (path.name, name)
+        git("reset", "--hard", cwd=tmp_path / "before")
+
+
+@pytest.mark.slow
+def test_a_shallow_clone_says_what_it_lacks(tmp_path, monkeypatch):
+    """A patch that applies as it is needs no history."""
+    make_clone(tmp_path / "clone", "--depth", "1")
+    edit_attention(tmp_path / "clone")
+    commit_all(tmp_path / "clone")
+    git(*AUTHOR, "clone", "--depth", "1", f"file://{tmp_path}/clone", tmp_path / "shallow")
+    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "shallow")
+    patches = {path.stem: path.read_bytes() for path in PATCHES}
+    make_copy(tmp_path / "copy", "HEAD", patches["relu2"])
+    with pytest.raises(UserError, match="shallow clone .*; run git fetch --unshallow$"):
+        make_copy(tmp_path / "copy", "HEAD", patches["qknorm"])
+
+
+@pytest.mark.slow
+def test_an_edit_that_is_not_committed(tmp_path, monkeypatch):
+    """Only in a file that the patch changes, and also if git add was called."""
+    make_clone(tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "clone")
+    patches = {path.stem: path.read_bytes() for path in PATCHES}
+    edit_attention(tmp_path / "clone")
+    check_committed(patches["z-loss"])
+    for command in ("status", "add"):
+        git(command, "model.py", cwd=tmp_path / "clone")
+        with pytest.raises(
+            UserError, match="^model.py: has changes that are not committed, .* first$"
+        ):
+            check_committed(patches["z-loss"] + patches["relu2"])
+    commit_all(tmp_path / "clone")
+    check_committed(patches["relu2"])
