@@ -1,17 +1,22 @@
 """Starts programs fast: forks each from a process that has already imported torch.
 
 Otherwise a program runs as from a shell: the file runs as __main__, in a process with its own
-directory, environment, output and exit status. A Program is used like a subprocess.Popen.
+directory, environment, output and exit status. A Program is used like a subprocess.Popen. A program
+that starts others with sys.executable can be given a Python that forks them, too.
 """
 
+import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import resource
 import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,13 +44,16 @@ CONTEXT.set_forkserver_preload(
 
 
 class Program:
-    """limits: {resource of setrlimit: bytes}. root: if False, file modes also apply to root."""
+    """limits: {resource of setrlimit: bytes}. root: if False, file modes also apply to root.
 
-    def __init__(self, path, flags, cwd, env, limits=None, root=True):
+    executable: what the program finds as sys.executable.
+    """
+
+    def __init__(self, path, flags, cwd, env, limits=None, root=True, executable=sys.executable):
         self.args = [str(path), *flags]
         readers, writers = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(2)))
         self.process = CONTEXT.Process(
-            target=become, args=(self.args, str(cwd), env, writers, limits or {}, root)
+            target=start, args=(self.args, str(cwd), env, writers, limits or {}, root, executable)
         )
         self.process.start()
         self.pid = self.process.pid
@@ -79,27 +87,81 @@ class Program:
         return tuple(text.result() for text in texts)
 
 
-def become(argv, cwd, env, outputs, limits, root):
-    """Sets up the new process as a shell and Python do, then runs the program."""
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
+def start(argv, cwd, env, outputs, limits, root, executable):
+    """Sets up the new process as a shell does, then runs the program."""
     for number, end in enumerate(outputs, start=1):
         os.dup2(end.fileno(), number)
         end.close()
-    encoding = env.get("PYTHONIOENCODING", "utf-8")
-    sys.stdout = open(1, "w", encoding=encoding, buffering=1, closefd=False)
-    sys.stderr = open(
-        2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
-    )
     for name, size in limits.items():
         resource.setrlimit(name, (size, size))
     if not root and os.geteuid() == 0:
         drop_override()
+    sys.executable = str(executable)
+    become(argv, cwd, env)
+
+
+def become(argv, cwd, env):
+    """Sets up Python as in a new process, then runs the program."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    encoding = env.get("PYTHONIOENCODING", "utf-8")
+    sys.stdin = open(0, encoding=encoding, closefd=False)
+    sys.stdout = open(1, "w", encoding=encoding, buffering=1, closefd=False)
+    sys.stderr = open(
+        2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
+    )
     gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
     rest = [place for place in sys.path if "tests" not in place]
     sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *rest]
     runpy.run_path(argv[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def forking_python():
+    """Starts a server -> path of a program that acts as Python, but lets the server fork."""
+    with tempfile.TemporaryDirectory() as directory:  # the path of a socket must be short
+        path, address = Path(directory, "python"), f"{directory}/socket"
+        client = Path(__file__).with_name("fork_client.py")
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{client}" {address} "$@"\n')
+        path.chmod(0o700)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            server = CONTEXT.Process(target=serve, args=(listener, str(path)))
+            server.start()
+        try:
+            yield path
+        finally:
+            server.kill()
+
+
+def serve(listener, executable):
+    """Forks a program for each connection. Ends ten minutes after the last one."""
+    sys.executable = executable
+    listener.settimeout(600)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            run_for_client(connection)
+            os._exit(0)
+        connection.close()
+
+
+def run_for_client(connection):
+    """Runs the program that a client asks for, with its files, and sends the exit status."""
+    request, files, *_ = socket.recv_fds(connection, 2**20, 3)
+    while more := connection.recv(2**20):
+        request += more
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    process = multiprocessing.get_context("fork").Process(target=become, kwargs=json.loads(request))
+    process.start()
+    for number in range(3):
+        os.close(number)  # so that a reader of these files sees their end
+    process.join()
+    connection.sendall(str(process.exitcode).encode())
 
 
 def drop_override():

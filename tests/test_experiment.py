@@ -14,6 +14,7 @@ from plaingpt.run.intervals import compare_pairs, t95, unpaired_interval
 import numpy as np
 import pytest
 from conftest import ROOT, program
+from forked import forking_python
 from test_experiments import copy_program
 
 import experiment as lab
@@ -82,7 +83,10 @@ def git(directory, *command):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("clone")
+    """A clone, beside a program that acts as Python in which experiment.py starts its runs."""
+    lab = tmp_path_factory.mktemp("lab")
+    directory = lab / "clone"
+    directory.mkdir()
     git(directory, "init")
     git(directory, "commit", "--allow-empty", "-m", "from before part 24")
     copy_program(directory)
@@ -93,7 +97,9 @@ def clone(tmp_path_factory):
     (directory / "log").symlink_to(tmp_path_factory.mktemp("larger-disk"))
     git(directory, "add", ".")
     git(directory, "commit", "-m", "base")
-    return directory
+    with forking_python() as python:
+        (lab / "python").symlink_to(python)
+        yield directory
 
 
 def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more=()):
@@ -114,6 +120,7 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
             *more,
             cwd=clone,
             program=clone / "experiment.py",
+            executable=clone.parent / "python",
             status=STATUS[verdict],
         )
     finally:
