@@ -258,9 +258,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def no_process_survives():
-    """A failed test leaves no program behind, which would slow down the other tests."""
+def no_process_survives(request):
+    """A failed test leaves no program behind. A test that starts one must be marked slow."""
     yield
+    assert not STARTED or "slow" in request.keywords, "starts a program: write @pytest.mark.slow"
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:

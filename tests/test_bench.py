@@ -14,6 +14,8 @@ from conftest import program
 import bench
 from model import GPT, GPTConfig
 
+pytestmark = pytest.mark.slow  # each test starts a program
+
 SMALL = [
     "--preset",
     "baby",

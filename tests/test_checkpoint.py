@@ -22,6 +22,7 @@ from train_gpt2 import TrainConfig
 # Saving
 
 
+@pytest.mark.slow
 def test_what_a_run_writes(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
     saved = checkpoint(tmp_path / "run", 2)
@@ -45,6 +46,7 @@ def test_what_a_run_writes(tmp_path):
     assert run["device"].startswith("cpu") and run["processes"] == 2
 
 
+@pytest.mark.slow
 def test_saving_and_keeping(tmp_path):
     """A resumed run saves at the same steps as a whole one, and deletes no file of the user."""
     flags = ["--log_dir", "run", "--save_every", 5]
@@ -56,6 +58,7 @@ def test_saving_and_keeping(tmp_path):
         assert names(tmp_path / "run", "*.pt") == [*saved, "model_mine.pt"]
 
 
+@pytest.mark.slow
 def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     # The model becomes too sure of a and b.
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
@@ -85,6 +88,7 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     assert (12, "val") not in read_log(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
     """Not the latest time, because a clock may go backwards. Names of other kinds are ignored."""
     shutil.copytree(whole, tmp_path / "log" / "run")
@@ -95,6 +99,7 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
     assert out.count("--- sample ") == 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
     """Another model.py gives one note, also before an error of its own."""
     path, note = copy / "model_000010.pt", "was written by another model.py\n"
@@ -111,6 +116,7 @@ def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
 # Resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -137,6 +143,7 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
         torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
     """test_parallel.py tests other layouts."""
     (copy / "model_000010.pt").unlink()
@@ -149,6 +156,7 @@ def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
         assert f"note: max_steps changes from {step - 2} to {step}\n" in out
 
 
+@pytest.mark.slow
 def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
     flags = ["--schedule", "wsd", "--decay_steps", 4]
     train(*flags, "--log_dir", "long", "--max_steps", 14, cwd=tmp_path)
@@ -159,6 +167,7 @@ def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
     assert long == run and len(run) == 14
 
 
+@pytest.mark.slow
 def test_the_best_model_survives_a_resume(tmp_path):
     """Its validation was after the checkpoint from which the run continues."""
     flags = [
@@ -187,6 +196,7 @@ def test_the_best_model_survives_a_resume(tmp_path):
     assert torch.load(best, weights_only=True)["step"] == 20
 
 
+@pytest.mark.slow
 def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
     derived = {"warmup_steps": 4, "val_every": 2, "min_lr": 4e-4}
     flags = [
@@ -219,6 +229,7 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 # Starting from other weights
 
 
+@pytest.mark.slow
 def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path, whole):
     train(
         "--log_dir",
@@ -244,6 +255,7 @@ def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path, whole):
         torch.testing.assert_close(t, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -278,6 +290,7 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     assert checkpoint(tmp_path / "mixed", 2)["tokenizer"] == "gpt2"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
     """A run that began with --init_from is resumed without that flag, and without its shape."""
     flags = (
@@ -309,6 +322,7 @@ def place(directory, name):
     shutil.copy(ROOT / f"tests/checkpoints/{name}.pt", directory / "run" / "model_000004.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]], ids=["one", "fsdp", "tp", "pp"]
 )
@@ -321,6 +335,7 @@ def test_a_run_goes_on_from_a_file_of_df748ca(tmp_path, flags):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
 
 
+@pytest.mark.slow
 def test_a_run_of_e2d0309_goes_on(tmp_path):
     """Since then, the order of the data has changed, so the losses cannot be compared."""
     place(tmp_path, "e2d0309")
@@ -330,6 +345,7 @@ def test_a_run_of_e2d0309_goes_on(tmp_path):
     assert float(log[4, "val"]) == pytest.approx(5.389914, rel=1e-5)  # of its own log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["transformer.wte.weight.exp_avg", "transformer.ln_f.bias.exp_avg"])
 def test_moments_of_a_wrong_shape_are_refused(copy, key):
     saved = checkpoint(copy, 10)
@@ -339,6 +355,7 @@ def test_moments_of_a_wrong_shape_are_refused(copy, key):
     assert err == f"error: {key} has a wrong shape in the checkpoint; resume from another\n"
 
 
+@pytest.mark.slow
 def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
     """Windows refuses to delete a mapped file, so a resumed run could not save any more."""
     monkeypatch.setattr("plaingpt.weights.checkpoint.sys", SimpleNamespace(platform="win32"))

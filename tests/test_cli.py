@@ -43,6 +43,7 @@ def run_source(source, cwd, status):
     return program(cwd=cwd, program=cwd / "prog.py", status=status)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, last_line",
     [
@@ -68,6 +69,7 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
     assert "pip install" not in err and "another process" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, status, line",
     [
@@ -191,6 +193,7 @@ def test_help(capsys, monkeypatch):
 PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text("utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_fits_80_columns(name, tmp_path):
     out, err = program("--help", cwd=tmp_path, program=name, env=dict(COLUMNS="80"))
@@ -202,6 +205,7 @@ def test_help_fits_80_columns(name, tmp_path):
 # Output and names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
 def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
     command = f"{sys.executable} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
@@ -209,6 +213,7 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
 
 
+@pytest.mark.slow
 def test_text_for_a_terminal_of_ascii(whole, tmp_path):
     out, _ = program(
         "--checkpoint",
@@ -222,6 +227,7 @@ def test_text_for_a_terminal_of_ascii(whole, tmp_path):
     assert "caf\\xe9" in out
 
 
+@pytest.mark.slow
 def test_names_that_are_not_utf8(tmp_path):
     name = os.fsdecode(b"caf\xe9.txt")
     (tmp_path / name).write_text(TEXT)

@@ -114,6 +114,7 @@ def theirs():
     return model, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["nanogpt", "build-nanogpt"])
 def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
     model, weights = theirs
@@ -148,6 +149,7 @@ def test_only_biases_may_be_missing(theirs, tmp_path):
         load_model(str(tmp_path / "ckpt.pt"), GPT)
 
 
+@pytest.mark.slow
 def test_a_directory_of_save_to_disk(tmp_path):
     import datasets
 

@@ -117,6 +117,7 @@ def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_p
         assert choose_preset(given, Sources(given["data"])) == preset
 
 
+@pytest.mark.slow
 def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])

@@ -167,6 +167,7 @@ def run_core(tmp_path, tiny, *flags, processes=1):
     return result["figures"], losses, out
 
 
+@pytest.mark.slow
 def test_every_item_and_figure_follow_nanochats_rules(tiny, tmp_path):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     centered, losses, expected = [], [], {}
@@ -195,6 +196,7 @@ def test_every_item_and_figure_follow_nanochats_rules(tiny, tmp_path):
             assert f"{name:<34}  {task['accuracy']:.4f}" in out
 
 
+@pytest.mark.slow
 def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
     items = read_items(tiny[1], "copa")
     random.Random(1337).shuffle(items)

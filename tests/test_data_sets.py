@@ -97,6 +97,7 @@ def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix,
         splits(tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_large_ids_are_refused(tmp_path):
     for id, shown, name in ((65536, "65536", "x.idx"), (-1, "4294967295", "x.bin")):
         write_megatron(tmp_path / "x", [[1] * 500, [id] * 500], "<i4", 4)
@@ -190,6 +191,7 @@ def plain_mixture(rows, shares, T, seed):
         yield rows[k][j * T : j * T + T + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [("0.55", "0.05", "0.4"), ("1", "2", "1/3"), ("1", "1", "1")])
 def test_a_mixture_equals_a_plain_loop(sets, weights):
     sources = Sources([f"{sets / name}={weight}" for name, weight in zip("abc", weights)])

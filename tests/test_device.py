@@ -136,6 +136,7 @@ def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, t
     assert all(p.grad is None for p in training.raw_model.parameters())
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     i, ramp = TINY.index("--batch_size"), ["--rampup_steps", "4", "--rampup_batch_size", "256"]
@@ -284,6 +285,7 @@ __import__(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["train_gpt2", "bench", "generate", "hellaswag", "lambada", "storycloze", "wikitext", "core"],

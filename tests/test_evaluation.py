@@ -198,6 +198,7 @@ def run_benchmark(name, tiny, tmp_path, *flags, processes):
     return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hellaswag", "hellaswag harness", "lambada", "storycloze"])
 def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path, capsys):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
@@ -251,6 +252,7 @@ def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path
         assert figures["acc_norm_byte"] == accuracy(n_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [0, 16])
 def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path):
     """Predicts every token after the first once.
@@ -288,6 +290,7 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
     assert figures["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path):
     assert perplexity(1.0) == pytest.approx(np.e) and perplexity(10000.0) == np.inf
     (tmp_path / "zh.txt").write_text("海" * 3000)
@@ -313,6 +316,7 @@ def test_a_plain_text_is_not_changed():
     assert "( b )" in example.endings[0]
 
 
+@pytest.mark.slow
 def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     assert [wikitext.detokenize(page) for page in PAGES] == TEXTS
     whole = " \n" + "\n".join(PAGES)
@@ -518,6 +522,7 @@ def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_pa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
     """JSON lines, Parquet and text."""
     records = [{**r, "label": int(r["label"])} for r in hellaswag_records()]
@@ -560,6 +565,7 @@ def hub(tmp_path, monkeypatch):
         yield requests
 
 
+@pytest.mark.slow
 def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
     flags = ["--json", "o.json", "--checkpoint", "run"]
     for name, n in (("hellaswag", 8), ("lambada", 4), ("wikitext", 1)):
@@ -618,6 +624,7 @@ def test_training_with_benchmarks_gives_the_same_curve(hub, tmp_path):
     assert log.items() <= longer.items() and {(10, "train"), (12, "hella")} <= longer.keys()
 
 
+@pytest.mark.slow
 def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     """The run does not wait for a hub that it cannot reach."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -639,6 +646,7 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     assert (10, "hella") not in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, message",
     [
@@ -684,6 +692,7 @@ if __name__ == "__main__":
 SAID = 'logged="share", proportions=("share",),'
 
 
+@pytest.mark.slow
 def test_a_benchmark_says_what_its_figures_are(copy, tmp_path):
     """Nothing depends on the name of a figure, or on the order of report()."""
     (tmp_path / "own.py").write_text(OWN.replace("SAID", SAID))
@@ -712,6 +721,7 @@ def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, capsys):
     assert "step 5 | mine 0.5000" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", ["", 'logged="acc",'])
 def test_a_benchmark_that_does_not_say_what_is_logged_is_refused(said, tmp_path):
     """Also before it is skipped because its data are missing. Older benchmarks did not say it."""

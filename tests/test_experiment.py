@@ -139,6 +139,7 @@ def runs(clone):
     return sorted(path.name for path in (clone / "log/experiments/runs").iterdir())
 
 
+@pytest.mark.slow
 def test_an_experiment_and_what_later_ones_use_again(clone):
     rate = "groups, lr=learning_rate, betas"  # AdamW's, for the embeddings
     found = experiment(clone, "worse", old=rate, new=rate.replace("lr=", "lr=0.01 * "))
@@ -214,6 +215,7 @@ CHEATS = [
 ]
 
 
+@pytest.mark.slow
 def test_nothing_cheats_the_score(clone):
     for file, old, new, reason in CHEATS:
         found = experiment(clone, "invalid", file=file, old=old, new=new)
@@ -224,6 +226,7 @@ def test_nothing_cheats_the_score(clone):
             assert (run / "model_000040.pt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, reason",
     [
@@ -236,11 +239,13 @@ def test_losses_of_other_data_do_not_compare(clone, flags, reason):
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_a_change(clone):
     found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "80"])
     assert found["n"] == 2 and found["difference"] < 0
 
 
+@pytest.mark.slow
 def test_names_of_untracked_files_and_settings_of_git(clone):
     """Emacs locks a file with a link that leads nowhere. git quotes names that are not ASCII."""
     (clone / UNTRACKED[1]).write_text("x = 1\n")
@@ -252,6 +257,7 @@ def test_names_of_untracked_files_and_settings_of_git(clone):
     assert "docstrings" in found["reason"]
 
 
+@pytest.mark.slow
 def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
     """But Python itself, which may be in the clone, does not."""
     copy_program(tmp_path)
@@ -304,6 +310,7 @@ def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     assert devices["1"] == devices["2"] == devices["3"] != devices["0"]
 
 
+@pytest.mark.slow
 def test_what_a_change_prints_is_no_answer(clone):
     """audit_logits.py writes logits to its standard output, to which model.py may print, too."""
     found = experiment(
@@ -315,6 +322,7 @@ def test_what_a_change_prints_is_no_answer(clone):
     assert found["difference"] == 0
 
 
+@pytest.mark.slow
 def test_an_error_of_the_model_is_told(clone):
     """It comes from the copy with the change, through the program in the copy of the base."""
     found = experiment(
@@ -327,6 +335,7 @@ def test_an_error_of_the_model_is_told(clone):
     assert found["reason"].startswith(reason)
 
 
+@pytest.mark.slow
 def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
     assert "has no attribute 'atn'" in found["reason"] and "n" not in found
@@ -347,6 +356,7 @@ def test_a_change_that_fails(clone):
     assert "patch failed: model.py:1" in found["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, sentence",
     [

@@ -106,6 +106,7 @@ def test_every_patch_is_here_and_short():
         assert patch.count("diff --git") == 1 and all(len(line) <= 101 for line in hunks), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 def test_experiment(tmp_path, plain, name):
     copy_program(tmp_path)
@@ -128,6 +129,7 @@ def test_experiment(tmp_path, plain, name):
     check_positions(runpy.run_path(tmp_path / "model.py"))
 
 
+@pytest.mark.slow
 def test_a_stream_of_ones_own(tmp_path):
     copy_program(tmp_path)
     apply_patch(ENTROPY, tmp_path)
@@ -178,6 +180,7 @@ def copy_with_scale(directory, heads="1", q="q", mlp=""):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["()", "(config.n_head, 1, 1)"])
 def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path, shape):
     copy_with_scale(tmp_path, heads=f"Scale{shape}", q="self.scale(q)")
@@ -185,6 +188,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path, sh
     assert_split_run_matches(tmp_path, "tp", (read_log(tmp_path / "run"), out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edits, message",
     [
@@ -216,6 +220,7 @@ def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
     assert process.returncode == 2 and err.splitlines()[-1] == f"error: --tp: {message}"
 
 
+@pytest.mark.slow
 def test_gradients_are_compared_in_the_first_step_that_has_finite_ones(tmp_path):
     """The scale of float16 is too large for three steps. Until then, nothing can be compared."""
     copy_with_scale(tmp_path, mlp=", Scale()")

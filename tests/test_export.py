@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from model import GPT
 
+pytestmark = pytest.mark.slow  # each test starts a program
+
 transformers = pytest.importorskip("transformers")
 KINDS = ("bytes", "gpt2", "own")
 PROMPTS = ["MARLOW: ", "the harbor  and\n\n", "中文 é", ""]

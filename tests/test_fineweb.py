@@ -187,6 +187,7 @@ def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatc
     assert [p.name for p in files if p.suffix != ".npy"] == ["meta.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_proc", [1, 3])
 def test_several_files_and_threads(documents, tmp_path, num_proc):
     """The order of the flags is the order of the documents."""
@@ -232,6 +233,7 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
     assert "out is complete:" in capsys.readouterr().out and everything_in(out) == before
 
 
+@pytest.mark.slow
 def test_the_last_line_of_fineweb_works_as_printed(tmp_path):
     (tmp_path / "my.txt").write_text((ROOT / "input.txt").read_text()[:100_000])
     out, _ = program(
@@ -324,6 +326,7 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
     assert everything_in(out) == before
 
 
+@pytest.mark.slow
 def test_reads_a_dataset_from_the_hub(documents, tmp_path):
     """The real `datasets` with a local hub: a named configuration, and later no network."""
     documents = documents[:1500]

@@ -49,6 +49,7 @@ def test_postponed_annotations(capsys):
     assert "--rates FLOAT [FLOAT ...] numbers --kind NAME a choice [adamw]; one of adamw" in out
 
 
+@pytest.mark.slow
 def test_a_class_of_fields_of_another_file():
     """bench.py makes such a class."""
     (field, *_) = dataclasses.fields(Postponed)
@@ -58,6 +59,7 @@ def test_a_class_of_fields_of_another_file():
     assert parse_flags("", kind, argv=["--n", "3"]) == dict(n=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bench.py", "experiment.py", "hellaswag.py"])
 def test_programs_may_postpone_annotations(name, tmp_path):
     expected, _ = program("--help", cwd=tmp_path, program=name, env=dict(COLUMNS="80"))

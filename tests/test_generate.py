@@ -30,6 +30,7 @@ def trained(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
     """Also beyond the context of 32 bytes, where the window slides.
 
@@ -81,6 +82,7 @@ def script(monkeypatch, *rows):
     return SimpleNamespace(lm_head=torch.nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ids, flags, parts, whole",
     [
@@ -119,6 +121,7 @@ def test_end_of_text_ends_a_text(ignore, texts, monkeypatch):
     assert result["texts"] == texts
 
 
+@pytest.mark.slow
 def test_interactive_mode_reads_prompts_until_the_end(trained):
     flags = "--device cpu --interactive --max_new_tokens 5 --json chat.json".split()
     (process,) = spawn(*flags, cwd=trained, program="generate.py", fresh=True)
@@ -129,6 +132,7 @@ def test_interactive_mode_reads_prompts_until_the_end(trained):
     assert "...: has 40 tokens; give at most 31\n" in out and out.count("> ") == 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, tmp_path):
     """As a signal would: in the middle of a text, and at the prompt."""
     real, prompts = generate.generate_tokens, iter(["a", KeyboardInterrupt(), "a", EOFError()])

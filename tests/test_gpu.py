@@ -137,6 +137,7 @@ def test_memory_of_a_step_of_gpt2():
     assert torch.cuda.max_memory_allocated() < 28e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, first, second",
     [
@@ -188,6 +189,7 @@ def test_one_process_with_a_process_group(process_group, kind):
     torch.testing.assert_close(found, losses(dtype="float32"), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]], ids=["ddp", "fsdp", "tp", "pp"]

@@ -84,6 +84,7 @@ def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatc
     assert seen == dict(cuda=True, mps=False, cpu=False)
 
 
+@pytest.mark.slow
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     """Also if --preset mini counts its tokens first, and if the tokenizer is of a checkpoint."""
     text, encoded, real = "Hello, I'm a language model. " * 400, [], Tokenizer.encode

@@ -101,6 +101,7 @@ def test_all_logits_are_never_in_memory(grad):
     assert largest.numbers == 384 * 1024
 
 
+@pytest.mark.slow
 def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
     """The generated code for two chunks: no float32 logits, and one buffer for all chunks."""
     import torch._inductor.config as inductor

@@ -87,6 +87,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, way):
     """The same losses and norms as in a plain loop, which has one batch of 16 sequences a step."""
@@ -134,6 +135,7 @@ def test_losses_equal_those_of_transformers(pairs):
     assert loss == 0 and all((p.grad == 0).all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_only_the_responses_are_learned(tmp_path):
     """No model can know random prompts. So the loss is 0 only if they do not count."""
     rng = random.Random(1)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import TINY, assert_close_logs, checkpoint, program, read_log
 
+pytestmark = pytest.mark.slow  # each test starts a program
+
 # 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
 SMALL = [
@@ -152,7 +154,6 @@ def test_parallel_muon_with_bfloat16(tmp_path, processes, flags):
     assert one == two and one.keys() == {"muon", "adamw"}
 
 
-@pytest.mark.slow
 def test_fsdp_uses_the_calculated_memory(tmp_path):
     """28.5M parameters in float32 on two processes.
 

@@ -42,6 +42,7 @@ def test_the_plot_shows_the_log():
     assert y[3] == pytest.approx(np.mean(losses[:4]))
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     """The interval by hand: 0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
     for name, final in (
@@ -113,6 +114,7 @@ def test_published_scores_are_those_of_the_page():
             assert f"{score:g}" in row.split("|")[i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_writes_every_format(tmp_path, kind):
     program(BABY, BABY, "--output", f"x.{kind}", cwd=tmp_path, program="plot.py")
@@ -123,6 +125,7 @@ def test_writes_every_format(tmp_path, kind):
         assert pixels.shape[1] == 1200 and 0.7 < pixels.mean() < 1  # the background is white
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -147,6 +150,7 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
 # Runs that are resumed, damaged or have diverged
 
 
+@pytest.mark.slow
 def test_plot_by_tokens_after_a_resume_with_another_batch(copy, tmp_path):
     train(
         "--log_dir", "run", "--resume", "--max_steps", 14, "--total_batch_size", 1024, cwd=tmp_path

@@ -110,6 +110,7 @@ def lines(tmp_path_factory):
     return d
 
 
+@pytest.mark.slow
 def test_fineweb_continues_after_kills(tmp_path, lines):
     rng, out, flags = random.Random(2), tmp_path / "out", [*SHARDS, lines / "a.jsonl"]
     for number in [signal.SIGINT, *[signal.SIGKILL] * 7]:
@@ -133,6 +134,7 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
 # test_two_runs_in_one_directory closes a terminal.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment, step", [("step", 3), ("evaluation", 6), ("save", 5)])
 def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment, step):
     """The program finishes the step 2, the validation at step 5 or the save of step 4.
@@ -147,6 +149,7 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
     assert read_log(tmp_path / "run") == read_log(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, layout", [(signal.SIGTERM, []), (signal.SIGINT, ["--pp", 2])])
 def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number, layout):
     flags = ["--save_every", 0, "--log_dir", "run"]
@@ -166,6 +169,7 @@ def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, 
 # Row: Ctrl-C before the first step | the program ends, perhaps with a traceback; nothing is written
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_step(tmp_path, copy):
     """While the model is made, and while Python imports torch, which may print a traceback."""
     before, flags = everything_in(copy), [*TINY, "--log_dir", "run", "--resume"]
@@ -181,6 +185,7 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
 # Row: one of two processes is killed | the other stops; after a restart the run resumes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim, flags", [(0, []), (1, ["--parallel", "fsdp"]), (0, ["--pp", 2])])
 def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     """The other one ends, too. The run continues from the last step that was saved."""
@@ -202,6 +207,7 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
 # (`train_gpt2.py` needs `--resume`)
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
     flags = ["--log_dir", "run", "--save_every", 2, "--keep", 0]
     with small_disk(tmp_path / "run", 2**20) as limits:  # a checkpoint takes 420 kB
@@ -217,6 +223,7 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
     assert read_log(tmp_path / "run") == read_log(whole) and ("resumed" in out) == (not limits)
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_the_log_is_written(tmp_path):
     with small_disk(tmp_path / "run", 2**14) as limits:
         _, err = train(
@@ -240,6 +247,7 @@ def test_a_full_disk_while_the_log_is_written(tmp_path):
     assert all(re.fullmatch(r"\d+ \w+ [-+.e\d]+", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     flags = [*SHARDS, lines / "a.jsonl"]
     program(*flags, "--max_shards", 1, cwd=tmp_path, program="fineweb.py")
@@ -259,6 +267,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
 # Row: the disk is full while `export.py` replaces an export | error message; the old one stays
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     pytest.importorskip("transformers")
     flags = dict(cwd=tmp_path, program="export.py")
@@ -285,6 +294,7 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -337,6 +347,7 @@ def test_programs_load_files_safely_and_never_call_a_shell():
                 assert needed.get(name, "") in call and "remote_code=True" not in call, call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -353,6 +364,7 @@ def test_code_in_a_file_does_not_run(world, flags, message):
 # CRC-32 ¹
 
 
+@pytest.mark.slow
 def test_resumed_with_other_data(tmp_path, shards):
     """The same tokens in another directory are the same data. Other tokens are refused."""
     flags = [*TINY, "--val_tokens", 256, "--total_batch_size", 128, "--log_dir", "run", "--resume"]
@@ -373,6 +385,7 @@ def test_resumed_with_other_data(tmp_path, shards):
 # Row: the gradient is not finite | the step changes nothing; after ten in a row the run stops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(tmp_path, optimizer):
     """The third one. The next step changes all weights and moments."""
@@ -387,6 +400,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(tmp_path, optimizer):
     assert read_log(tmp_path / "run")[2, "norm"] == "nan"
 
 
+@pytest.mark.slow
 def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
     saved = checkpoint(tmp_path / "run", 2)
@@ -419,6 +433,7 @@ def test_a_process_whose_rank_is_wrong_changes_nothing(world):
 # Row: two programs in one run or shard directory | error message of the second one
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(tmp_path):
     flags = [*TINY, "--log_dir", "run", *LONG]
     (first,) = spawn(*flags, "--save_every", 3, cwd=tmp_path)
@@ -435,6 +450,7 @@ def test_two_runs_in_one_directory(tmp_path):
     assert f"resumed from step {step} " in out and names(tmp_path) == ["run"]
 
 
+@pytest.mark.slow
 def test_a_second_fineweb_in_a_directory(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "out").mkdir()
@@ -453,6 +469,7 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
 # nothing is written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["meta.json", "progress.json", "tokenizer.json"])
 def test_a_file_of_the_user_is_not_replaced(world, name):
     (world / f"my_{name}").mkdir()
@@ -464,6 +481,7 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
 # Row: a file or directory without permission | error message; nothing is written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, flags, message",
     [
@@ -495,6 +513,7 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
 # message
 
 
+@pytest.mark.slow
 def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     (tmp_path / "gbk.txt").write_bytes((b"a" * 60 + "中文".encode("gbk") * 10) * 50)
     out, _ = train("--data", "gbk.txt", "--val_tokens", 64, "--max_steps", 1, cwd=tmp_path)
@@ -507,6 +526,7 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
 # with `--strict`, error message
 
 
+@pytest.mark.slow
 def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     """test_fineweb.py has each kind of damage."""
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}, *[{}] * 7, {"text": "b"}])
@@ -521,6 +541,7 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
 # Row: text that the vocabulary does not have | `fineweb.py` notes its share of each shard
 
 
+@pytest.mark.slow
 def test_unknown_text_is_counted(tmp_path):
     model = dict(type="WordLevel", vocab={"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]")
     write_json(
@@ -643,6 +664,7 @@ def fails(world, name, flags, message):
     assert "Traceback" not in out and everything(world) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, flags, message", [(name, *case) for name, cases in CASES.items() for case in cases]
 )

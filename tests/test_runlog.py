@@ -21,6 +21,7 @@ import train_gpt2
 # The run directory
 
 
+@pytest.mark.slow
 def test_resume_without_a_run_starts_a_new_run_and_new_runs_move_old_ones(tmp_path):
     run = tmp_path / "run"
     out, _ = train("--log_dir", "run", "--resume", "--max_steps", 3, cwd=tmp_path)
@@ -34,6 +35,7 @@ def test_resume_without_a_run_starts_a_new_run_and_new_runs_move_old_ones(tmp_pa
     assert names(run) == ["log.txt", "model_000001.pt", "run.json"]
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_a_mount_point(tmp_path):
     """Old runs move to another disk. If --log_dir is a link, they move next to its target."""
     with small_disk(tmp_path / "run", 2**23):
@@ -50,6 +52,7 @@ def test_a_run_directory_that_is_a_mount_point(tmp_path):
 # Steps and notes
 
 
+@pytest.mark.slow
 def test_the_log_is_utf8_in_every_locale(tmp_path):
     """Windows has other encodings by default. The names of data sets are in the log."""
     code = r"""
@@ -67,6 +70,7 @@ assert read_log(path) == [(1, name, "2.5")]
     assert (tmp_path / "log.txt").read_text("utf-8") == "1 val_\u6570 2.5\n"
 
 
+@pytest.mark.slow
 def test_printed_steps(tmp_path):
     out, _ = train("--log_dir", "run", "--log_every", 4, cwd=tmp_path)
     assert re.findall(r"^step +(\d+)/10", out, re.M) == ["0", "4", "8", "9"]
@@ -90,6 +94,7 @@ def test_the_time_to_go_in_a_ramp(capsys):
     assert shown == ["13", "11", "08", "04", "00"]
 
 
+@pytest.mark.slow
 def test_small_data_get_a_note_each(tmp_path):
     (tmp_path / "t.txt").write_bytes((ROOT / "input.txt").read_bytes()[:3000])
     out, _ = train(
@@ -115,6 +120,7 @@ def test_small_data_get_a_note_each(tmp_path):
 # TensorBoard, and Weights & Biases
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
     """Kills a run between checkpoints and resumes it. Checks numbers, samples, configuration."""
     flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
@@ -194,6 +200,7 @@ def test_the_run_of_wandb_that_goes_on(tmp_path):
     assert find_wandb_id(tmp_path) == "my-2-run-9"
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login_is_one_sentence(tmp_path):
     env = dict(
         HOME=str(tmp_path),

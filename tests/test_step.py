@@ -59,6 +59,7 @@ def plain_curve(config, steps, batch=text_step):
     return curve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, tolerance",
     [(["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)],
@@ -91,6 +92,7 @@ def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5 * tolerance), step
 
 
+@pytest.mark.slow
 def test_float16_scales_the_loss_and_skips_overflows(tmp_path):
     train("--log_dir", "half", "--dtype", "float16", cwd=tmp_path)
     train("--log_dir", "full", cwd=tmp_path)
@@ -136,6 +138,7 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
 # Compiled
 
 
+@pytest.mark.slow
 def test_a_run_compiles_its_model_once():
     """Although train_step sets an attribute for DDP, and a validation uses the same model."""
     training = make_training(MODEL, TrainConfig(), ALONE)
@@ -155,6 +158,7 @@ def test_a_run_compiles_its_model_once():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_ddp_passes_bfloat16_between_its_compiled_parts(tmp_path):
     """DDP's compiler cuts the graph where a bucket is full. Only the residual stream is float32."""
     program(cwd=tmp_path, processes=1, program="tests/ddp_parts.py")
@@ -163,6 +167,7 @@ def test_ddp_passes_bfloat16_between_its_compiled_parts(tmp_path):
 # Muon
 
 
+@pytest.mark.slow
 def test_muon_on_two_processes(tmp_path):
     """Muon computes in bfloat16, so rounding differences grow to 1/256. The tolerance is larger."""
     for n in (1, 2):
@@ -170,6 +175,7 @@ def test_muon_on_two_processes(tmp_path):
     assert_close_logs(tmp_path / "1", tmp_path / "2", rel=2e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work_of_muon(tmp_path):
     flops = {}
     for processes in (1, 2):

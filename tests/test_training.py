@@ -37,6 +37,7 @@ from train_gpt2 import DataLoaderLite, TrainConfig, get_lr
 # Processes
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_match_one_process(tmp_path, whole):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
@@ -53,6 +54,7 @@ def test_two_processes_of_torchrun_match_one_process(tmp_path, whole):
     assert len(read_log(whole)) == 10 * 4 + 2 * 3
 
 
+@pytest.mark.slow
 def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     """27 sequences, always computed as 64. Two processes have 8 of a step, even if B is larger."""
     model, shapes = fresh(MODEL), set()
@@ -79,6 +81,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
         assert float(read_log(tmp_path / name)[0, "val"]) == pytest.approx(found, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_batch_grows_also_if_a_run_resumes_with_fewer_processes(tmp_path):
     flags = ["--rampup_steps", 4, "--rampup_batch_size", 128, "--max_steps", 6]
     train("--log_dir", "one", *flags, cwd=tmp_path)
@@ -92,6 +95,7 @@ def test_the_batch_grows_also_if_a_run_resumes_with_fewer_processes(tmp_path):
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
     """The second process has another text, rate, or log_dir, without the checkpoint."""
     (tmp_path / "my.txt").write_text(TEXT * 9)
@@ -122,6 +126,7 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
         assert message in err
 
 
+@pytest.mark.slow
 def test_one_process_checks_a_checkpoint(tmp_path):
     """It reads the file from end to end."""
     train("--max_steps", 4, "--val_every", 2, "--keep_best", "--log_dir", "run", cwd=tmp_path)
@@ -151,12 +156,14 @@ def test_one_process_checks_a_checkpoint(tmp_path):
 # Seeds
 
 
+@pytest.mark.slow
 def test_shuffle_and_seed_change_the_curve(tmp_path):
     for name, flags in (("a", []), ("b", ["--no-shuffle"]), ("c", ["--seed", 2])):
         train("--log_dir", name, "--max_steps", 1, *flags, cwd=tmp_path)
     assert len({read_log(tmp_path / name)[0, "train"] for name in "abc"}) == 3
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
     """Every step and process has the same sequence, so only the masks change the losses."""
     text = (ROOT / "input.txt").read_bytes()[:33]
@@ -190,6 +197,7 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
 # Stopping early
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
     (process,) = spawn(
@@ -233,6 +241,7 @@ def test_main_returns_the_last_figures(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_main_twice_in_one_process(tmp_path, capsys):
     """As in a notebook: the lock is free again, and the signal handlers are the old ones."""
     flags = [*TINY, "--log_dir", str(tmp_path / "run"), "--max_steps"]
@@ -273,6 +282,7 @@ def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
     assert mapped == [False, False]
 
 
+@pytest.mark.slow
 def test_another_model_beside_a_notebook(tmp_path):
     """It is never taken for ours without a word: train_gpt2.py names it."""
     (tmp_path / "model.py").write_text("class GPT: pass\nclass GPTConfig: pass\n")

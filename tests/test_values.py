@@ -5,6 +5,8 @@ import torch
 from conftest import checkpoint, program, read_log, spawn
 from test_experiments import SMALL, WAYS, copy_program, edit_model, run
 
+pytestmark = pytest.mark.slow  # each test starts a program
+
 BEFORE = "        self.dropout = config.dropout\n"
 SIZE = "        B, T, C = x.size()\n"
 # nanoGPT's own line, given to attention as its mask.

@@ -126,6 +126,7 @@ def reference(path):
     return library
 
 
+@pytest.mark.slow
 def test_a_new_vocabulary(zh):
     """The same files give the same one; it needs fewer tokens than GPT-2's."""
     d, _ = zh
@@ -136,6 +137,7 @@ def test_a_new_vocabulary(zh):
     assert found.n_vocab == 8000 and found.special == {"<|endoftext|>": 7999}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["zh.json", "nfkc.json", "llama.json", "large.json", "gpt2", "bytes"]
 )
@@ -162,6 +164,7 @@ def test_ids_equal_the_library(zh, kind):
     assert found.encode("caf\udce9") == found.encode("caf\ufffd")  # from a prompt in Latin-1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, unknown, options",
     [
@@ -257,6 +260,7 @@ def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
         load_model(str(tmp_path), GPT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, flags, end",
     [
@@ -298,6 +302,7 @@ def test_from_a_text_to_scores(zh, tmp_path, kind):
     assert texts[0]["prompt"] == "一丁" and scores["figures"]["token_perplexity"] > 100
 
 
+@pytest.mark.slow
 def test_mixed_vocabularies_are_refused(zh, tmp_path):
     d, _ = zh
     for name, choice in (("zh", ["--tokenizer", d / "zh.json"]), ("en", [])):
@@ -317,6 +322,7 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
     program(*TINY, *flags, "--max_steps", 1, cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "bytes", "zh.json"])
 def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
     """From the probabilities of all tokens. Special tokens do not count as text."""
@@ -372,6 +378,7 @@ def test_a_tokenizer_json_that_the_package_refuses():
         get_tokenizer(json.dumps(source)).encode("a")
 
 
+@pytest.mark.slow
 def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
     """Samples and bits per byte, too."""
     make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / "zh.json")
@@ -407,6 +414,7 @@ def test_a_sample_of_few_large_documents(tmp_path):
     assert 190_000 < len(text) < 220_000 and 90_000 < text.count("b") < 120_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, error",
     [
@@ -424,6 +432,7 @@ def test_mistakes(flags, error, tmp_path):
     assert names(tmp_path) == ["t.txt"] and (tmp_path / "t.txt").stat().st_size == 2
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
     """By its name: a tokenizer.json, or the older pair; other files are not downloaded."""
     d, _ = zh
