@@ -29,7 +29,10 @@ def hash_of_program():
     library = Path(os.__file__).parent
     files = set()
     for module in list(sys.modules.values()):
-        file = Path(getattr(module, "__file__", None) or "/")
+        name = getattr(module, "__file__", None) or "/"
+        if not name.startswith(str(clone)):
+            continue  # most modules are of torch; to make a Path of each would take 0.05 s
+        file = Path(name)
         # Python itself and its packages may be in the clone, too.
         is_foreign = library in file.parents or "site-packages" in file.parts
         if clone in file.parents and file.suffix == ".py" and not is_foreign:
