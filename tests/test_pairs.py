@@ -101,14 +101,14 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
         "--log_dir",
         "run",
         "--max_steps",
-        20,
+        8,
         "--seed",
         1337,
         cwd=tmp_path,
         processes=processes,
     )
     loader, log = open_loader(items, seed=1337), read_log(tmp_path / "run")
-    curve = plain_curve(MODEL, 20, lambda step: loader.batch(16 * step, 16, CPU))
+    curve = plain_curve(MODEL, 8, lambda step: loader.batch(16 * step, 16, CPU))
     for step, (loss, norm) in enumerate(curve):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5e-5), step

@@ -26,7 +26,6 @@ WAYS = {
     "pp": (2, PP),
     "fsdp x pp": (4, FSDP + PP),
     "ddp x pp 3": (6, ["--pp", 3]),
-    "recompute, ddp": (2, RECOMPUTE),
     "recompute, fsdp": (2, RECOMPUTE + FSDP),
     "recompute, tp x pp": (4, RECOMPUTE + TP + PP),
 }

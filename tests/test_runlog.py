@@ -104,6 +104,8 @@ def test_small_data_get_a_note_each(tmp_path):
         200,
         "--val_every",
         20,
+        "--n_layer",
+        1,
         "--n_embd",
         128,
         "--log_dir",

@@ -44,7 +44,7 @@ def plain_curve(config, steps, batch=text_step):
         betas=(0.9, 0.95),
         foreach=False,
     )
-    rates = TrainConfig(max_lr=4e-3, min_lr=4e-4, warmup_steps=2, max_steps=20)
+    rates = TrainConfig(max_lr=4e-3, min_lr=4e-4, warmup_steps=2, max_steps=steps)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = get_lr(step, rates)

@@ -35,14 +35,13 @@ def edit_attention(directory, first):
     )
 
 
-@pytest.mark.parametrize("persistent", ["", ", persistent=False"], ids=["persistent", "other"])
-def test_a_buffer_as_a_mask(tmp_path, persistent):
+def test_a_buffer_as_a_mask(tmp_path):
     """Trains as without it, on every layout, or is refused; is saved, resumed and loaded."""
     copy_program(tmp_path)
     run(tmp_path, "plain", 10)
     plain = read_log(tmp_path / "plain")
     (name, line), forward = MASK
-    edit_model(tmp_path, (name, line.format(persistent)), forward)
+    edit_model(tmp_path, (name, line.format("")), forward)
     run(tmp_path, "run", 10)
     log = read_log(tmp_path / "run")
     for key, value in plain.items():
@@ -51,7 +50,7 @@ def test_a_buffer_as_a_mask(tmp_path, persistent):
     run(tmp_path, "run", 10, "--resume")
     assert read_log(tmp_path / "run") == log
     weights = checkpoint(tmp_path / "run", 10)["model"]
-    assert ("transformer.h.0.attn.bias" in weights) == (not persistent)
+    assert "transformer.h.0.attn.bias" in weights
     flags = ["--checkpoint", "run", "--max_new_tokens", 5, "--device", "cpu"]
     program(*flags, cwd=tmp_path, program=tmp_path / "generate.py")
     for way, more in (("ddp", []), ("fsdp", WAYS["fsdp"]), ("pp", WAYS["pp"])):
@@ -62,18 +61,34 @@ def test_a_buffer_as_a_mask(tmp_path, persistent):
     _, err = run(tmp_path, "tp", 5, *WAYS["tp"], processes=2, status=2)
     assert "--tp: transformer.h.0.attn.bias is a buffer" in err
     assert "one GPU and DDP train it" in err
+    # A buffer that is not saved: the same curve, also resumed, and on a layout that moves it.
+    edit_model(tmp_path, (".bool())", ".bool(), persistent=False)"))
+    for flags in ([], ["--resume"]):
+        run(tmp_path, "other", 10, *flags)
+        assert read_log(tmp_path / "other") == log
+        weights = checkpoint(tmp_path / "other", 10)["model"]
+        assert "transformer.h.0.attn.bias" not in weights
+        (tmp_path / "other/model_000010.pt").unlink()
+    run(tmp_path, "other fsdp", 5, *WAYS["fsdp"], processes=2)
+    for key, value in read_log(tmp_path / "other fsdp").items():
+        assert float(value) == pytest.approx(float(log[key]), rel=1e-5), key
 
 
-@pytest.mark.parametrize(
-    "first", ["torch.tensor([0.5])", "torch.eye(config.n_embd)", "torch.zeros(16, 16)"]
-)
-def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path, first):
+def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
+    """A gain, a matrix, and a matrix of zeros."""
     copy_program(tmp_path)
-    edit_attention(tmp_path, first)
+    first = dict(
+        gain="torch.tensor([0.5])", mix="torch.eye(config.n_embd)", zeros="torch.zeros(16, 16)"
+    )
+    lines = [f"        self.{name} = nn.Parameter({code})\n" for name, code in first.items()]
+    use = f"{SIZE}        x = x + x * self.gain + x @ self.mix + x @ self.zeros\n"
+    edit_model(tmp_path, (BEFORE, BEFORE + "".join(lines)), (SIZE, use))
     run(tmp_path, "run", 1)
-    found = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.0.attn.mix"]
-    expected = eval(first.replace("config.n_embd", "16"))
-    assert (found - expected).abs().max() < 0.01  # one step away from it
+    weights = checkpoint(tmp_path / "run", 1)["model"]
+    for name, code in first.items():
+        expected = eval(code.replace("config.n_embd", "16"))
+        found = weights[f"transformer.h.0.attn.{name}"]
+        assert (found - expected).abs().max() < 0.01, name  # one step away from it
     log = read_log(tmp_path / "run")
     for way, more in (("ddp", []), ("fsdp", WAYS["fsdp"]), ("pp", WAYS["pp"])):
         run(tmp_path, way, 1, *more, processes=2)

@@ -290,8 +290,9 @@ def test_from_a_text_to_scores(zh, tmp_path, kind):
     (tmp_path / "t.txt").write_text(documents[3], "utf-8")
     tokens = make_shards(d, tmp_path / "shards", "--tokenizer", d / kind)
     assert (max(tokens) > 65_535) == (kind == "large.json")
+    small = "--max_steps 2 --total_batch_size 128 --val_tokens 128 --log_dir a".split()
     for data in (["shards"], [d / "a.txt", "--tokenizer", d / kind]):
-        program(*TINY, "--max_steps", 5, "--data", *data, "--log_dir", "a", cwd=tmp_path)
+        program(*TINY, *small, "--data", *data, cwd=tmp_path)
         assert load_model(tmp_path / "a", GPT)[1].name == load_tokenizer(d / kind).name
     for name, *flags in (
         ("generate.py", "--prompt", "一丁", "--json", "a.json"),
@@ -334,12 +335,12 @@ def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
         data = tmp_path / "s"
         make_shards(zh[0], data, "--tokenizer", zh[0] / kind if kind == "zh.json" else kind)
         tokens = np.load(min(data.glob("*_val_*")))
-    flags = ["--max_steps", 1, "--val_tokens", 2048, "--data", data, "--log_dir", "a"]
-    program(*TINY, *flags, cwd=tmp_path)
+    flags = "--max_steps 1 --total_batch_size 128 --val_tokens 512 --log_dir a --data".split()
+    program(*TINY, *flags, data, cwd=tmp_path)
     model, found = load_model(tmp_path / "a", GPT)
-    x, y = torch.from_numpy(tokens[:2049].astype(np.int64)).unfold(0, 2048, 1)
+    x, y = torch.from_numpy(tokens[:513].astype(np.int64)).unfold(0, 512, 1)
     with torch.no_grad():
-        logits = model.eval()(x.view(64, 32))[0].double()
+        logits = model.eval()(x.view(16, 32))[0].double()
     nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y, reduction="none")
     is_text = torch.tensor([kind == "bytes" or i != found.end_of_text for i in y.tolist()])
     n_bytes = sum(len(found.token_bytes[i]) for i in y[is_text].tolist())
