@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import WORDS, overfit, program, read_log, train, write_lines
+from conftest import ROOT, WORDS, overfit, program, read_log, train, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_hub import parquet, stand_in_hub
@@ -567,14 +567,25 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
-    flags = ["--json", "o.json", "--checkpoint", "run"]
-    for name, n in (("hellaswag", 8), ("lambada", 4), ("wikitext", 1)):
-        out, _ = program(*flags, cwd=tmp_path, program=f"{name}.py", online=True)
-        assert re.search(rf"^n_examples +{n}$", out, re.M)
-        examples = json.loads((tmp_path / "o.json").read_text())["examples"]
+    """The three programs run in one process, which imports the packages of Hugging Face once."""
+    (tmp_path / "all.py").write_text(
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "for name in ('hellaswag', 'lambada', 'wikitext'):\n"
+        "    sys.argv = [name, '--json', f'{name}.json', '--checkpoint', 'run']\n"
+        f"    runpy.run_path(f'{ROOT}/{{name}}.py', run_name='__main__')\n"
+    )
+    out, _ = program(cwd=tmp_path, program=tmp_path / "all.py", online=True)
+    assert re.findall(r"^n_examples +(\d+)$", out, re.M) == ["8", "4", "1"]
+    for name in ("hellaswag", "lambada", "wikitext"):
         # HF_HUB_OFFLINE=1: reads the cache
+        flags = ["--json", "o.json", "--checkpoint", "run"]
         program(*flags, cwd=tmp_path, program=f"{name}.py")
-        assert json.loads((tmp_path / "o.json").read_text())["examples"] == examples
+        found, expected = (
+            json.loads((tmp_path / path).read_text())["examples"]
+            for path in ("o.json", f"{name}.json")
+        )
+        assert found == expected
     downloads = [path for command, path, _ in hub if command == "GET" and "/resolve/" in path]
     assert sum(".parquet" in path for path in downloads) == 3
 

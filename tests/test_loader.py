@@ -91,7 +91,8 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Tokenizer, "encode", lambda *args: encoded.append(args[1]) or real(*args))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text(text)
-    flags = [*TINY, "--preset", "mini", "--data", "t.txt", "--tokenizer", "gpt2", "--log_dir", "r"]
+    flags = [*TINY, *"--preset mini --total_batch_size 128 --val_tokens 128 --log_dir r".split()]
+    flags += ["--data", "t.txt", "--tokenizer", "gpt2"]
     for max_steps in "12":
         encode_text.cache_clear()
         train_gpt2.main([*flags, "--max_steps", max_steps, "--resume"])
