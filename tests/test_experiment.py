@@ -357,6 +357,21 @@ def test_a_change_that_fails(clone):
 
 
 @pytest.mark.slow
+def test_a_patch_changes_what_is_committed(clone):
+    """Without this error, an edit in the clone would be left out."""
+    path = clone / "model.py"
+    text = path.read_text()
+    path.write_text(text.replace("class MLP(", "# an idea\nclass MLP("))
+    (clone / "log" / "edit.patch").write_text(git(clone, "diff"))
+    try:
+        flags = dict(cwd=clone, program=clone / "experiment.py", status=2)
+        _, err = program("log/edit.patch", **flags)
+    finally:
+        path.write_text(text)
+    assert err.startswith("error: model.py: has changes that are not committed, and the patch")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, sentence",
     [
