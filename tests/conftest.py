@@ -261,11 +261,12 @@ def pytest_collection_modifyitems(items):
 def no_process_survives(request):
     """A failed test leaves no program behind. A test that starts one must be marked slow."""
     yield
-    assert not STARTED or "slow" in request.keywords, "starts a program: write @pytest.mark.slow"
+    has_started = len(STARTED) > 0
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:
             process.kill()
+    assert not has_started or "slow" in request.keywords, "add @pytest.mark.slow: starts a program"
 
 
 @pytest.fixture(autouse=True)

@@ -417,6 +417,7 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
 # written
 
 
+@pytest.mark.slow
 def test_a_process_whose_rank_is_wrong_changes_nothing(world):
     """Some clusters set RANK and start the program without torchrun."""
     before = everything(world)

@@ -244,6 +244,7 @@ def write_pair(directory, vocab, merges):
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
+@pytest.mark.slow
 def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
     """Of another vocabulary than GPT-2's. Without merges.txt, the model is refused."""
     d, _ = zh
