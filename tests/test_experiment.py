@@ -362,7 +362,9 @@ def test_a_patch_changes_what_is_committed(clone):
     path = clone / "model.py"
     text = path.read_text()
     path.write_text(text.replace("class MLP(", "# an idea\nclass MLP("))
-    (clone / "log" / "edit.patch").write_text(git(clone, "diff"))
+    (clone / "log" / "edit.patch").write_text(
+        "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-x\n+y\n"
+    )
     try:
         flags = dict(cwd=clone, program=clone / "experiment.py", status=2)
         _, err = program("log/edit.patch", **flags)
