@@ -1,0 +1,104 @@
+"""Lesson 1: a table predicts the next byte from one byte.
+
+The table has a row for each byte, with a score for each byte that may come next. Training changes
+the scores until they fit the text. Start it from the folder that has input.txt:
+
+  python lesson/01_bigram.py
+"""
+
+import time
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+vocab_size = 256  # a token is a byte
+block_size = 64  # tokens in a sequence, T
+batch_size = 16  # sequences in a batch, B
+max_steps = 300
+lr = 0.03  # the learning rate: about how far one step moves a parameter
+seed = 1337
+torch.manual_seed(seed)
+
+# The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
+# is called validation loss, shows how well the model has learned.
+tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long()
+cut = len(tokens) * 9 // 10
+train = tokens[:cut]
+val = tokens[cut:]
+
+
+def random_batch():
+    """Takes sequences from random places of the training text -> x, y: (B, T)."""
+    starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
+    rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
+    return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
+
+
+def cross_entropy(logits, targets):
+    """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
+
+    If all 256 bytes have the same probability, this is log(256) = 5.545.
+    """
+    # Softmax makes probabilities of scores: they are positive, and their sum is 1.
+    exp = logits.exp()
+    p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
+    return -p_target.log().mean()
+
+
+class GPT(nn.Module):
+    """Gives a score to each token that may come next. Such scores are called logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        nn.init.zeros_(self.table.weight)  # at first, all tokens have the same probability
+
+    def forward(self, idx, targets=None):
+        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        logits = self.table(idx)  # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return None, cross_entropy(logits, targets)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens):
+        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            new = torch.multinomial(p, 1)  # (1, 1)
+            idx = torch.cat([idx, new], dim=1)
+        return idx
+
+
+@torch.no_grad()
+def estimate_loss():
+    """Measures the loss on all of the validation text."""
+    n = (len(val) - 1) // block_size  # sequences
+    x = val[: n * block_size].view(n, block_size)  # (n, T)
+    y = val[1 : n * block_size + 1].view(n, block_size)  # (n, T)
+    _, loss = model(x, y)
+    return loss.item()
+
+
+model = GPT()
+optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+times = []
+for step in range(max_steps):
+    began = time.perf_counter()
+    x, y = random_batch()  # (B, T) each
+    _, loss = model(x, y)
+    loss.backward()  # computes the gradient: how each parameter changes the loss
+    optimizer.step()  # moves each parameter a little, against its gradient
+    optimizer.zero_grad()  # because backward adds to the gradient
+    loss = loss.item()
+    times.append(time.perf_counter() - began)
+    if step % 50 == 0:
+        print(f"step {step:4} | loss {loss:.4f}")
+print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+newline = torch.tensor([[10]])  # (1, 1): the text begins with this byte
+ids = model.generate(newline, 300)[0].tolist()
+print(bytes(ids).decode(errors="replace"))

@@ -1,0 +1,201 @@
+"""Lesson 5: the recipe of GPT-3, for the learning rate, weight decay and gradient clipping."""
+
+import math
+import time
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+vocab_size = 256  # a token is a byte
+block_size = 64  # tokens in a sequence, T
+n_layer = 2  # blocks
+n_head = 2  # attention heads, nh
+n_embd = 128  # channels, C
+batch_size = 16  # sequences in a batch, B
+max_steps = 300
+max_lr = 4e-3  # the highest learning rate: about how far one step moves a parameter
+min_lr = max_lr / 10
+warmup_steps = 50
+weight_decay = 0.1
+seed = 1337
+
+# The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
+# is called validation loss, shows how well the model has learned.
+tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long()
+cut = len(tokens) * 9 // 10
+train = tokens[:cut]
+val = tokens[cut:]
+
+
+def random_batch():
+    """Takes sequences from random places of the training text -> x, y: (B, T)."""
+    starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
+    rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
+    return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
+
+
+def cross_entropy(logits, targets):
+    """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
+
+    If all 256 bytes have the same probability, this is log(256) = 5.545.
+    """
+    # Softmax makes probabilities of scores: they are positive, and their sum is 1.
+    exp = logits.exp()
+    p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
+    return -p_target.log().mean()
+
+
+class CausalSelfAttention(nn.Module):
+    """Each position takes a weighted mean of the values at this position and those before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
+        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+
+    def forward(self, x):
+        B, T, C = x.size()
+        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
+        # (B, nh, T, hs) each. A head has weights of its own, and hs = C / nh of the channels.
+        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
+        # A score says how well the key of one position (column) answers the query of another (row).
+        # It is a sum of hs products. Divided by the root of hs, its variance does not depend on hs.
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
+        is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
+        scores = scores.masked_fill(is_later, -math.inf)  # softmax makes weights of 0 of them
+        y = scores.softmax(dim=-1) @ v  # (B, nh, T, hs)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """Computes with the channels of each position separately."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
+        self.gelu = nn.GELU(approximate="tanh")  # like max(0, x), without the corner
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+
+    def forward(self, x):
+        x = self.gelu(self.c_fc(x))  # (B, T, 4C)
+        return self.c_proj(x)  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention and MLP. LayerNorm gives what they read mean 0 and variance 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(n_embd)
+        self.mlp = MLP()
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+
+
+class GPT(nn.Module):
+    """Gives a score to each token that may come next. Such scores are called logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
+        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position: attention has no order
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])
+        self.ln_f = nn.LayerNorm(n_embd)
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in the head
+        self.init_weights()
+
+    def init_weights(self):
+        """Draws the first weights as GPT-2 does. LayerNorms keep theirs, which are 1."""
+        torch.manual_seed(seed)
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif name.endswith("c_proj.weight"):
+                # The blocks add to the residual stream 2 n_layer times. Smaller weights there keep
+                # the variance of the sum constant.
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def configure_optimizers(self):
+        """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        vectors = [p for p in self.parameters() if p.dim() == 1]  # biases and LayerNorms
+        groups = [
+            dict(params=matrices, weight_decay=weight_decay),
+            dict(params=vectors, weight_decay=0.0),
+        ]
+        return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8)
+
+    def forward(self, idx, targets=None):
+        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        pos = torch.arange(idx.size(1))  # (T)
+        x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
+        for block in self.h:
+            x = block(x)  # (B, T, C)
+        logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return None, cross_entropy(logits, targets)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens):
+        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            new = torch.multinomial(p, 1)  # (1, 1)
+            idx = torch.cat([idx, new], dim=1)
+        return idx
+
+
+@torch.no_grad()
+def estimate_loss():
+    """Measures the loss on all of the validation text."""
+    n = (len(val) - 1) // block_size  # sequences
+    x = val[: n * block_size].view(n, block_size)  # (n, T)
+    y = val[1 : n * block_size + 1].view(n, block_size)  # (n, T)
+    _, loss = model(x, y)
+    return loss.item()
+
+
+def get_lr(step):
+    """The learning rate of a step: it rises in a straight line, then falls along a cosine."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    return min_lr + 0.5 * (1 + math.cos(math.pi * fraction)) * (max_lr - min_lr)
+
+
+model = GPT()
+optimizer = model.configure_optimizers()
+times = []
+for step in range(max_steps):
+    began = time.perf_counter()
+    x, y = random_batch()  # (B, T) each
+    _, loss = model(x, y)
+    loss.backward()  # computes the gradient: how each parameter changes the loss
+    # If the gradient is longer than 1, it is made shorter. It keeps its direction.
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()  # moves each parameter a little, against its gradient
+    optimizer.zero_grad()  # because backward adds to the gradient
+    loss = loss.item()
+    times.append(time.perf_counter() - began)
+    if step % 50 == 0:
+        print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
+print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+newline = torch.tensor([[10]])  # (1, 1): the text begins with this byte
+ids = model.generate(newline, 300)[0].tolist()
+print(bytes(ids).decode(errors="replace"))

@@ -1,0 +1,224 @@
+"""Lesson 7: batches that do not fit into memory. A step sums the gradients of its micro-batches.
+
+Each sequence of a run now has a position. A step takes the next n of them, in micro-batches of any
+size. So this size does not change the losses, except for rounding.
+"""
+
+import math
+import time
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+vocab_size = 256  # a token is a byte
+block_size = 64  # tokens in a sequence, T
+n_layer = 2  # blocks
+n_head = 2  # attention heads, nh
+n_embd = 128  # channels, C
+batch_size = 4  # sequences in a micro-batch, B: as many as fit
+total_batch_size = 1024  # tokens in a step
+max_steps = 300
+max_lr = 4e-3  # the highest learning rate: about how far one step moves a parameter
+min_lr = max_lr / 10
+warmup_steps = 50
+weight_decay = 0.1
+seed = 1337
+device = "cuda" if torch.cuda.is_available() else "cpu"
+# On a GPU, matrix products are several times as fast in bfloat16. It has only 8 bits of precision,
+# so parameters, LayerNorms and the loss stay in float32. autocast makes this choice.
+autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+# The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
+# is called validation loss, shows how well the model has learned.
+tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long().to(device)
+cut = len(tokens) * 9 // 10
+train = tokens[:cut]
+val = tokens[cut:]
+
+
+class DataLoaderLite:
+    """The stream of sequences of a run. Sequence j is the T+1 tokens from jT to jT+T."""
+
+    def __init__(self, tokens, shuffle):
+        self.tokens = tokens
+        self.length = (len(tokens) - 1) // block_size  # in sequences
+        self.order = np.arange(self.length)
+        if shuffle:
+            np.random.default_rng(seed).shuffle(self.order)
+
+    def sequence(self, position):
+        """Returns the T+1 tokens at a position, which counts from the start of the run."""
+        j = self.order[position % self.length]
+        return self.tokens[j * block_size : (j + 1) * block_size + 1]  # (T+1)
+
+    def batch(self, position, B):
+        """Reads B sequences from a position on -> x, y: (B, T)."""
+        rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
+        return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
+
+
+class CausalSelfAttention(nn.Module):
+    """Each position takes a weighted mean of the values at this position and those before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
+        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+
+    def forward(self, x):
+        B, T, C = x.size()
+        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
+        # (B, nh, T, hs) each. A head has weights of its own, and hs = C / nh of the channels.
+        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
+        # Flash attention computes scores, mask, softmax and mean in tiles. The (T, T) scores are
+        # never in memory.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """Computes with the channels of each position separately."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
+        self.gelu = nn.GELU(approximate="tanh")  # like max(0, x), without the corner
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+
+    def forward(self, x):
+        x = self.gelu(self.c_fc(x))  # (B, T, 4C)
+        return self.c_proj(x)  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention and MLP. LayerNorm gives what they read mean 0 and variance 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(n_embd)
+        self.mlp = MLP()
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+
+
+class GPT(nn.Module):
+    """Gives a score to each token that may come next. Such scores are called logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
+        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position: attention has no order
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])
+        self.ln_f = nn.LayerNorm(n_embd)
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in the head
+        self.init_weights()
+
+    def init_weights(self):
+        """Draws the first weights as GPT-2 does. LayerNorms keep theirs, which are 1."""
+        torch.manual_seed(seed)
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif name.endswith("c_proj.weight"):
+                # The blocks add to the residual stream 2 n_layer times. Smaller weights there keep
+                # the variance of the sum constant.
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def configure_optimizers(self):
+        """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        vectors = [p for p in self.parameters() if p.dim() == 1]  # biases and LayerNorms
+        groups = [
+            dict(params=matrices, weight_decay=weight_decay),
+            dict(params=vectors, weight_decay=0.0),
+        ]
+        return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    def forward(self, idx, targets=None):
+        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        pos = torch.arange(idx.size(1), device=idx.device)  # (T)
+        x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
+        for block in self.h:
+            x = block(x)  # (B, T, C)
+        logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens):
+        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            new = torch.multinomial(p, 1)  # (1, 1)
+            idx = torch.cat([idx, new], dim=1)
+        return idx
+
+
+@torch.no_grad()
+def estimate_loss():
+    """Measures the loss on all of the validation text."""
+    loader = DataLoaderLite(val, shuffle=False)
+    total = 0.0
+    for first in range(0, loader.length, batch_size):
+        x, y = loader.batch(first, min(batch_size, loader.length - first))  # the last may be small
+        with autocast:
+            _, loss = raw_model(x, y)
+        total += loss * len(x)
+    return total.item() / loader.length
+
+
+def get_lr(step):
+    """The learning rate of a step: it rises in a straight line, then falls along a cosine."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    return min_lr + 0.5 * (1 + math.cos(math.pi * fraction)) * (max_lr - min_lr)
+
+
+raw_model = GPT().to(device)
+# torch.compile makes kernels for this model, which takes a minute. The parameters stay the same.
+model = torch.compile(raw_model) if device == "cuda" else raw_model
+optimizer = raw_model.configure_optimizers()
+loader = DataLoaderLite(train, shuffle=True)
+n = total_batch_size // block_size  # sequences in a step
+times = []
+for step in range(max_steps):
+    began = time.perf_counter()
+    position = step * n  # sequences so far
+    starts = range(position, position + n, batch_size)
+    mean_loss = 0.0
+    for first in starts:
+        x, y = loader.batch(first, batch_size)  # (B, T) each
+        with autocast:
+            _, loss = model(x, y)
+        loss = loss / len(starts)  # the step needs the mean, and backward makes sums
+        loss.backward()  # computes the gradient: how each parameter changes the loss
+        mean_loss += loss.detach()
+    # If the gradient is longer than 1, it is made shorter. It keeps its direction.
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()  # moves each parameter a little, against its gradient
+    optimizer.zero_grad()  # because backward adds to the gradient
+    loss = mean_loss.item()
+    times.append(time.perf_counter() - began)
+    if step % 50 == 0:
+        print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
+print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
+newline = torch.tensor([[10]], device=device)  # (1, 1): the text begins with this byte
+ids = raw_model.generate(newline, 300)[0].tolist()
+print(bytes(ids).decode(errors="replace"))
