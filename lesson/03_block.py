@@ -17,7 +17,7 @@ n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 3e-3  # the learning rate: about how far one step moves a parameter
+lr = 4e-3  # the learning rate: about how far one step moves a parameter
 seed = 1337
 torch.manual_seed(seed)
 
