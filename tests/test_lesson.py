@@ -209,3 +209,100 @@ def test_shards_are_the_same_tokens_as_a_text(tmp_path):
 
 def test_fast_attention_and_loss_change_nothing():
     assert losses(6, max_steps=4)[0] == pytest.approx(losses(5, max_steps=4)[0], abs=1e-5)
+
+
+SMALL = dict(n_embd=64, block_size=32)
+SHORT = dict(warmup_steps=10, total_batch_size=512, **SMALL)
+# The exercises of docs/lesson.md: lesson, old text, new text, the change of the validation loss at
+# a small size. A change of None means equal.
+EXERCISES = {
+    "lr": (1, "lr = 0.03 ", "lr = 0.1 ", -0.1, dict(max_steps=100)),
+    "no mask": (
+        2,
+        "        scores = scores.masked_fill(is_later, -math.inf)",
+        "#",
+        -2.0,
+        dict(max_steps=100, **SMALL),
+    ),
+    "no positions": (2, " + self.wpe(pos)", "", 0.01, dict(max_steps=100, **SMALL)),
+    "no stream": (
+        3,
+        "        x = x + self.attn(self.ln_1(x))\n        return x + self.mlp(self.ln_2(x))",
+        "        x = self.attn(self.ln_1(x))\n        return self.mlp(self.ln_2(x))",
+        0.05,
+        dict(max_steps=100, **SMALL),
+    ),
+    "std": (4, "std=0.02)", "std=0.06)", -0.3, dict(max_steps=80, **SMALL)),
+    "no warm-up": (5, "warmup_steps = 50", "warmup_steps = 0", 0.1, dict(max_steps=80, **SMALL)),
+    "no clipping": (5, "parameters(), 1.0)", "parameters(), 1e9)", 0.3, dict(max_steps=60)),
+    "batch_size": (7, "batch_size = 4 ", "batch_size = 16 ", None, dict(max_steps=20, **SHORT)),
+    "no division": (7, "loss = loss / len(starts)", "#", None, dict(max_steps=40, **SHORT)),
+    "not orthogonal": (
+        9,
+        "    x = x / x.norm().clamp(min=1e-7)",
+        "    return x / x.norm() * math.sqrt(x.size(0))",
+        0.2,
+        dict(max_steps=60, **SHORT),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_has_the_result_that_the_page_says(name):
+    number, old, new, change, constants = EXERCISES[name]
+    text = edit(with_constants(lesson(number), **constants), old, new)
+    train, val = losses_of(run(for_losses(text)))
+    before, val_before = losses(number, **constants)
+    if change is None:
+        assert val == pytest.approx(val_before, abs=0.02)
+    elif change < 0:
+        assert val < val_before + change
+    else:
+        assert val > val_before + change
+    if name == "batch_size":
+        assert train == pytest.approx(before, abs=1e-3)
+    if name == "no division":
+        assert train[0] == pytest.approx(4 * before[0], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_processes_that_take_the_same_sequences_show_no_error(tmp_path):
+    """The exercise of lesson 8. Only the losses differ."""
+    text = for_losses(with_constants(lesson(8), max_steps=20, **SHORT))
+    wrong = edit(text, "position + rank * batch_size, position", "position, position")
+    (tmp_path / "lesson.py").write_text(wrong)
+    out, _ = program(cwd=ROOT, program=tmp_path / "lesson.py", processes=2)
+    differences = np.subtract(losses_of(out)[0], losses_of(run(text))[0])
+    assert np.abs(differences).max() > 0.01
+
+
+@pytest.mark.parametrize("page", ["docs/lesson.md", "docs/lesson.zh.md"])
+def test_the_page_shows_lines_that_changed(page):
+    """Each block with + and - has lines of the difference that its section is about."""
+    sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)[1:]
+    n_blocks = 0
+    for section in sections:
+        for block in re.findall(r"^```diff\n(.*?)^```", section, re.M | re.S):
+            number = int(section[0])
+            before = lesson(number - 1).splitlines()
+            after = lesson(number).splitlines()
+            difference = list(difflib.ndiff(before, after))
+            for line in block.splitlines():
+                assert f"{line[0]} {line[1:]}" in difference, f"section {number}: {line}"
+            n_blocks += 1
+    assert n_blocks >= 8
+
+
+def test_the_page_has_the_numbers_of_the_files():
+    page = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\d\d_\w+)\.py` \|(.*)\|$", page, re.M)
+    assert [name for name, _ in rows] == [path.stem for path in LESSONS]
+    for number, (_, row) in enumerate(rows, start=1):
+        _, changed, parameters, _, _ = row.split("|")
+        out = run(for_losses(with_constants(lesson(number), max_steps=1)))
+        assert f"\n{parameters.strip()} parameters" in out
+        if number > 1:
+            before = lesson(number - 1).splitlines()
+            diff = difflib.ndiff(before, lesson(number).splitlines())
+            assert sum(line.startswith(("+ ", "- ")) for line in diff) == int(changed)
