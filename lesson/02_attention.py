@@ -57,7 +57,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # A score says how well the key of one position (column) answers the query of another (row).
+        # A score says how well the key of a position (column) answers the query of another (row).
         # It is a sum of C products. Divided by the root of C, its variance does not depend on C.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal

@@ -60,7 +60,7 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         # (B, nh, T, hs) each. A head has weights of its own, and hs = C / nh of the channels.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
-        # A score says how well the key of one position (column) answers the query of another (row).
+        # A score says how well the key of a position (column) answers the query of another (row).
         # It is a sum of hs products. Divided by the root of hs, its variance does not depend on hs.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
