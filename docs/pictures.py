@@ -224,7 +224,7 @@ def draw_part(ax, kind, rank, layer, left, bottom):
 def draw_stages():
     """The loss and the time of the nine lessons, from the table of lesson.md."""
     page = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\d\d_\w+)\.py` \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    rows = re.findall(r"^\| `lesson/(\d\d_\w+)\.py` \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     names = [name for name, _, _ in rows]
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
     for ax, k, unit, color in zip(figure.subplots(1, 2), (1, 2), ("loss", "ms"), (BLUE, ORANGE)):

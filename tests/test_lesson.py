@@ -296,7 +296,7 @@ def test_the_page_shows_lines_that_changed(page):
 
 def test_the_page_has_the_numbers_of_the_files():
     page = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\d\d_\w+)\.py` \|(.*)\|$", page, re.M)
+    rows = re.findall(r"^\| `lesson/(\d\d_\w+)\.py` \|(.*)\|$", page, re.M)
     assert [name for name, _ in rows] == [path.stem for path in LESSONS]
     for number, (_, row) in enumerate(rows, start=1):
         _, changed, parameters, _, _ = row.split("|")
