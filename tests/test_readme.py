@@ -71,7 +71,7 @@ def commands(name):
     code = code.replace("$seed", "1").replace("$lr", "1")  # of loops
     for line in [*code.splitlines(), *re.findall(r"`((?:python|torchrun) [^`]+)`", prose(name))]:
         found = re.search(r"\b(\w+)\.py(.*)", line.replace("\n", " "))
-        if "lesson/" in line:  # these programs have no flags
+        if "lesson/" in line or "docs/" in line:  # these programs have no flags
             continue
         if found and re.match(r"\s*(srun|python|torchrun)\b", line):
             yield found[1], shlex.split(found[2], comments=True)
