@@ -5,6 +5,9 @@ the residual stream. GPT is an embedding, blocks and a head; embedding and head 
 Parameters have the names of OpenAI's GPT-2. In shapes, B, T and C are the sizes of batch, time and
 channels. Attention has nh heads of hs channels each.
 
+The lesson writes CausalSelfAttention by hand (lesson/02_attention.py), adds MLP and Block
+(03_block.py), and makes a GPT without options of them (04_gpt2.py).
+
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
 """
@@ -197,6 +200,7 @@ class GPT(nn.Module):
     def loss(self, x, targets, reduction="mean"):
         """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T).
 
+        It is F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()), in chunks.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
         return self.loss_fn(x, self.lm_head.weight, targets, reduction)
