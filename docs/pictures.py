@@ -179,9 +179,9 @@ def draw_batches():
             box(ax, 2.8 + i, bottom, 1, 1, "", COLORS[rank])
         for k in range(4):
             left = 2.8 + 4 * k
-            micro_batch, rank = divmod(k, world_size)
+            rank = k % world_size
             ax.add_patch(Rectangle((left, bottom), 4, 1, fill=False, linewidth=2.2))
-            label(ax, left + 2, bottom - 0.35, f"rank {rank}, micro-batch {micro_batch}", 9)
+            label(ax, left + 2, bottom - 0.35, f"rank {rank}, micro-batch {k}", 9)
     return figure
 
 
