@@ -1,7 +1,8 @@
 """Lesson 1: a table predicts the next byte from one byte.
 
 The table has a row for each byte, with a score for each byte that may come next. Training changes
-the scores until they fit the text. Start it from the folder that has input.txt:
+the scores until they fit the text. docs/lesson.md explains this program and the eight after it.
+Start each of them from the folder that has input.txt:
 
   python lesson/01_bigram.py
 """
@@ -16,7 +17,7 @@ vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 0.03  # the learning rate: about how far one step moves a parameter
+lr = 0.03  # the learning rate: about how far a step moves a parameter at most
 seed = 1337
 torch.manual_seed(seed)
 
@@ -43,7 +44,7 @@ def cross_entropy(logits, targets):
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1); picks the target of each row
     return -p_target.log().mean()
 
 
@@ -56,9 +57,9 @@ class GPT(nn.Module):
         nn.init.zeros_(self.table.weight)  # at first, all tokens have the same probability
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         logits = self.table(idx)  # (B, T, vocab_size)
-        if targets is None:
+        if targets is None:  # to write text; training needs only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
@@ -67,7 +68,7 @@ class GPT(nn.Module):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -99,6 +100,6 @@ for step in range(max_steps):
         print(f"step {step:4} | loss {loss:.4f}")
 print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the text begins with this byte
+newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
 ids = model.generate(newline, 300)[0].tolist()
 print(bytes(ids).decode(errors="replace"))

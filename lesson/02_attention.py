@@ -1,7 +1,8 @@
 """Lesson 2: attention. A position collects information from all positions before it.
 
 A token is now a vector of C = n_embd numbers, its channels. Attention mixes the vectors of the
-positions so far. It must not see later positions, because these are its targets.
+positions so far. A position must not see later ones, because the next of them is the token that it
+must predict.
 """
 
 import math
@@ -16,7 +17,7 @@ block_size = 64  # tokens in a sequence, T
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 4e-3  # the learning rate: about how far one step moves a parameter
+lr = 4e-3  # the learning rate; the 0.03 of the table is too high here
 seed = 1337
 torch.manual_seed(seed)
 
@@ -43,7 +44,7 @@ def cross_entropy(logits, targets):
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1); picks the target of each row
     return -p_target.log().mean()
 
 
@@ -61,7 +62,7 @@ class CausalSelfAttention(nn.Module):
         # It is a sum of C products. Divided by the root of C, its variance does not depend on C.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
-        scores = scores.masked_fill(is_later, -math.inf)  # softmax makes weights of 0 of them
+        scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
         y = scores.softmax(dim=-1) @ v  # (B, T, C)
         return y
 
@@ -71,18 +72,19 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position: attention has no order
+        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
         self.attn = CausalSelfAttention()
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         pos = torch.arange(idx.size(1))  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         x = self.attn(x)  # (B, T, C)
         logits = self.lm_head(x)  # (B, T, vocab_size)
-        if targets is None:
+        if targets is None:  # to write text; training needs only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
@@ -91,7 +93,7 @@ class GPT(nn.Module):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -123,6 +125,6 @@ for step in range(max_steps):
         print(f"step {step:4} | loss {loss:.4f}")
 print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the text begins with this byte
+newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
 ids = model.generate(newline, 300)[0].tolist()
 print(bytes(ids).decode(errors="replace"))

@@ -17,7 +17,7 @@ n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 4e-3  # the learning rate: about how far one step moves a parameter
+lr = 4e-3  # the learning rate; the 0.03 of the table is too high here
 seed = 1337
 
 # The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
@@ -43,7 +43,7 @@ def cross_entropy(logits, targets):
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1); picks the target of each row
     return -p_target.log().mean()
 
 
@@ -57,14 +57,14 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. A head has weights of its own, and hs = C / nh of the channels.
+        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
+        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # A score says how well the key of a position (column) answers the query of another (row).
         # It is a sum of hs products. Divided by the root of hs, its variance does not depend on hs.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
-        scores = scores.masked_fill(is_later, -math.inf)  # softmax makes weights of 0 of them
+        scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
         y = scores.softmax(dim=-1) @ v  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. LayerNorm gives what they read mean 0 and variance 1."""
+    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
 
     def __init__(self):
         super().__init__()
@@ -104,35 +104,36 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position: attention has no order
-        self.h = nn.ModuleList([Block() for _ in range(n_layer)])
-        self.ln_f = nn.LayerNorm(n_embd)
+        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
+        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in the head
+        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in lm_head
         self.init_weights()
 
     def init_weights(self):
-        """Draws the first weights as GPT-2 does. LayerNorms keep theirs, which are 1."""
-        torch.manual_seed(seed)
+        """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
+        torch.manual_seed(seed)  # here, so that layers made before do not change the draw
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times. Smaller weights there keep
-                # the variance of the sum constant.
+                # The blocks add to the residual stream 2 n_layer times. Smaller weights in c_proj
+                # keep the sum from growing with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         pos = torch.arange(idx.size(1))  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:
+        if targets is None:  # to write text; training needs only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
@@ -141,7 +142,7 @@ class GPT(nn.Module):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -173,6 +174,6 @@ for step in range(max_steps):
         print(f"step {step:4} | loss {loss:.4f}")
 print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the text begins with this byte
+newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
 ids = model.generate(newline, 300)[0].tolist()
 print(bytes(ids).decode(errors="replace"))

@@ -1,6 +1,6 @@
 """Lesson 6: the same model, faster. One kernel does what took many lines, on a GPU if there is one.
 
-The losses stay the same, except for rounding.
+A kernel is one program that runs on the device. The losses stay the same, except for rounding.
 """
 
 import math
@@ -18,13 +18,13 @@ n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-max_lr = 4e-3  # the highest learning rate: about how far one step moves a parameter
+max_lr = 4e-3  # the highest learning rate: about how far a step moves a parameter at most
 min_lr = max_lr / 10
 warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# On a GPU, matrix products are several times as fast in bfloat16. It has only 8 bits of precision,
+# On a GPU, matrix products are several times as fast in bfloat16. It has 2 to 3 decimal digits,
 # so parameters, LayerNorms and the loss stay in float32. autocast makes this choice.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
@@ -53,11 +53,11 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. A head has weights of its own, and hs = C / nh of the channels.
+        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
+        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
-        # Flash attention computes scores, mask, softmax and mean in tiles. The (T, T) scores are
-        # never in memory.
+        # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
+        # It works in tiles, so the (T, T) scores are never written to slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. LayerNorm gives what they read mean 0 and variance 1."""
+    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
 
     def __init__(self):
         super().__init__()
@@ -97,23 +97,24 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position: attention has no order
-        self.h = nn.ModuleList([Block() for _ in range(n_layer)])
-        self.ln_f = nn.LayerNorm(n_embd)
+        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
+        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in the head
+        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in lm_head
         self.init_weights()
 
     def init_weights(self):
-        """Draws the first weights as GPT-2 does. LayerNorms keep theirs, which are 1."""
-        torch.manual_seed(seed)
+        """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
+        torch.manual_seed(seed)  # here, so that layers made before do not change the draw
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times. Smaller weights there keep
-                # the variance of the sum constant.
+                # The blocks add to the residual stream 2 n_layer times. Smaller weights in c_proj
+                # keep the sum from growing with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -129,13 +130,13 @@ class GPT(nn.Module):
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:
+        if targets is None:  # to write text; training needs only the loss
             return logits, None
         return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -144,7 +145,7 @@ class GPT(nn.Module):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -166,21 +167,22 @@ def get_lr(step):
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
+    # 0.5 * (1 + cos) falls from 1 to 0, slowly at both ends.
     return min_lr + 0.5 * (1 + math.cos(math.pi * fraction)) * (max_lr - min_lr)
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for this model, which takes a minute. The parameters stay the same.
+# torch.compile makes kernels for this model, which takes a minute. Both have the same parameters.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
     x, y = random_batch()  # (B, T) each
-    with autocast:
+    with autocast:  # only forward: backward uses the same formats
         _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
-    # If the gradient is longer than 1, it is made shorter. It keeps its direction.
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:
@@ -193,6 +195,6 @@ for step in range(max_steps):
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
 print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
 print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
-newline = torch.tensor([[10]], device=device)  # (1, 1): the text begins with this byte
+newline = torch.tensor([[10]], device=device)  # (1, 1): the new text starts after it
 ids = raw_model.generate(newline, 300)[0].tolist()
 print(bytes(ids).decode(errors="replace"))

@@ -1,6 +1,6 @@
-"""Lesson 9: Muon. It updates matrices in all directions equally.
+"""Lesson 9: Muon. It makes each update of a matrix equally strong in all directions.
 
-With max_steps = 2700 and warmup_steps = 100, this is the baby of train_gpt2.py.
+With max_steps = 2700 and warmup_steps = 100, this trains the baby, the model of README.md.
 """
 
 import math
@@ -20,23 +20,23 @@ block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
 n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
-batch_size = 4  # sequences in a micro-batch, B: as many as fit
+batch_size = 4  # sequences in a micro-batch, B: on a GPU, as many as fit into its memory
 total_batch_size = 1024  # tokens in a step, of all processes
 max_steps = 300
-max_lr = 8e-3  # the highest learning rate: about how far one step moves a parameter
+max_lr = 8e-3  # the highest learning rate: about how far a step moves a parameter at most
 min_lr = 0.0
 warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
 # torchrun starts this file once for each process, and numbers them: this number is the rank.
 rank = int(os.environ.get("RANK", 0))
-world_size = int(os.environ.get("WORLD_SIZE", 1))
+world_size = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # the GPU that "cuda" means here
 if world_size > 1:
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-# On a GPU, matrix products are several times as fast in bfloat16. It has only 8 bits of precision,
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # nccl and gloo send tensors
+# On a GPU, matrix products are several times as fast in bfloat16. It has 2 to 3 decimal digits,
 # so parameters, LayerNorms and the loss stay in float32. autocast makes this choice.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
@@ -62,7 +62,7 @@ class DataLoaderLite:
             np.random.default_rng(seed).shuffle(self.order)
 
     def sequence(self, position):
-        """Returns the T+1 tokens at a position, which counts from the start of the run."""
+        """position: the number of a sequence in the run, from 0. Returns its T+1 tokens."""
         j = self.order[position % self.length]
         return self.tokens[j * block_size : (j + 1) * block_size + 1]  # (T+1)
 
@@ -81,26 +81,31 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        (group,) = self.param_groups
+        (group,) = self.param_groups  # there is one
         for p in group["params"]:
-            if not self.state[p]:
+            if not self.state[p]:  # in the first step
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)  # a mean of late gradients
-            update = orthogonalize(p.grad.lerp(momentum, 0.95))
+            momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)  # a mean of recent gradients
+            update = orthogonalize(p.grad.lerp(momentum, 0.95))  # Nesterov: 5 % are this gradient
             p.mul_(1 - group["lr"] * weight_decay)
             # The mean square of an orthogonal matrix is 1 / its longer side. So each parameter
-            # moves by about 0.2 lr, as with AdamW.
+            # moves by about 0.2 lr, which is also the mean of AdamW.
             p.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
 
 
 def orthogonalize(x):
-    """Keeps the singular vectors of a matrix, and brings its singular values near 1."""
+    """Makes a matrix nearly orthogonal, so that it stretches all directions equally.
+
+    A matrix stretches some directions more than others. These directions are its singular vectors,
+    and the factors are its singular values. This keeps the vectors, and brings the values near 1.
+    """
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T
-    x = x / x.norm().clamp(min=1e-7)  # now no singular value is above 1
+    x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
     for _ in range(5):
         gram = x @ x.T  # (rows, rows)
-        # A singular value s becomes 3.4445 s - 4.7750 s^3 + 2.0315 s^5.
+        # A singular value s becomes 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al. chose these
+        # numbers so that five rounds bring s between 0 and 1 near 1.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
     return x
 
@@ -115,11 +120,11 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. A head has weights of its own, and hs = C / nh of the channels.
+        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
+        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
-        # Flash attention computes scores, mask, softmax and mean in tiles. The (T, T) scores are
-        # never in memory.
+        # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
+        # It works in tiles, so the (T, T) scores are never written to slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -140,7 +145,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. LayerNorm gives what they read mean 0 and variance 1."""
+    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
 
     def __init__(self):
         super().__init__()
@@ -159,23 +164,24 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position: attention has no order
-        self.h = nn.ModuleList([Block() for _ in range(n_layer)])
-        self.ln_f = nn.LayerNorm(n_embd)
+        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
+        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in the head
+        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in lm_head
         self.init_weights()
 
     def init_weights(self):
-        """Draws the first weights as GPT-2 does. LayerNorms keep theirs, which are 1."""
-        torch.manual_seed(seed)
+        """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
+        torch.manual_seed(seed)  # here, so that layers made before do not change the draw
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times. Smaller weights there keep
-                # the variance of the sum constant.
+                # The blocks add to the residual stream 2 n_layer times. Smaller weights in c_proj
+                # keep the sum from growing with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -193,13 +199,13 @@ class GPT(nn.Module):
         return [Muon(of_muon, lr=max_lr), adamw]
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) tokens. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:
+        if targets is None:  # to write text; training needs only the loss
             return logits, None
         return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -208,7 +214,7 @@ class GPT(nn.Module):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size); the last position has seen all
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -236,14 +242,15 @@ def get_lr(step):
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for this model, which takes a minute. The parameters stay the same.
+# torch.compile makes kernels for this model, which takes a minute. Both have the same parameters.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
-    # In backward, DDP averages the gradients over the processes.
+    # In the last backward of a step, DDP averages the sums in p.grad over the processes.
     model = nn.parallel.DistributedDataParallel(model)
 optimizers = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
 n = total_batch_size // block_size  # sequences in a step
+assert n % (world_size * batch_size) == 0  # each process has the same number of micro-batches
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
@@ -254,13 +261,13 @@ for step in range(max_steps):
     for first in starts:
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
-            model.require_backward_grad_sync = first == starts[-1]  # averages only once in a step
-        with autocast:
+            model.require_backward_grad_sync = first == starts[-1]  # averages only in the last one
+        with autocast:  # only forward: backward uses the same formats
             _, loss = model(x, y)
-        loss = loss / len(starts)  # the step needs the mean, and backward makes sums
+        loss = loss / len(starts)  # the step needs the mean, but backward adds
         loss.backward()  # computes the gradient: how each parameter changes the loss
-        mean_loss += loss.detach()
-    # If the gradient is longer than 1, it is made shorter. It keeps its direction.
+        mean_loss += loss.detach()  # the number without its history, which needs memory
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lr = get_lr(step)
     for optimizer in optimizers:
@@ -277,7 +284,7 @@ for step in range(max_steps):
 if rank == 0:
     print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
     print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
-    newline = torch.tensor([[10]], device=device)  # (1, 1): the text begins with this byte
+    newline = torch.tensor([[10]], device=device)  # (1, 1): the new text starts after it
     ids = raw_model.generate(newline, 300)[0].tolist()
     print(bytes(ids).decode(errors="replace") if vocab_size == 256 else ids)
 if world_size > 1:

@@ -211,6 +211,12 @@ def test_fast_attention_and_loss_change_nothing():
     assert losses(6, max_steps=4)[0] == pytest.approx(losses(5, max_steps=4)[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("number", [7, 8, 9])
+def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
+    with pytest.raises(AssertionError):
+        losses(number, max_steps=1, batch_size=5)
+
+
 SMALL = dict(n_embd=64, block_size=32)
 SHORT = dict(warmup_steps=10, total_batch_size=512, **SMALL)
 # The exercises of docs/lesson.md: lesson, old text, new text, the change of the validation loss at
