@@ -17,11 +17,14 @@ from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.terminal import print0
 from plaingpt.data.text import clean_text
 from plaingpt.data.tokenizer_json import (
+    add_unknown_token,
     build_tokenizer_json,
-    is_byte_level,
     is_gpt2,
+    joins_bytes,
+    keeps_text,
     parse_tokenizer_json,
     read_settings,
+    rename_token,
 )
 
 import numpy as np
@@ -41,16 +44,22 @@ class Tokenizer:
     token_bytes: list[bytes]  # the bytes of each id
     special: dict[str, int]  # the ids that stand for no text
     # This id stands before every document, and generation starts from it. For "bytes" and "lines",
-    # it is the line break.
+    # it is the line break, which also stands for text.
     end_of_text: int
     settings: dict | None = None  # the contents of a tokenizer.json; None for "gpt2" and "bytes"
-    unknown: int | None = None  # the id for text that the vocabulary does not have
+    # The id for text that the vocabulary does not have. It is n_vocab if such text is left out, and
+    # None if the vocabulary can encode any text.
+    unknown: int | None = None
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
         # It stands for end_of_text. It is random, so that no text contains it.
         self.mark = f"<|{uuid.uuid4()}|>"
+        self.end_name = None  # the name of end_of_text; None if it also stands for text
+        for name, i in self.special.items():
+            if i == self.end_of_text:
+                self.end_name = name
 
     @functools.cached_property
     def encoding(self):
@@ -66,12 +75,24 @@ class Tokenizer:
 
     @functools.cached_property
     def library(self):
-        """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
-        settings = self.settings or build_tokenizer_json(self.token_bytes, self.special)
-        with explaining("tokenizer.json: not usable", "give another one"):
-            library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
-        library.encode_special_tokens = True
-        return library
+        """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text.
+
+        In a tokenizer.json, end_of_text gets the name self.mark, so that no text has its id.
+        """
+        settings = self.settings
+        if not settings:
+            settings = build_tokenizer_json(self.token_bytes, self.special)
+        elif self.end_name:
+            settings = rename_token(settings, self.end_name, self.mark)
+        return make_library(settings)
+
+    @functools.cached_property
+    def counting_library(self):
+        """The library, but text that the vocabulary lacks has the id `unknown`, and is not lost."""
+        if self.unknown < self.n_vocab:
+            return self.library
+        settings = json.loads(self.library.to_str())
+        return make_library(add_unknown_token(settings, str(uuid.uuid4()), self.unknown))
 
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text.
@@ -86,37 +107,67 @@ class Tokenizer:
         if not self.settings:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-        with explaining("tokenizer.json: not usable", "give another one"):
-            # This fails, for example, if the unknown token is missing.
-            encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
         ids = []
-        for encoding in encodings:
+        for encoding in encode_batch(self.library, texts):
             ids.append(self.end_of_text)
             ids.extend(encoding.ids)
         return np.array(ids, self.dtype)
 
+    def count_unknown(self, texts):
+        """Texts -> (number of tokens for text that the vocabulary does not have, that of all).
+
+        If such text is left out, each of its characters, or bytes, counts as a token.
+        """
+        if self.unknown is None:
+            return 0, 0
+        n_unknown = 0
+        n_tokens = 0
+        for encoding in encode_batch(self.counting_library, texts):
+            n_unknown += encoding.ids.count(self.unknown)
+            n_tokens += len(encoding.ids)
+        return n_unknown, n_tokens
+
     def decode(self, ids):
         """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
-        if self.settings and not is_byte_level(self.settings):
-            return self.library.decode(ids, skip_special_tokens=False)
+        if self.settings and not joins_bytes(self.settings):
+            text = self.library.decode(ids, skip_special_tokens=False)
+            return text.replace(self.mark, self.end_name or "")
         data = b"".join(self.token_bytes[i] if i < self.n_vocab else b"\xff" for i in ids)
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
         """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0.
 
-        In a vocabulary that is not byte-level, all ids have 0, because a text may have other bytes
-        than its tokens. WordPiece drops spaces, for example. SentencePiece puts one before a text.
+        If a text may have other bytes than its tokens, all ids have 0. WordPiece drops spaces, for
+        example. SentencePiece puts one before a text. A normalizer replaces characters.
         """
         sizes = np.zeros(vocab_size, np.int64)
-        if self.settings and not is_byte_level(self.settings):
-            print0("note: bits per byte need a byte-level vocabulary; wikitext.py has them")
+        if self.settings and not keeps_text(self.settings):
+            print0(
+                "note: bits per byte need a byte-level vocabulary that does not change texts; "
+                "wikitext.py has them"
+            )
             return sizes
         special = set(self.special.values())
         for i, data in enumerate(self.token_bytes[:vocab_size]):
             if i not in special:
                 sizes[i] = len(data)
         return sizes
+
+
+def make_library(settings):
+    """Contents of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError."""
+    with explaining("tokenizer.json: not usable", "give another one"):
+        library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+    library.encode_special_tokens = True
+    return library
+
+
+def encode_batch(library, texts):
+    """Texts -> list of tokenizers.Encoding. Raises UserError."""
+    with explaining("tokenizer.json: not usable", "give another one"):
+        # This fails, for example, if the unknown token is missing.
+        return library.encode_batch_fast(texts, add_special_tokens=False)
 
 
 @functools.cache

@@ -15,6 +15,8 @@ VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
 BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+# These pre-tokenizers split a text. They leave nothing out, except for what a setting removes.
+SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
 
 
 def parse_tokenizer_json(source):
@@ -28,13 +30,12 @@ def parse_tokenizer_json(source):
     settings = json.loads(source)
     end_name = settings.pop("end_of_text", None)
     settings.update(truncation=None, padding=None)
+    settings = dict(normalizer=None, pre_tokenizer=None, decoder=None, added_tokens=[]) | settings
     model = settings["model"]
-    if isinstance(model["vocab"], list):  # [[token, score], ...]; the place is the id
-        ids = {token: i for i, (token, _) in enumerate(model["vocab"])}
-    else:  # {token: id}
-        ids = {**model["vocab"]}
+    if "dropout" in model:  # BPE would leave out random merges, also outside of training
+        model["dropout"] = None
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
-    ids.update(added)
+    ids = ids_of_model(model) | added
     special = {}
     for token in settings["added_tokens"]:
         if token["special"]:
@@ -42,15 +43,67 @@ def parse_tokenizer_json(source):
     byte_level = is_byte_level(settings)
     end_name = find_end_name(ids, end_name)
     end = ids[end_name]
-    special[end_name] = end
+    # A letter, such as the line break, can be end_of_text and stand for text, too.
+    if len(end_name) > 1 or end_name in added:
+        special[end_name] = end
     token_bytes = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         token_bytes[i] = bytes_of(token, byte_level and token not in added)
-    unknown = None  # a byte-level vocabulary has all bytes, so no text is unknown
-    if not byte_level:
-        # Only Unigram has "unk_id".
-        unknown = model.get("unk_id", ids.get(model.get("unk_token")))
+    unknown = find_unknown(settings, ids)
+    if unknown == end:
+        raise ValueError(f"{end_name} also stands for unknown text")
     return settings, token_bytes, special, end, unknown
+
+
+def ids_of_model(model):
+    """Returns {token: id} of the vocabulary in a tokenizer.json, without the added tokens."""
+    if isinstance(model["vocab"], list):  # [[token, score], ...]; the place is the id
+        return {token: i for i, (token, _) in enumerate(model["vocab"])}
+    return {**model["vocab"]}
+
+
+def find_unknown(settings, ids):
+    """Returns the id of text that the vocabulary lacks, or None if it can encode any text.
+
+    BPE without an unknown token leaves such text out. The result is then the first free id, which
+    no encoded text has. ids: {token: id}.
+    """
+    model = settings["model"]
+    if has_all_bytes(settings):
+        return None
+    unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # only Unigram has "unk_id"
+    if unknown is None and "merges" in model:
+        return max(ids.values()) + 1
+    return unknown
+
+
+def has_all_bytes(settings):
+    """Returns whether each byte has a token, and text is split into bytes where this is needed."""
+    model = settings["model"]
+    if model.get("byte_fallback"):
+        names = {f"<0x{byte:02X}>" for byte in range(256)}
+    elif any(step["type"] == "ByteLevel" for step in steps_of(settings["pre_tokenizer"])):
+        names = BYTE_OF.keys()
+    else:
+        return False
+    # Words as tokens (WordLevel, WordPiece) are not split. With an affix, the first or the last
+    # byte of a word needs a token of its own.
+    is_split = model.get("type", "BPE") in ("BPE", "Unigram")
+    has_affix = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    return is_split and not has_affix and ids_of_model(model).keys() >= names
+
+
+def steps_of(part):
+    """Returns the steps of a normalizer, pre-tokenizer or decoder: a Sequence has several."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    steps = []
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        for step in part.get(name, []):
+            steps += steps_of(step)
+    return steps
 
 
 def find_end_name(ids, end_name=None):
@@ -66,11 +119,66 @@ def find_end_name(ids, end_name=None):
 
 
 def is_byte_level(settings):
-    """Returns whether the decoder is ByteLevel.
+    """Returns whether tokens are written in letters for bytes, which the decoder reads."""
+    return any(step["type"] == "ByteLevel" for step in steps_of(settings["decoder"]))
 
-    Then every text can be encoded, and ids can be decoded one by one.
+
+def joins_bytes(settings):
+    """Returns whether a text is decoded by joining the bytes of its tokens, and no more."""
+    kinds = {step["type"] for step in steps_of(settings["decoder"])}
+    return kinds == {"ByteLevel"}
+
+
+def keeps_text(settings):
+    """Returns whether the ids of a text have exactly its bytes.
+
+    A normalizer changes a text. A pre-tokenizer may add a space or leave out spaces. So may an
+    added token, and text that the vocabulary lacks is lost.
     """
-    return '"ByteLevel"' in json.dumps(settings["decoder"])
+    if settings["normalizer"] is not None or not is_byte_level(settings):
+        return False
+    for step in steps_of(settings["pre_tokenizer"]):
+        if step["type"] not in SPLITTERS or step.get("behavior") == "Removed":
+            return False
+        if step["type"] == "ByteLevel" and step.get("add_prefix_space") is not False:
+            return False
+    for token in settings["added_tokens"]:
+        if not token["special"] and (token.get("lstrip") or token.get("rstrip")):
+            return False
+    return has_all_bytes(settings)
+
+
+def rename_token(settings, old, new):
+    """Returns the contents of a tokenizer.json in which a token has another name, but its id.
+
+    Text with the old name is then encoded like any other, also if the token was a piece of Unigram
+    or BPE, a word of WordLevel, or an added token that is not special.
+    """
+    model = {**settings["model"]}
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [[new if name == old else name, x] for name, x in model["vocab"]]
+    else:
+        model["vocab"] = {new if name == old else name: i for name, i in model["vocab"].items()}
+    if "merges" in model:
+        merges = []
+        for merge in model["merges"]:
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            if old not in (left, right, left + right):
+                merges.append(merge)
+        model["merges"] = merges
+    added = []
+    for token in settings["added_tokens"]:
+        if token["content"] == old:
+            token = token | dict(content=new, special=True)
+        added.append(token)
+    return settings | dict(model=model, added_tokens=added)
+
+
+def add_unknown_token(settings, name, i):
+    """Returns the contents of a tokenizer.json in which BPE gives text that it lacks the id i."""
+    model = settings["model"]
+    vocab = model["vocab"] | {name: i}
+    return settings | dict(model=model | dict(vocab=vocab, unk_token=name, fuse_unk=False))
 
 
 def bytes_of(token, byte_level):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import write_json
+from plaingpt.data.tokenizer import make_library
+from plaingpt.data.tokenizer_json import build_tokenizer_json
 
 import torch
 
@@ -123,7 +125,10 @@ def save_tokenizer(tokenizer, directory, block_size):
 
     As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
     """
-    library = tokenizer.library
+    settings = tokenizer.settings
+    if settings is None:
+        settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
+    library = make_library(settings)
     settings = json.loads(library.to_str())
     settings["post_processor"] = None
     end = library.id_to_token(tokenizer.end_of_text)

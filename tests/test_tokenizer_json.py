@@ -1,0 +1,210 @@
+"""What a tokenizer.json may do to a text: change it, lose a part of it, or read an end in it.
+
+Each vocabulary has other settings. The package tokenizers builds it, and says what is right.
+"""
+
+import json
+
+from plaingpt.base.errors import UserError
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+
+import numpy as np
+import pytest
+
+hf = pytest.importorskip("tokenizers")
+TEXT = "Tiếng Việt: đã  uống cà phê.\n한국어 문장입니다. It's 12 o'clock, isn't it?\n"
+LETTERS = hf.pre_tokenizers.ByteLevel.alphabet()
+END = "<|endoftext|>"
+
+
+def byte_level(letters=LETTERS, **options):
+    """A byte-level BPE of the letters of bytes, and some merges of them."""
+    library = hf.Tokenizer(hf.models.BPE(**options))
+    library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=len(letters) + 41,
+        initial_alphabet=sorted(letters),
+        special_tokens=[END],
+        show_progress=False,
+    )
+    library.train_from_iterator(["It's the clock, isn't it? " * 9], trainer)
+    return library
+
+
+def load(library, **changes):
+    """The Tokenizer of a tokenizers.Tokenizer. changes: {name of a field: its contents}."""
+    return get_tokenizer(json.dumps(json.loads(library.to_str()) | changes))
+
+
+def split(behavior):
+    return hf.pre_tokenizers.Split(hf.Regex(r"\s+"), behavior)
+
+
+def sequence(*steps):
+    last = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return hf.pre_tokenizers.Sequence([*steps, last])
+
+
+PARTS = {
+    "plain": {},
+    "like Llama 3": dict(pre_tokenizer=sequence(split("isolated"))),
+    "digits": dict(pre_tokenizer=sequence(hf.pre_tokenizers.Digits(True))),
+    "a space before a text": dict(pre_tokenizer=hf.pre_tokenizers.ByteLevel()),
+    "spaces removed": dict(pre_tokenizer=sequence(split("removed"))),
+    "words": dict(pre_tokenizer=sequence(hf.pre_tokenizers.Whitespace())),
+    "NFD": dict(normalizer=hf.normalizers.NFD()),
+    "StripAccents": dict(normalizer=hf.normalizers.StripAccents()),
+    "Replace": dict(normalizer=hf.normalizers.Replace("  ", " ")),
+    "in a sequence": dict(normalizer=hf.normalizers.Sequence([hf.normalizers.NFC()])),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_bits_per_byte_are_right_or_not_there(kind, capsys):
+    """The bytes of the ids of a text are those of the text, or no id has any."""
+    library = byte_level()
+    for name, part in PARTS[kind].items():
+        setattr(library, name, part)
+    tokenizer = load(library)
+    sizes = tokenizer.text_bytes(tokenizer.n_vocab)
+    has_sizes = kind in ("plain", "like Llama 3", "digits")
+    assert sizes[tokenizer.encode(TEXT)].sum() == (len(TEXT.encode()) if has_sizes else 0)
+    assert (sizes.sum() > 0) == has_sizes
+    note = "note: bits per byte need a byte-level vocabulary that does not change texts; wikitext"
+    assert (note in capsys.readouterr().out) == (not has_sizes)
+
+
+def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
+    """The bytes of such a token are not those of the text."""
+    library = byte_level()
+    library.add_tokens([hf.AddedToken("clock", lstrip=True, normalized=False)])
+    tokenizer = load(library)
+    assert len(tokenizer.encode("a  clock")) == 2
+    assert tokenizer.text_bytes(tokenizer.n_vocab).sum() == 0
+
+
+def test_a_line_break_that_ends_a_text_is_text():
+    """As in "bytes": it may be inside a text, and then it is a byte of it."""
+    tokenizer = load(byte_level(), end_of_text="Ċ")
+    ids = tokenizer.encode("a\nb")
+    assert tokenizer.decode(ids) == "a\nb" and tokenizer.end_of_text == ids[1]
+    assert tokenizer.text_bytes(tokenizer.n_vocab)[ids].tolist() == [1, 1, 1]
+
+
+def byte_letters(text):
+    """The letters that a byte-level vocabulary needs for the bytes of a text."""
+    pieces = hf.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    return set("".join(piece for piece, _ in pieces))
+
+
+def characters(**options):
+    """A BPE of a few characters, without an unknown token."""
+    vocab = {letter: i for i, letter in enumerate(["<|endoftext|>", *"Theboats. "])}
+    return hf.Tokenizer(hf.models.BPE(vocab, [], **options))
+
+
+def test_text_that_a_vocabulary_leaves_out_is_counted():
+    """Its characters, or its bytes, which the package leaves out without a word."""
+    text = "The boats. 中文文本没有空格。"
+    for library, size in (
+        (byte_level(byte_letters("The boats.")), len("中文文本没有空格。".encode())),
+        (characters(), len("中文文本没有空格。")),
+    ):
+        tokenizer = load(library)
+        known = library.encode("The boats. ").ids
+        assert tokenizer.encode(text) == library.encode(text).ids == known
+        assert tokenizer.count_unknown([text, "The boats. "]) == (size, size + 2 * len(known))
+        assert tokenizer.text_bytes(tokenizer.n_vocab).sum() == 0
+    for name in ("gpt2", "bytes"):
+        assert get_tokenizer(name).count_unknown([text])[0] == 0
+    assert load(byte_level()).count_unknown([text])[0] == 0
+
+
+def test_text_that_is_left_out_does_not_keep_its_neighbours_apart():
+    """The ids are those of the package: after "中" is lost, "a" and "b" merge."""
+    vocab = {END: 0, "a": 1, "b": 2, "ab": 3}
+    library = hf.Tokenizer(hf.models.BPE(vocab, [("a", "b")]))
+    tokenizer = load(library)
+    assert tokenizer.encode("a中b") == library.encode("a中b").ids == [3]
+    assert tokenizer.count_unknown(["a中b"]) == (1, 3)
+
+
+def test_an_unknown_token_is_counted():
+    """A complete set of bytes has no unknown text, with or without such a token."""
+    fallback = {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    for vocab, n_unknown in (({}, 2), (fallback, 0), ({**fallback, "<0xE4>": 999}, 0)):
+        vocab = {"<unk>": 0, "</s>": 1, **vocab, "a": 300}
+        model = hf.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+        tokenizer = load(hf.Tokenizer(model))
+        assert tokenizer.count_unknown(["a中a文"])[0] == n_unknown
+    assert load(byte_level(unk_token=END)).unknown is None
+
+
+def test_end_of_text_may_not_be_the_unknown_token():
+    """Otherwise, each unknown word would end a document."""
+    pieces = [("</s>", 0.0), ("a", -1.0)]
+    for model in (
+        hf.models.Unigram(pieces, unk_id=0),
+        hf.models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"),
+    ):
+        with pytest.raises(ValueError, match="^</s> also stands for unknown text$"):
+            load(hf.Tokenizer(model))
+
+
+def with_end(kind):
+    """A vocabulary in which the end token can also be a part of a text -> its library."""
+    pieces = ["<unk>", "a", "b", "<", "/", "s", ">", " ", "</s>", "s>", "</"]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    if kind == "unigram":
+        scores = [(piece, -(len(piece) ** 0.5)) for piece in pieces]
+        library = hf.Tokenizer(hf.models.Unigram(scores, 0, False))
+    elif kind == "words":
+        library = hf.Tokenizer(hf.models.WordLevel(ids, unk_token="<unk>"))
+        library.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    elif kind == "merges":
+        merges = [("s", ">"), ("<", "/"), ("</", "s>")]
+        library = hf.Tokenizer(hf.models.BPE(ids, merges, unk_token="<unk>"))
+    else:
+        library = hf.Tokenizer(hf.models.BPE(ids, [], unk_token="<unk>", ignore_merges=True))
+    if kind == "not special":
+        library.add_tokens([hf.AddedToken("</s>", special=False)])
+    elif kind == "special":
+        library.add_special_tokens(["</s>"])
+    return library
+
+
+@pytest.mark.parametrize(
+    "kind", ["unigram", "words", "merges", "not special", "special", "ignore_merges"]
+)
+def test_the_name_of_end_of_text_in_a_text_is_no_end(kind):
+    """It is encoded like any other word. Texts without it have the ids of the package."""
+    library = with_end(kind)
+    tokenizer = load(library)
+    end = library.token_to_id("</s>")
+    assert tokenizer.end_of_text == end
+    assert end in library.encode("</s>").ids
+    for text in ("a </s> b", "</s>", "a</s>"):
+        assert end not in tokenizer.encode(text)
+    assert tokenizer.encode_documents(["a </s> b", "</s>"]).tolist().count(end) == 2
+    assert tokenizer.encode("a s> b") == library.encode("a s> b").ids
+    if kind in ("unigram", "merges", "not special"):
+        assert "</s>" in tokenizer.decode(tokenizer.encode("a</s>")).replace(" ", "")
+    assert tokenizer.decode([end]) == "</s>"
+
+
+def test_dropout_is_off():
+    """Each pass over the same text gives the same ids, also if the file asks for dropout."""
+    library = byte_level()
+    expected = library.encode(TEXT).ids
+    library.model.dropout = 0.9
+    tokenizer = load(library)
+    assert {tuple(tokenizer.encode(TEXT)) for _ in range(9)} == {tuple(expected)}
+    assert np.array_equal(tokenizer.encode_documents([TEXT])[1:], expected)
+
+
+def test_a_refused_vocabulary_is_one_sentence(tmp_path):
+    library = hf.Tokenizer(hf.models.Unigram([("</s>", 0.0), ("a", -1.0)], unk_id=0))
+    library.save(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match=r"not usable \(</s> also stands for unknown text\); give"):
+        load_tokenizer(tmp_path / "t.json")
