@@ -3,6 +3,7 @@
 import gzip
 import math
 import random
+import re
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import Data
@@ -53,16 +54,39 @@ def test_layout(tmp_path):
     """Each pair is in one sequence. The response and the end after it count, nothing else."""
     given = [("ab", "c"), ("", "de"), ("fgh", "ij"), ("k", "l"), ("mnopq", "rs"), ("tuvw", "xyzz")]
     path = write_pairs(tmp_path / "p.jsonl", given)
-    ids, counted = read_pairs(path, BYTES, 8)
-    assert bytes(ids.tolist()) == b".mnopqrs.fghij...de.abc..kl......".replace(b".", b"\n")
-    assert "".join(map(str, counted * 1)) == "000000111000111001110011001100000"
-    train_set, val = open_pairs(path, BYTES, 8, val_fraction=0.3)
-    assert np.array_equal(train_set.read(0, len(train_set)), ids[:17])
-    assert np.array_equal(val.read_sequence(0, 8)[1], [100, 101, 10, -100, -100, 99, 10, -100])
-    given[1], given[3] = ("d", "e"), ("k", "l")  # the ids stay, but not what counts
-    other = open_pairs(write_pairs(tmp_path / "q.jsonl", given), BYTES, 8, val_fraction=0.3)
-    assert other[0].fingerprint() == train_set.fingerprint()
-    assert other[1].fingerprint() != val.fingerprint()
+    (ids, counted), (val_ids, val_counted) = read_pairs(path, BYTES, 8, 0.5)
+    assert bytes(ids.tolist()) == b".mnopqrs.fghij...de......".replace(b".", b"\n")
+    assert "".join(map(str, counted * 1)) == "0000001110001110011100000"
+    assert bytes(val_ids.tolist()) == b".abc.kl..".replace(b".", b"\n")  # one pair is too long
+    assert "".join(map(str, val_counted * 1)) == "000110110"
+    train_set, val = open_pairs(path, BYTES, 8, val_fraction=0.5)
+    assert np.array_equal(train_set.read(0, len(train_set)), ids)
+    expected = [-100, -100, 99, 10, -100, 108, 10, -100]
+    assert np.array_equal(val.read_sequence(0, 8)[1], expected)
+    given[1] = ("d", "e")  # the ids stay, but not what counts
+    other = open_pairs(write_pairs(tmp_path / "q.jsonl", given), BYTES, 8, val_fraction=0.5)
+    assert other[0].fingerprint() != train_set.fingerprint()
+    assert other[1].fingerprint() == val.fingerprint()
+
+
+def prompts_of(tokens, tokenizer):
+    """The prompts of a split of pairs, each of which is a number."""
+    return set(re.findall(r"\d+", tokenizer.decode(tokens.read(0, len(tokens)).tolist())))
+
+
+def test_validation_pairs_are_training_pairs_of_no_other_run(tmp_path):
+    """Not for another --block_size or tokenizer, although long pairs are left out."""
+    rng = random.Random(2)
+    path = write_pairs(tmp_path / "p.jsonl", [(f"{n}", letters(rng, 1, 90)) for n in range(500)])
+    trained, validated = set(), set()
+    for tokenizer in (BYTES, get_tokenizer("gpt2")):
+        for T in (32, 48, 64, 128):
+            train_set, val = open_pairs(path, tokenizer, T)
+            trained |= prompts_of(train_set, tokenizer)
+            validated |= prompts_of(val, tokenizer)
+    assert len(validated) == 50 and len(trained) == 450 and not trained & validated
+    _, val = open_pairs(path, BYTES, 128, val_fraction=0.02)
+    assert prompts_of(val, BYTES) <= validated
 
 
 def test_files_of_pairs(tmp_path):
@@ -72,8 +96,8 @@ def test_files_of_pairs(tmp_path):
     (tmp_path / "a.JSONL.gz").write_bytes(gzip.compress(path.read_bytes()))
     (tmp_path / "a.csv").write_text("response,prompt\n" + "".join(f"{r},{p}\n" for p, r in given))
     for other in tmp_path.iterdir():
-        found = zip(read_pairs(path, BYTES, 8), read_pairs(other, BYTES, 8))
-        assert all(np.array_equal(a, b) for a, b in found), other
+        for part, same in zip(read_pairs(path, BYTES, 8, 0.1), read_pairs(other, BYTES, 8, 0.1)):
+            assert np.array_equal(part, same), other
 
 
 WAYS = {
@@ -202,20 +226,24 @@ def test_refused_pairs(tmp_path, line):
     first = '{"prompt": "a", "response": "b"}\n' if line else ""
     (tmp_path / "x.jsonl").write_text(first + line)
     with pytest.raises(UserError, match=REFUSED[line]):
-        read_pairs(tmp_path / "x.jsonl", BYTES, 8)
+        read_pairs(tmp_path / "x.jsonl", BYTES, 8, 0.1)
 
 
 def test_long_pairs(tmp_path, capsys):
     path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
-    read_pairs(path, BYTES, 16)
+    read_pairs(path, BYTES, 16, 0.1)
     assert (
         "1 of 10 pairs have more than 16 tokens and are left out; --block_size 32 keeps 99%"
         in capsys.readouterr().out
     )
     with pytest.raises(UserError, match="10 of 10 pairs have more than 4 tokens"):
-        read_pairs(path, BYTES, 4)
-    read_pairs(write_pairs(path, [("a", "b" * 5)] * 199 + [("a", "b" * 30)]), BYTES, 16)
+        read_pairs(path, BYTES, 4, 0.1)
+    read_pairs(write_pairs(path, [("a", "b" * 5)] * 199 + [("a", "b" * 30)]), BYTES, 16, 0.1)
     assert (
         "1 of 200 pairs have more than 16 tokens and are left out; --block_size 32"
         in capsys.readouterr().out
     )  # never a shorter one, although few are long
+    pairs = [("a", "b" * n) for n in range(1, 61)]  # the last one in the random order has n = 55
+    with pytest.raises(UserError, match="all validation pairs have more than 16 .*_size 64$"):
+        read_pairs(write_pairs(path, pairs), BYTES, 16, 0.01)
+    read_pairs(path, BYTES, 64, 0.01)

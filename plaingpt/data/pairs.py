@@ -12,10 +12,12 @@ T = 8, this is the first sequence and the start of the second one; <> is end_of_
 import math
 import random
 from array import array
+from fractions import Fraction
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.records import read_records
+from plaingpt.data.tokenizer import note_unknown
 
 import numpy as np
 
@@ -35,19 +37,30 @@ def encode_pair(record, tokenizer):
     return tokenizer.encode(prompt), tokenizer.encode(response)
 
 
-def read_pairs(path, tokenizer, T):
-    """Returns the pairs of a file as sequences of T tokens: (ids, counted), (n,) each.
+def read_pairs(path, tokenizer, T, val_fraction):
+    """Reads a file of pairs -> its training part and its validation part, (ids, counted) each.
 
-    n is a multiple of T, plus 1. counted: bool, whether a token is a target. The order is random,
-    but always the same. So the last pairs, which are for validation, are training pairs of no other
-    run. Raises UserError.
+    ids, counted: (n,), sequences of T tokens. n is a multiple of T, plus 1. counted: bool, whether
+    a token is a target.
+
+    The pairs get a random order, which is always the same. The last ones, val_fraction of all, are
+    for validation, whatever the tokenizer and T. So they are training pairs of no other run, unless
+    the file or val_fraction changes. Raises UserError.
     """
     if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
         raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
-    pairs = [encode_pair(record, tokenizer) for record in read_records([path])]
+    records = list(read_records([path]))
+    pairs = [encode_pair(record, tokenizer) for record in records]
+    texts = [record[field] for record in records for field in ("prompt", "response")]
+    note_unknown(tokenizer, texts, path)
     random.Random(0).shuffle(pairs)
     check_lengths(path, pairs, T)
-    return join_pairs(pairs, tokenizer, T)
+    cut = len(pairs) - math.ceil(len(pairs) * Fraction(str(val_fraction)))
+    parts = []
+    for name, part in (("training", pairs[:cut]), ("validation", pairs[cut:])):
+        check_part(path, name, part, T)
+        parts.append(join_pairs(part, tokenizer, T))
+    return parts
 
 
 def count_tokens(prompt, response):
@@ -65,16 +78,32 @@ def check_lengths(path, pairs, T):
     sizes = sorted(count_tokens(prompt, response) for prompt, response in pairs)
     n_long = sum(size > T for size in sizes)
     longest_of_99_percent = sizes[math.ceil(len(sizes) * 99 / 100) - 1]
-    # This is the smallest power of two above T that holds each of these pairs.
-    block_size = 1 << max(T, longest_of_99_percent - 1).bit_length()
     message = (
         f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
-        f"out; --block_size {block_size} keeps 99% of them"
+        f"out; --block_size {larger_context(T, longest_of_99_percent)} keeps 99% of them"
     )
     if n_long == len(pairs):
         raise UserError(message)
     if n_long:
         print0(f"note: {message}")
+
+
+def check_part(path, name, pairs, T):
+    """Raises UserError if each pair of the training part, or of the validation part, is too long.
+
+    name: that of the part.
+    """
+    shortest = min((count_tokens(*pair) for pair in pairs), default=0)
+    if shortest > T:
+        raise UserError(
+            f"{path}: all {name} pairs have more than {T} tokens; give --block_size "
+            f"{larger_context(T, shortest)}"
+        )
+
+
+def larger_context(T, size):
+    """Returns the smallest power of two that is above T and at least `size`, in tokens."""
+    return 1 << max(T, size - 1).bit_length()
 
 
 def join_pairs(pairs, tokenizer, T):

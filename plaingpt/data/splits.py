@@ -11,6 +11,7 @@ from plaingpt.data.foreign import find_index
 from plaingpt.data.pairs import read_pairs
 from plaingpt.data.records import RECORDS, kind_of
 from plaingpt.data.shards import find_shards
+from plaingpt.data.tokenizer import note_unknown
 from plaingpt.data.tokens import Tokens
 
 import numpy as np
@@ -44,6 +45,7 @@ def encode_text(path, tokenizer):
         return np.frombuffer(data, np.uint8)
     with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
         text = data.decode("utf-8-sig")
+    note_unknown(tokenizer, [text], path)
     return np.array(tokenizer.encode(text), tokenizer.dtype)
 
 
@@ -53,16 +55,17 @@ encode_pairs = functools.cache(read_pairs)  # pairs are encoded once
 def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     """Opens a file of pairs -> (training Tokens, validation Tokens). Raises UserError.
 
-    The last part is held out, val_fraction of the tokens, by default a tenth. T: tokens in a
-    sequence. vocab_size: as in open_splits.
+    Holds out val_fraction of the pairs, by default a tenth. T: tokens in a sequence. vocab_size: as
+    in open_splits.
     """
     path = Path(path)
-    ids, counted = encode_pairs(path, tokenizer, T)
+    vocab_size = vocab_size or tokenizer.n_vocab
     train_name, val_name = name_splits(path)
-    whole = Tokens(train_name, [ids], vocab_size or tokenizer.n_vocab, counted)
-    cut = find_cut(whole, val_fraction or 0.1)
-    cut -= cut % T  # between two sequences. The end_of_text there is in both splits.
-    return whole.part(train_name, 0, cut + 1), whole.part(val_name, cut, len(whole))
+    train, val = encode_pairs(path, tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
+    return (
+        Tokens(train_name, [train[0]], vocab_size, train[1]),
+        Tokens(val_name, [val[0]], vocab_size, val[1]),
+    )
 
 
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):

@@ -108,7 +108,7 @@ class Tokenizer:
             text = "".join(self.mark + text for text in texts)
             return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
         ids = []
-        for encoding in encode_batch(self.library, texts):
+        for encoding in encode_with(self.library, texts):
             ids.append(self.end_of_text)
             ids.extend(encoding.ids)
         return np.array(ids, self.dtype)
@@ -122,10 +122,15 @@ class Tokenizer:
             return 0, 0
         n_unknown = 0
         n_tokens = 0
-        for encoding in encode_batch(self.counting_library, texts):
+        for encoding in encode_with(self.counting_library, texts):
             n_unknown += encoding.ids.count(self.unknown)
             n_tokens += len(encoding.ids)
         return n_unknown, n_tokens
+
+    def count_lost(self, texts):
+        """Returns how many characters, or bytes, of texts no id stands for."""
+        leaves_out = self.unknown == self.n_vocab
+        return self.count_unknown(texts)[0] if leaves_out else 0
 
     def decode(self, ids):
         """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
@@ -155,6 +160,13 @@ class Tokenizer:
         return sizes
 
 
+def note_unknown(tokenizer, texts, what):
+    """Prints how much of some texts the vocabulary does not have, if any. what: their name."""
+    n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
+    if n_unknown:
+        print0(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {what}")
+
+
 def make_library(settings):
     """Contents of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError."""
     with explaining("tokenizer.json: not usable", "give another one"):
@@ -163,7 +175,7 @@ def make_library(settings):
     return library
 
 
-def encode_batch(library, texts):
+def encode_with(library, texts):
     """Texts -> list of tokenizers.Encoding. Raises UserError."""
     with explaining("tokenizer.json: not usable", "give another one"):
         # This fails, for example, if the unknown token is missing.
