@@ -70,6 +70,7 @@ def read_progress(directory, name, settings):
     them. It is None at the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
+    facts["lost"] = 0  # characters that the vocabulary does not have, and that no token stands for
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
     shards = [*find_shards(directory, "train"), *find_shards(directory, "val")]
     if not replaced and not shards:
@@ -139,19 +140,21 @@ def make_batches(documents):
 
 
 def encode_batch(batch, tokenizer):
-    """Encodes Documents -> (batch, tokens). tokens: (n,), with end_of_text before each document.
+    """Encodes Documents -> (batch, tokens, how many characters no token stands for).
 
-    A piece that continues a document has no end_of_text before it.
+    tokens: (n,), with end_of_text before each document. A piece that continues a document has no
+    end_of_text before it.
     """
     good = [document for document in batch if document.text is not None]
-    tokens = tokenizer.encode_documents([document.text for document in good])
+    texts = [document.text for document in good]
+    tokens = tokenizer.encode_documents(texts)
     if good and not good[0].begins:
         tokens = tokens[1:]
-    return batch, tokens
+    return batch, tokens, tokenizer.count_lost(texts)
 
 
 def encode_all(documents, tokenizer, n_threads):
-    """Yields (batch, tokens) in order. The threads work a few batches ahead."""
+    """Yields what encode_batch returns, in order. The threads work a few batches ahead."""
     with ThreadPoolExecutor(n_threads) as pool:
         futures = (pool.submit(encode_batch, batch, tokenizer) for batch in make_batches(documents))
         running = [*itertools.islice(futures, 2 * n_threads)]
@@ -185,7 +188,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
     n_threads = config.num_proc or count_cores()
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
-        for batch, tokens in encode_all(documents, tokenizer, n_threads):
+        for batch, tokens, n_lost in encode_all(documents, tokenizer, n_threads):
             n_damaged = skip_damaged(batch, facts["skipped"], config.strict)
             while n_used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -198,6 +201,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
             if facts["shards"] == config.max_shards:
                 return
             facts["skipped"] += n_damaged
+            facts["lost"] += n_lost
             n_done += len(batch)
             n_used = 0
             bar.update(batch[-1].done - bar.n)
@@ -232,6 +236,9 @@ def show_result(directory, facts, tokenizer):
         f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
         f"{facts['tokens']:,} tokens, {n_documents}{facts['skipped']:,} damaged records skipped"
     )
+    if facts["lost"]:
+        share = facts["lost"] / (facts["lost"] + facts["tokens"])
+        print0(f"note: the tokenizer does not know {share:.1%} of the text, and leaves it out")
     if n_val < facts["shards"]:
         print0(f"to train on it: python train_gpt2.py --data {directory}")
     else:

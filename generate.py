@@ -17,6 +17,7 @@ from plaingpt.base.errors import UserError, explaining, run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, visible
+from plaingpt.data.tokenizer import note_unknown
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import start
@@ -51,6 +52,7 @@ class GenerateConfig:
 def tokenize_prompt(prompt, tokenizer, T):
     """Turns a prompt into a list of at most T ids, with end_of_text first. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+    note_unknown(tokenizer, [prompt], "the prompt")
     if len(ids) > T:
         raise UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
     return ids

@@ -6,10 +6,18 @@ Each vocabulary has other settings. The package tokenizers builds it, and says w
 import json
 
 from plaingpt.base.errors import UserError
+from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.scoring.benchmark import Example
+from plaingpt.scoring.rows import make_rows
 
 import numpy as np
 import pytest
+from conftest import write_lines
+
+import fineweb
+import generate
+from model import GPTConfig
 
 hf = pytest.importorskip("tokenizers")
 TEXT = "Tiếng Việt: đã  uống cà phê.\n한국어 문장입니다. It's 12 o'clock, isn't it?\n"
@@ -119,6 +127,33 @@ def test_text_that_a_vocabulary_leaves_out_is_counted():
     for name in ("gpt2", "bytes"):
         assert get_tokenizer(name).count_unknown([text])[0] == 0
     assert load(byte_level()).count_unknown([text])[0] == 0
+
+
+def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
+    """Of a text or of pairs for training, of shards, of a prompt, and of the examples to score."""
+    characters().save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    (tmp_path / "t.txt").write_text("The boats. 中文" * 200, "utf-8")
+    open_splits(tmp_path / "t.txt", tokenizer)
+    text = "note: the tokenizer does not know {:.1%} of "
+    assert capsys.readouterr().out == f"{text.format(2 / 13)}{tmp_path}/t.txt\n"
+    pair = dict(prompt="The boats. ", response="中文 ")
+    write_lines(tmp_path / "p.jsonl", [pair] * 20)
+    open_splits(tmp_path / "p.jsonl", tokenizer, T=16)
+    assert capsys.readouterr().out == f"{text.format(2 / 14)}{tmp_path}/p.jsonl\n"
+    out = str(tmp_path / "s")
+    flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1000"]
+    fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])
+    share = 400 / (400 + 2200 + 1)  # an end of text comes before the document
+    note = text.format(share) + "the text, and leaves it out\n"
+    assert note in capsys.readouterr().out
+    fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])  # all shards are there
+    assert note in capsys.readouterr().out
+    generate.tokenize_prompt("The boats. 中文", tokenizer, 16)
+    assert capsys.readouterr().out == text.format(2 / 13) + "the prompt\n"
+    examples = [Example(["The boats. "], ["中文 "])]
+    make_rows(examples, tokenizer, GPTConfig())
+    assert capsys.readouterr().out == text.format(2 / 14) + "the examples\n"
 
 
 def test_text_that_is_left_out_does_not_keep_its_neighbours_apart():

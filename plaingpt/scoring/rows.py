@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
+from plaingpt.data.tokenizer import note_unknown
 from plaingpt.scoring.benchmark import prompt_ids
 
 import numpy as np
@@ -58,6 +59,10 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     prompt_ids and spare are those of the Benchmark.
     """
     T = config.block_size - spare
+    texts = []
+    for example in examples:
+        texts += [*example.shots, *example.contexts, *example.endings]
+    note_unknown(tokenizer, texts, "the examples")
     rows = []
     n_pairs = 0
     n_cut = 0
