@@ -11,8 +11,8 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.source_hash import hash_of_code
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.fill import make_whole_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
+from plaingpt.weights.check import check_weights
 from plaingpt.weights.foreign import convert_nanogpt
 
 import torch
@@ -51,10 +51,11 @@ def check_file(path, GPT, remedy):
         print0(f"note: {path} was written by another model.py")
         remedy = "restore that model.py; its run may have a changes.patch"
     with explaining(what, remedy):
-        model = make_whole_gpt(GPT, GPT.config_class(**checkpoint["model_config"]))
-        model.load_state_dict(checkpoint["model"], assign=True)  # compares names and shapes
-        if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-            raise ValueError("its weights are not finite")
+        config = GPT.config_class(**checkpoint["model_config"])
+        check_weights(checkpoint["model"], config, GPT)
+        n_vocab = get_tokenizer(checkpoint["tokenizer"]).n_vocab
+        if n_vocab > config.vocab_size:  # a prompt could have an id that the model does not know
+            raise ValueError(f"its tokenizer has {n_vocab:,} ids, its model {config.vocab_size:,}")
 
 
 def check_checksums(path):

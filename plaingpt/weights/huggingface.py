@@ -7,6 +7,7 @@ from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import write_json
 from plaingpt.data.tokenizer import make_library
 from plaingpt.data.tokenizer_json import build_tokenizer_json
+from plaingpt.weights.check import check_weights
 
 import torch
 
@@ -51,14 +52,16 @@ def read_gpt2(name, GPT):
         missing = sorted(info["missing_keys"])
         if missing:  # transformers would leave them random
             raise ValueError(f"no weights for {', '.join(missing[:3])}")
-    config = GPT.config_class(
-        n_layer=hf_config.n_layer,
-        n_head=hf_config.n_head,
-        n_embd=hf_config.n_embd,
-        block_size=hf_config.n_positions,
-        vocab_size=hf_config.vocab_size,
-    )
-    return config, transpose_conv1d(hf.float().state_dict())
+        config = GPT.config_class(
+            n_layer=hf_config.n_layer,
+            n_head=hf_config.n_head,
+            n_embd=hf_config.n_embd,
+            block_size=hf_config.n_positions,
+            vocab_size=hf_config.vocab_size,
+        )
+        weights = transpose_conv1d(hf.float().state_dict())
+        check_weights(weights, config, GPT)
+    return config, weights
 
 
 def save_gpt2(model, directory, tokenizer, dtype=None):

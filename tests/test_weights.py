@@ -1,0 +1,62 @@
+"""Weights that a file has, and that the model cannot have: they are refused, not half loaded."""
+
+from dataclasses import asdict, replace
+
+from plaingpt.base.errors import UserError
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.weights.load import load_model
+
+import pytest
+import torch
+from conftest import MODEL, fresh
+
+from model import GPT
+
+HEAD = "lm_head.weight"
+WTE = "transformer.wte.weight"
+
+
+def save_checkpoint(path, config=MODEL, tokenizer="bytes", **changes):
+    """Writes a checkpoint with other values of some weights -> path."""
+    weights = fresh(config).state_dict() | changes
+    torch.save(dict(model=weights, model_config=asdict(config), tokenizer=tokenizer), path)
+    return path
+
+
+def save_huggingface(path, **changes):
+    """Writes a directory of transformers with other values of some weights, or without some."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_gpt2(fresh(MODEL), path, get_tokenizer("bytes"))
+    weights = safetensors.load_file(path / "model.safetensors") | changes
+    weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    safetensors.save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("save", [save_checkpoint, save_huggingface])
+def test_a_tied_matrix_with_two_values_is_refused(save, tmp_path):
+    """As of a model whose head has its own weights. One of the two would win without a word."""
+    pytest.importorskip("transformers")
+    wte = fresh(MODEL).state_dict()[WTE]
+    with pytest.raises(UserError, match=f"{WTE} and {HEAD} have different values, and the model"):
+        load_model(save(tmp_path / "two", **{HEAD: wte + 0.1}), GPT)
+    same, _ = load_model(save(tmp_path / "one", **{HEAD: wte.clone()}), GPT)
+    assert torch.equal(same.lm_head.weight, wte)
+
+
+def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
+    """transformers writes a tied matrix once, and may choose this name."""
+    pytest.importorskip("transformers")
+    wte = fresh(MODEL).state_dict()[WTE]
+    model, _ = load_model(save_huggingface(tmp_path / "hf", **{HEAD: wte, WTE: None}), GPT)
+    assert torch.equal(model.transformer.wte.weight, wte)
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path):
+    """Otherwise, a prompt or the end of a text would be an id that the model does not know."""
+    path = save_checkpoint(tmp_path / "a.pt", replace(MODEL, vocab_size=200))
+    with pytest.raises(UserError, match="its tokenizer has 256 ids, its model 200"):
+        load_model(path, GPT)
+    path = save_checkpoint(tmp_path / "b.pt", replace(MODEL, vocab_size=300))
+    assert load_model(path, GPT)[0].config.vocab_size == 300
