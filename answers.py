@@ -11,7 +11,7 @@ An answer is right if every token of the response, and the end of the text after
 it, is the most likely one: the greedy answer is then the response, and ends.
 """
 
-from plaingpt.scoring.benchmark import Benchmark, Example, get_fields
+from plaingpt.scoring.benchmark import Benchmark, Example, check_ending, get_fields
 from plaingpt.scoring.program import launch
 
 from model import GPT
@@ -25,9 +25,10 @@ def examples(records):
 
 
 def prompt_ids(example, tokenizer):
-    """Yields the ids of a prompt and of its response, as in training."""
+    """Yields the ids of a prompt and of its response, as in training. Raises UserError."""
     prompt = tokenizer.encode(example.contexts[0])
     response = tokenizer.encode(example.endings[0])
+    check_ending(response, example.contexts[0], example.endings[0])
     yield [tokenizer.end_of_text, *prompt], [[*response, tokenizer.end_of_text]]
 
 

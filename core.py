@@ -33,6 +33,7 @@ from plaingpt.scoring.benchmark import (
     Benchmark,
     Example,
     bad_record,
+    check_ending,
     get_fields,
     split_by_example,
 )
@@ -229,11 +230,15 @@ def make_language_modeling(item, delimiter):
 
 
 def split_language_modeling(example, encode):
-    """Yields as prompt_ids. The context is the ids that the prompt without its ending has, too."""
+    """Yields as prompt_ids. The context is the ids that the prompt without its ending has, too.
+
+    Raises UserError if the ending has no other ids. Then nanochat stops, too.
+    """
     (prompt,) = prompts(example)
     before = prompt.removesuffix(example.endings[0]).rstrip()
     ids = encode(prompt)
     n = len(os.path.commonprefix([ids, encode(before)]))
+    check_ending(ids[n:], before, example.endings[0])
     yield ids[:n], [ids[n:]]
 
 

@@ -4,19 +4,25 @@ Each vocabulary has other settings. The package tokenizers builds it, and says w
 """
 
 import json
+from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 from plaingpt.scoring.benchmark import Example
+from plaingpt.scoring.benchmark import prompt_ids as harness_ids
+from plaingpt.scoring.evals import load_evals
 from plaingpt.scoring.rows import make_rows
 
 import numpy as np
 import pytest
 from conftest import write_lines
 
+import answers
+import core
 import fineweb
 import generate
+import lambada
 from model import GPTConfig
 
 hf = pytest.importorskip("tokenizers")
@@ -243,3 +249,41 @@ def test_a_refused_vocabulary_is_one_sentence(tmp_path):
     library.save(str(tmp_path / "t.json"))
     with pytest.raises(UserError, match=r"not usable \(</s> also stands for unknown text\); give"):
         load_tokenizer(tmp_path / "t.json")
+
+
+def superwords():
+    """A BPE of characters that merges "red hat", with its space, into one token."""
+    vocab = {letter: i for i, letter in enumerate(["<|endoftext|>", *"redhat "])}
+    merges, last = [], "r"
+    for letter in "ed hat":
+        merges.append((last, letter))
+        last += letter
+        vocab[last] = len(vocab)
+    return hf.Tokenizer(hf.models.BPE(vocab, merges))
+
+
+@pytest.mark.parametrize("name", ["harness", "answers", "core"])
+def test_an_ending_without_tokens_of_its_own_is_refused(name):
+    """Otherwise, every token of it is the likeliest one, for any model: an accuracy of 100 %."""
+    lost = Example(["red"], ["中文"], kind="language_modeling")
+    prompt_ids = dict(harness=harness_ids, answers=answers.prompt_ids, core=core.prompt_ids)[name]
+    config = GPTConfig(block_size=16)
+    with pytest.raises(UserError, match="the ending '中文' after 'red' has no tokens of its own; "):
+        make_rows([lost], load(characters()), config, prompt_ids)
+    # "red hat" is one token, as "red" is.
+    joined = Example(["red"], [" hat"], kind="language_modeling")
+    if name == "harness":
+        with pytest.raises(UserError, match="the ending ' hat' after 'red' has no tokens"):
+            make_rows([joined], load(superwords()), config, prompt_ids)
+    else:
+        (row,) = make_rows([joined], load(superwords()), config, prompt_ids)
+        assert len(row.endings[0][0]) > 0
+
+
+def test_evals_of_a_run_skip_a_benchmark_that_the_tokenizer_cannot_score(capsys):
+    """Its data come from the hub, so they are no mistake of the user."""
+    benchmark = replace(lambada.BENCHMARK, load=lambda *_: [Example(["red"], ["中文"])])
+    assert load_evals([(benchmark, "")], load(characters()), GPTConfig()) == []
+    assert "note: lambada is skipped: the ending '中文' after 'red'" in capsys.readouterr().out
+    with pytest.raises(UserError, match="has no tokens of its own"):
+        load_evals([(benchmark, "mine.jsonl")], load(characters()), GPTConfig())

@@ -29,13 +29,31 @@ class Example:
 
 
 def prompt_ids(example, tokenizer):
-    """Yields (ids of a context, [ids of each of its endings]), as EleutherAI's harness does."""
+    """Yields (ids of a context, [ids of each of its endings]), as EleutherAI's harness does.
+
+    Raises UserError if an ending has no ids.
+    """
     for context in example.contexts:
         # White space at the end of the context moves to the ending. The ending has the ids of
         # context + ending, without the first len(ids) of them.
         ids = tokenizer.encode(context.rstrip())
         endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
+        for own, ending in zip(endings, example.endings):
+            check_ending(own, context, ending)
         yield ids or [tokenizer.end_of_text], endings
+
+
+def check_ending(ids, context, ending):
+    """Raises UserError if an ending has no ids of its own: any model would predict all of them.
+
+    The tokenizer may leave out its text, or have one token for the end of the context and all of
+    the ending.
+    """
+    if not ids:
+        raise UserError(
+            f"the ending {ending!r} after {context[-20:]!r} has no tokens of its own; leave this "
+            "example out, or use a model with another tokenizer"
+        )
 
 
 @dataclass
