@@ -140,9 +140,22 @@ def running_mean(values):
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
+def split_stream(stream):
+    """Splits a stream of a layer, such as grad_11, into its name and the number of the layer.
+
+    Returns ("grad", 11), or (stream, None) for other streams. After val_ and bpb_ comes the name of
+    a data set, which may end with any number. A number of four digits is a year: models have at
+    most 1000 layers.
+    """
+    found = re.fullmatch(r"(.+)_(\d{1,3})", stream)
+    if found is None or stream.startswith(("val_", "bpb_")):
+        return stream, None
+    return found[1], int(found[2])
+
+
 def panel_of(stream):
     """Returns the name of the panel for a stream. Streams like grad_0 and grad_1 share one."""
-    return "loss" if stream in LOSSES else re.sub(r"_\d+$", "", stream)
+    return "loss" if stream in LOSSES else split_stream(stream)[0]
 
 
 def draw_group(panels, name, color, runs, x_kind):
@@ -179,8 +192,9 @@ def draw_stream(panel, stream, name, color, x, values):
     mean = values.mean(axis=0)
     label = name if panel_of(stream) == stream else f"{name}, {LOSSES.get(stream, stream)}"
     alpha = 1.0
-    if number := re.search(r"_(\d+)$", stream):  # lines of higher numbers are lighter
-        alpha = 8 / (8 + int(number[1]))
+    _, layer = split_stream(stream)
+    if layer is not None:  # lines of later layers are lighter
+        alpha = 8 / (8 + layer)
     panel.plot(
         x,
         mean,

@@ -114,6 +114,17 @@ def test_published_scores_are_those_of_the_page():
             assert f"{score:g}" in row.split("|")[i]
 
 
+def test_a_year_is_no_layer():
+    """Each data set has a panel of its own, whatever number its name ends with."""
+    names = ["val_wiki_2023", "val_wiki_2024", "bpb_part_1", "bpb_part_900", "score_2024"]
+    streams = {name: {0: 2.0, 1: 1.0} for name in names}
+    panels = plot.draw({"run": (streams | {"val": {0: 2}}, {})}, "steps").axes
+    assert [axes.get_ylabel() for axes in panels][1:] == sorted(names)
+    for axes in panels[1:]:
+        (line,) = axes.lines
+        assert line.get_label() == "run" and line.get_alpha() == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_writes_every_format(tmp_path, kind):
