@@ -214,6 +214,29 @@ def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch
     assert [d.text for d in read_documents([path])] == texts
 
 
+def test_a_text_may_begin_or_end_with_a_separator(tmp_path, monkeypatch):
+    """There is no empty document before the first separator or after the last one."""
+    end, path = "<|endoftext|>", tmp_path / "text.txt"
+    for before in ("", end, f"\n{end}"):
+        for after in ("", end, f"{end}\n"):
+            path.write_text(f"{before}\none{end}{end}two\n\xff{after}", encoding="latin-1")
+            found = list(read_documents([path]))
+            assert [document.text for document in found] == ["\none", "", None]
+            first = 1 + before.count("\n")  # lines are counted as in an editor
+            lines = [int(document.where.rpartition(" ")[2]) for document in found]
+            assert lines == [first, first + 1, first + 1]
+    path.write_text(f"{end}\n")
+    assert list(read_documents([path])) == []
+    # A document that is cut has all of its white space.
+    monkeypatch.setattr("plaingpt.data.documents.BLOCK", 50)
+    text = "word " * 100 + "\n" * 100
+    for data in (text, f"{end}{text}", f"{text}{end}"):
+        path.write_text(data)
+        pieces = list(read_documents([path], cut=True))
+        assert "".join(piece.text for piece in pieces) == text and len(pieces) > 2
+        assert [piece.begins for piece in pieces].count(True) == 1
+
+
 def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
     path, files = write(tmp_path / "jsonl.jsonl", documents), reference(documents, 10_000, 2)
     out, flags = tmp_path / "out", ["--input", path, tmp_path / "*.jsonl", "--val_shards", 2]

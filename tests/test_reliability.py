@@ -539,7 +539,7 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, line 2: no key 'text'" in err and "Traceback" not in err
 
 
-# Row: text that the vocabulary does not have | `fineweb.py` notes its share of each shard
+# Row: text that the vocabulary does not have | each program notes its share
 
 
 @pytest.mark.slow
@@ -552,6 +552,43 @@ def test_unknown_text_is_counted(tmp_path):
     (tmp_path / "a.txt").write_text("a b a<|endoftext|>a b b")  # 8 tokens with </s>
     out, _ = program(*SHARDS, "a.txt", "--tokenizer", "t.json", cwd=tmp_path, program="fineweb.py")
     assert "note: the tokenizer does not know 37.5% of out/out_val_000000.npy\n" in out
+
+
+def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
+    """A BPE without a token for unknown text loses it."""
+    model = dict(type="BPE", vocab={"</s>": 0, "a": 1}, merges=[])
+    write_json(tmp_path / "t.json", dict(model=model, added_tokens=[], decoder=None))
+    (tmp_path / "a.txt").write_text("aaab" * 400)
+    flags = ["--data", "a.txt", "--tokenizer", "t.json", "--max_steps", 1]
+    out, _ = train(*flags, cwd=tmp_path)
+    assert "note: the tokenizer does not know 25.0% of a.txt\n" in out
+
+
+# Row: the name of the end of a text inside a text, with any `tokenizer.json` | it is encoded like
+# any other word, so no document is cut
+
+
+def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
+    model = dict(type="WordLevel", vocab={"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]")
+    settings = dict(model=model, added_tokens=[], pre_tokenizer=dict(type="WhitespaceSplit"))
+    write_json(tmp_path / "t.json", settings)
+    (tmp_path / "a.txt").write_text("a </s> a<|endoftext|>a")  # 6 tokens with </s>
+    out, _ = program(*SHARDS, "a.txt", "--tokenizer", "t.json", cwd=tmp_path, program="fineweb.py")
+    assert "6 tokens, 2 documents, 0 damaged" in out
+
+
+# Row: a tokenizer that changes a text (NFD, a space before it) | bits per byte are `nan`, and a
+# note says so
+
+
+def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
+    settings = build_tokenizer_json([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
+    write_json(tmp_path / "t.json", settings | dict(normalizer=dict(type="NFD")))
+    (tmp_path / "a.txt").write_text("đã uống cà phê. " * 99, "utf-8")
+    flags = ["--data", "a.txt", "--tokenizer", "t.json", "--max_steps", 1]
+    out, _ = train(*flags, cwd=tmp_path)
+    assert "note: bits per byte need a byte-level vocabulary that does not change texts; " in out
+    assert "| nan bits per byte" in out
 
 
 # Row: mistakes in flags (`--init_from ""`, `--data a=1e99999999`), files and prompts | error

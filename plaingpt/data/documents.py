@@ -50,34 +50,46 @@ def read_file(path, file, text_key, cut):
         for where, item in read_items(path, file, text_key):
             yield make_document(f"{path}, {where}", item, text_key)
         return
-    line = 1  # where the next piece begins
     begins = True
-    for piece, is_last in split_text(file, cut):
+    for line, piece, is_last in split_text(file, cut):
         document = make_document(f"{path}, line {line}", {"text": piece}, "text")
         document.begins = begins
         yield document
-        line += piece.count(b"\n")
         # If the first pieces of a document are damaged, the document begins after them.
         begins = is_last or (begins and document.text is None)
 
 
 def split_text(file, cut):
-    """Yields (bytes, whether a document ends here) of a .txt file."""
+    """Yields (number of the first line, bytes, whether a document ends here) of a .txt file.
+
+    White space before the first separator, or after the last one, is no document: a file may begin
+    or end with a separator.
+    """
     block = file.read(BLOCK).removeprefix(codecs.BOM_UTF8)
     if not block:
         return
     rest = b""  # the document whose end was not read yet
+    line = 1  # where it begins
+    begins = True  # False if `rest` continues a document that was cut
+    n_separators = 0
     while block:
         *documents, rest = (rest + block).split(SEPARATOR)
         for document in documents:
-            yield document, True
+            if document.strip() or n_separators or not begins:
+                yield line, document, True
+            line += document.count(b"\n")
+            begins = True
+            n_separators += 1
         if cut and len(rest) > 4 * BLOCK and (piece := CUT.match(rest)):
-            yield piece[0], False
+            yield line, piece[0], False
+            line += piece[0].count(b"\n")
             rest = rest[piece.end() :]
+            begins = False
         # The longer a document that cannot be cut, the larger the next block: after each block,
         # the document is scanned again.
         block = file.read(max(BLOCK, len(rest)))
-    yield rest, True
+    if rest.strip() or not n_separators or not begins:
+        yield line, rest, True
 
 
 def make_document(where, item, text_key):
