@@ -1,16 +1,20 @@
 """Weights that a file has, and that the model cannot have: they are refused, not half loaded."""
 
+import json
+import math
 from dataclasses import asdict, replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.weights.check import check_vocab_size
 from plaingpt.weights.huggingface import save_gpt2
 from plaingpt.weights.load import load_model
 
 import pytest
 import torch
-from conftest import MODEL, fresh
+from conftest import MODEL, TINY, fresh
 
+import train_gpt2
 from model import GPT
 
 HEAD = "lm_head.weight"
@@ -60,3 +64,36 @@ def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path):
         load_model(path, GPT)
     path = save_checkpoint(tmp_path / "b.pt", replace(MODEL, vocab_size=300))
     assert load_model(path, GPT)[0].config.vocab_size == 300
+    tokenizer = get_tokenizer("bytes")
+    with pytest.raises(UserError, match="--vocab_size 255: the tokenizer has 256 ids; give at"):
+        check_vocab_size(255, tokenizer)
+    check_vocab_size(256, tokenizer)
+
+
+def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatch):
+    """Also if the data have none of the missing ids: a sample begins with end_of_text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("A boat came home. " * 999)
+    flags = [*TINY, "--data", "t.txt", "--tokenizer", "gpt2", "--vocab_size", "50256"]
+    with pytest.raises(UserError, match="--vocab_size 50256: the tokenizer has 50,257 ids; give"):
+        train_gpt2.main(flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
+
+
+@pytest.mark.slow
+def test_mini_counts_the_tokens_of_the_weights_that_it_starts_from(tmp_path, monkeypatch, capsys):
+    """A text takes the tokenizer of --init_from. Ten epochs are ten of its tokens, not of bytes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("The boats came home with the evening tide. " * 20_000)
+    config = replace(MODEL, vocab_size=50257, n_embd=2)
+    save_checkpoint(tmp_path / "a.pt", config, "gpt2")
+    n_tokens = len(get_tokenizer("gpt2").encode((tmp_path / "t.txt").read_text()))
+    flags = ["--preset", "mini", "--init_from", "a.pt", "--data", "t.txt", "--device", "cpu"]
+    flags += ["--val_tokens", "32", "--max_minutes", "1e-9", "--log_dir", "run"]
+    train_gpt2.main(flags)
+    run = json.loads((tmp_path / "run/run.json").read_text())["train_config"]
+    expected = 10 * (n_tokens - math.ceil(n_tokens / 10)) // 2048
+    assert run["max_steps"] == expected and 200 < expected < 2500
+    assert run["warmup_steps"] == min(100, expected // 5)
+    assert run["val_every"] == expected // 10
+    assert f" {expected} steps; " in capsys.readouterr().out
