@@ -8,7 +8,7 @@ from conftest import TINY, assert_close_logs, checkpoint, program, read_log
 
 pytestmark = pytest.mark.slow  # each test starts a program
 
-# 3 blocks and 251 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
+# 3 blocks and 257 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
 # sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
 SMALL = [
     *TINY,
