@@ -156,7 +156,7 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
         ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or leave it out"),
         ("--schedule constant --min_lr 0", "--min_lr: needs another --schedule than constant"),
         ("--rampup_batch_size 64", "--rampup_batch_size: needs --rampup_steps; give both"),
-        ("--vocab_size 255", "--vocab_size: the data have 256 ids; give at least as many"),
+        ("--vocab_size 255", "--vocab_size 255: the tokenizer has 256 ids; give at least as many"),
     ],
 )
 def test_flags_that_contradict_others(flags, message):
@@ -170,7 +170,7 @@ def test_all_contradictions_are_reported_together():
     assert [part.split(":")[0] for part in str(error.value).split("; --")] == [
         "--decay_steps",
         "n_head 3",
-        "vocab_size",
+        "vocab_size 1",
     ]
 
 

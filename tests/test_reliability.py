@@ -554,6 +554,7 @@ def test_unknown_text_is_counted(tmp_path):
     assert "note: the tokenizer does not know 37.5% of out/out_val_000000.npy\n" in out
 
 
+@pytest.mark.slow
 def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
     """A BPE without a token for unknown text loses it."""
     model = dict(type="BPE", vocab={"</s>": 0, "a": 1}, merges=[])
@@ -568,6 +569,7 @@ def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
 # any other word, so no document is cut
 
 
+@pytest.mark.slow
 def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
     model = dict(type="WordLevel", vocab={"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]")
     settings = dict(model=model, added_tokens=[], pre_tokenizer=dict(type="WhitespaceSplit"))
@@ -581,6 +583,7 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
 # note says so
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
     settings = build_tokenizer_json([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
     write_json(tmp_path / "t.json", settings | dict(normalizer=dict(type="NFD")))
@@ -641,7 +644,7 @@ CASES = {
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: cannot be read ( ... check it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head 3: must be a divisor of --n_embd, which is 128"),
-        ("--vocab_size 100", "--vocab_size: the data have 256 ids; give at least as many"),
+        ("--vocab_size 100", "--vocab_size 100: the tokenizer has 256 ids; give at least as many"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
         ("--data empty.txt", "has 0 tokens; give more than --block_size"),

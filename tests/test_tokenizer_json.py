@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.splits import open_splits
+from plaingpt.data.splits import open_pairs, open_splits
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.benchmark import prompt_ids as harness_ids
@@ -145,7 +145,7 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     assert capsys.readouterr().out == f"{text.format(2 / 13)}{tmp_path}/t.txt\n"
     pair = dict(prompt="The boats. ", response="中文 ")
     write_lines(tmp_path / "p.jsonl", [pair] * 20)
-    open_splits(tmp_path / "p.jsonl", tokenizer, T=16)
+    open_pairs(tmp_path / "p.jsonl", tokenizer, T=16)
     assert capsys.readouterr().out == f"{text.format(2 / 14)}{tmp_path}/p.jsonl\n"
     out = str(tmp_path / "s")
     flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1000"]

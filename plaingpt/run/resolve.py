@@ -216,9 +216,11 @@ def find_misfits(given, values, start, device):
     n_head, n_embd = values["n_head"], values["n_embd"]
     if n_embd % n_head:
         problems.append(f"--n_head {n_head}: must be a divisor of --n_embd, which is {n_embd}")
-    n_vocab = start.tokenizer.n_vocab
-    if not start.weights and values["vocab_size"] < n_vocab:
-        problems.append(f"--vocab_size: the data have {n_vocab} ids; give at least as many")
+    n_vocab, size = start.tokenizer.n_vocab, values["vocab_size"]
+    if not start.weights and size < n_vocab:
+        problems.append(
+            f"--vocab_size {size}: the tokenizer has {n_vocab:,} ids; give at least as many"
+        )
     if values["activation_checkpointing"] and values["dropout"] and device.type == "mps":
         # torch draws other dropout masks the second time, and the gradients are wrong
         # (pytorch/pytorch#127676).
