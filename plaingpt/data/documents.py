@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from plaingpt.base.errors import UserError, explaining, first_line
-from plaingpt.data.records import BLOCK, DAMAGE, decompress, kind_of, parse_record, read_items
+from plaingpt.data.parsers import BLOCK, check_encoding
+from plaingpt.data.records import DAMAGE, decompress, kind_of, parse_record, read_items
 from plaingpt.data.text import clean_text
 
 SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
@@ -47,9 +48,10 @@ def read_documents(paths, text_key="text", cut=False):
 def read_file(path, file, text_key, cut):
     """Yields the Documents of an open file."""
     if kind_of(path) != ".txt":
-        for where, item in read_items(path, file, text_key):
+        for where, item in read_items(path, file, [text_key]):
             yield make_document(f"{path}, {where}", item, text_key)
         return
+    check_encoding(path, file)
     begins = True
     for line, piece, is_last in split_text(file, cut):
         document = make_document(f"{path}, line {line}", {"text": piece}, "text")

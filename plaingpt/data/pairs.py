@@ -49,7 +49,7 @@ def read_pairs(path, tokenizer, T, val_fraction):
     """
     if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
         raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
-    records = list(read_records([path]))
+    records = list(read_records([path], columns=("prompt", "response")))
     pairs = [encode_pair(record, tokenizer) for record in records]
     texts = [record[field] for record in records for field in ("prompt", "response")]
     note_unknown(tokenizer, texts, path)

@@ -4,21 +4,37 @@ Only a few megabytes are in memory, whatever the size of a file. But a JSON arra
 file, and a benchmark's text file are read whole.
 """
 
-import codecs
-import csv
+import gzip
 import io
 import json
+import zlib
 from glob import glob
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining
+from plaingpt.data.parsers import (
+    BLOCK,
+    TABLES,
+    check_encoding,
+    has_array,
+    open_text,
+    read_array,
+    read_csv,
+    read_json_lines,
+    read_table,
+)
 
-BLOCK = 2**20  # so many bytes are read at a time
-TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", ".csv", *TABLES)
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # the values are pyarrow's names
+COMPRESSIONS = (".gz", ".zst")
 # The libraries that read files raise these if a file is damaged.
-DAMAGE = (OSError, ValueError, RecursionError, NotImplementedError, csv.Error)
+DAMAGE = (
+    OSError,
+    ValueError,
+    RecursionError,
+    NotImplementedError,
+    EOFError,
+    zlib.error,
+)
 
 
 def find_files(patterns):
@@ -50,72 +66,41 @@ def kind_of(path):
 def decompress(path, file):
     """An open file of bytes -> a file with its uncompressed contents."""
     suffix = path.suffix.lower()
-    if suffix not in COMPRESSIONS:
-        return file
-    import pyarrow as pa
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+    if suffix == ".zst":
+        import pyarrow as pa
 
-    stream = pa.CompressedInputStream(pa.PythonFile(file), COMPRESSIONS[suffix])
-    return io.BufferedReader(stream, BLOCK)
+        stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")
+        return io.BufferedReader(stream, BLOCK)
+    return file
 
 
-def read_items(path, file, column=None):
-    """Yields (where, item): a place such as "line 7", and a dict, or JSON as bytes.
+def read_items(path, file, columns=()):
+    """Yields (where, item): a place such as "line 7", and a dict, JSON as bytes, or a ValueError.
 
-    CSV begins with a line of names. In a file of an unknown kind, each line is {"text": line}.
-    Empty lines of JSON are left out. column: as in read_table.
+    In a file of an unknown kind, each line is {"text": line}. columns: names of the fields that the
+    caller needs; tables decode no other columns. Raises UserError.
     """
+    check_encoding(path, file)
     kind = kind_of(path)
-    unit = "line"
-    first = 1  # the number of the first item
     if kind in TABLES:
-        items = read_table(kind, file, column)
-        unit = "row"
+        yield from read_table(kind, file, columns)
     elif kind == ".json" and has_array(file):
-        items = json.loads(file.read())
+        yield from read_array(file)
     elif kind in (".jsonl", ".json"):
-        items = map(bytes.strip, file)
+        yield from read_json_lines(path, file, columns)
     elif kind == ".csv":
-        items = list(csv.DictReader(open_text(file)))
-        first = 2  # the line of names is line 1
+        yield from read_csv(file)
     else:
-        items = ({"text": line} for line in open_text(file))
-    for n, item in enumerate(items, start=first):
-        if item != b"":
-            yield f"{unit} {n}", item
-
-
-def has_array(file):
-    """Returns whether a file of JSON is an array. Otherwise, it has JSON lines."""
-    return file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
-def open_text(file):
-    """An open file of bytes -> a file with its text, whose lines end with "\\n"."""
-    return io.StringIO(file.read().decode("utf-8-sig").replace("\r\n", "\n"))
-
-
-def read_table(kind, file, column):
-    """Yields the rows of Parquet, or of an Arrow file of `datasets`, as dicts.
-
-    column: if the table has a column of this name, the dicts have only this one. The file is not
-    memory-mapped, because mapped pages would count as memory of the process.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if kind == ".parquet":
-        table = pq.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
-        batches = table.iter_batches(256, use_threads=False)
-    else:
-        batches = pa.ipc.open_stream(file)
-    for batch in batches:
-        if column in batch.schema.names:
-            batch = batch.select([column])
-        yield from batch.to_pylist()
+        for n, line in enumerate(open_text(file), start=1):
+            yield f"line {n}", {"text": line}
 
 
 def parse_record(item):
     """An item of read_items -> a dict. Raises ValueError."""
+    if isinstance(item, ValueError):
+        raise item
     if isinstance(item, bytes):
         try:
             item = json.loads(item.decode("utf-8-sig"))
@@ -126,14 +111,15 @@ def parse_record(item):
     return item
 
 
-def read_records(paths):
+def read_records(paths, columns=()):
     """Yields the records of files, as dicts. Their field `where` is the place. Raises UserError.
 
-    A file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text.
+    A file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
+    read_items.
     """
     for path in map(Path, paths):
         with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
-            for where, item in read_items(path, decompress(path, file)):
+            for where, item in read_items(path, decompress(path, file), columns):
                 with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
                     record = parse_record(item)
                 yield {**record, "where": f"{path}, {where}"}

@@ -1,5 +1,6 @@
 """Opens a data set as its training split and its validation split."""
 
+import codecs
 import functools
 import math
 from fractions import Fraction
@@ -36,6 +37,8 @@ def encode_text(path, tokenizer):
     data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"--data {path}: is UTF-16; convert it to UTF-8")
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":

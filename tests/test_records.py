@@ -1,0 +1,164 @@
+"""Records of others: damaged rows, other layouts, and the files of other programs."""
+
+import csv
+import gzip
+import io
+import json
+import random
+
+from plaingpt.base.errors import UserError
+from plaingpt.data.documents import read_documents
+from plaingpt.data.records import read_records
+from plaingpt.data.splits import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+def documents_of(path, text_key="text"):
+    """Returns [(where without the directory, text or problem)] of a file."""
+    found = []
+    for document in read_documents([path], text_key):
+        where = document.where.removeprefix(f"{path}, ")
+        found.append((where, document.problem or document.text))
+    return found
+
+
+def test_csv_equals_pythons_reader(tmp_path):
+    rng = random.Random(0)
+    records = []
+    for _ in range(300):
+        texts = ["".join(rng.choices('ab ,"\n\u6d77', k=rng.randrange(12))) for _ in range(2)]
+        records.append(dict(zip(("id", "text"), texts)))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ["id", "text"])
+    writer.writeheader()
+    writer.writerows(records)
+    path = tmp_path / "a.csv"
+    path.write_text(file.getvalue(), newline="")
+    found = list(read_records([path]))
+    assert [{k: r[k] for k in ("id", "text")} for r in found] == records
+    line = 2  # where the record begins
+    for record in found:
+        assert record["where"] == f"{path}, line {line}"
+        line += 1 + (record["id"] + record["text"]).count("\n")
+
+
+def test_damaged_rows_of_csv_are_counted_and_the_others_are_read(tmp_path):
+    path = tmp_path / "a.csv"
+    long = "long " * 50_000  # above the limit of Python's module csv
+    path.write_text(
+        "text,author\n"
+        "one,Ada\n"
+        "Who came, and when?,Ada\n"  # line 3: a comma without quotes
+        '"open,Ada\n'  # line 4
+        '"two\nlines",Bob\n'
+        f"{long},Bob\n"
+        '"a" b,Ada\n'  # line 8
+        "\n"
+        "three,,\n"  # the field without a name is empty
+        '"never closed,Ada\n'
+        "four,Ada\n"
+    )
+    found = documents_of(path)
+    assert found == [
+        ("line 2", "one"),
+        ("line 3", "3 fields for 2 names; quote a text with commas"),
+        ("line 4", "not CSV (',' expected after '\"')"),
+        ("line 5", "two\nlines"),
+        ("line 7", long),
+        ("line 8", "not CSV (',' expected after '\"')"),
+        ("line 10", "three"),
+        ("line 11", "not CSV (unexpected end of data)"),
+        ("line 12", "four"),
+    ]
+    with pytest.raises(UserError, match=r"a\.csv, line 3: is damaged \(3 fields for 2 names"):
+        list(read_records([path]))
+    documents_of(path, text_key="author")  # another column is no reason for a traceback
+
+
+def test_places_in_an_array_are_lines_and_items(tmp_path):
+    path = tmp_path / "a.json"
+    for indent, lines in ((None, [1, 1, 1]), (1, [2, 5, 6])):
+        path.write_text(json.dumps([dict(text="a"), None, dict(text="[,\nb")], indent=indent))
+        where = [place for place, _ in documents_of(path)]
+        assert where == [f"line {line}, item {n}" for n, line in enumerate(lines, start=1)]
+    path.write_text("[\n\n1\n,\n \n2]")
+    assert [place for place, _ in documents_of(path)] == ["line 3, item 1", "line 6, item 2"]
+
+
+RECORDS = [dict(text="one"), dict(text="two")]
+LAYOUTS = {
+    "array.jsonl": (json.dumps(RECORDS), "has a JSON array, not an object a line; name it .json"),
+    "indented.jsonl": (json.dumps(RECORDS, indent=1), "has a JSON array, not an object a line"),
+    "pretty.jsonl": (
+        "\n".join(json.dumps(r, indent=2) for r in RECORDS),
+        "has JSON objects of several lines; write each in one line",
+    ),
+    "pretty.json": (
+        json.dumps(dict(data=RECORDS), indent=2),
+        "has JSON objects of several lines; write each in one line",
+    ),
+    "data.json": (
+        json.dumps(dict(version="1.1", data=RECORDS)) + "\n",
+        "is one object, whose field 'data' has the records; write only this list",
+    ),
+    "utf16.jsonl": (json.dumps(RECORDS[0]).encode("utf-16"), "is UTF-16; convert it to UTF-8"),
+    "utf16.csv": ("text\none\n".encode("utf-16"), "is UTF-16; convert it to UTF-8"),
+    "utf16.txt": ("one".encode("utf-16"), "is UTF-16; convert it to UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_layout_is_named(tmp_path, name):
+    contents, message = LAYOUTS[name]
+    path = tmp_path / name
+    path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    for read in (documents_of, lambda path: list(read_records([path]))):
+        with pytest.raises(UserError) as error:
+            read(path)
+        assert message in str(error.value) and str(path) in str(error.value)
+    if path.suffix == ".txt":
+        with pytest.raises(UserError, match="is UTF-16; convert it to UTF-8"):
+            open_splits(path, get_tokenizer("bytes"))
+
+
+def test_a_record_may_have_lists_and_the_first_one_may_be_damaged(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "notes": [{"a": 1}]}')
+    assert documents_of(path) == [("line 1", "one")]
+    for bad in ('{"text": "o', "[1, 2]", '{"notes": [{"a": 1}]}'):
+        path.write_text(f'{bad}\n{{"text": "two"}}\n')
+        places = documents_of(path)
+        assert len(places) == 2 and places[1] == ("line 2", "two")
+
+
+def test_gzip_with_zeros_at_its_end(tmp_path):
+    """Tapes and block devices fill a file with zeros."""
+    path = tmp_path / "a.jsonl.gz"
+    data = gzip.compress(b'{"text": "one"}\n')
+    path.write_bytes(data + bytes(512))
+    assert documents_of(path) == [("line 1", "one")]
+    for damaged in (data[:-9], data[:5], data[:15] + b"\xff" * 9 + data[24:], data + b"more"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read \(.*\); check it"):
+            documents_of(path)
+
+
+def test_tables_decode_only_the_columns_that_are_needed(tmp_path):
+    """Another column may be damaged, or have a type that cannot be decoded."""
+    path = tmp_path / "a.parquet"
+    table = pa.table(dict(picture=[b"\xff" * 999, b"\xfe" * 999], text=["one", "two"]))
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    data = bytearray(path.read_bytes())
+    data[chunk.data_page_offset : chunk.data_page_offset + 20] = bytes(20)  # a page header
+    path.write_bytes(data)
+    assert documents_of(path) == [("row 1", "one"), ("row 2", "two")]
+    with pytest.raises(UserError, match="cannot be read"):
+        documents_of(path, text_key="picture")
+    pq.write_table(pa.table(dict(prompt=["a"], response=["b"], more=["c"])), path)
+    (record,) = read_records([path], columns=("prompt", "response"))
+    assert record == dict(prompt="a", response="b", where=f"{path}, row 1")
