@@ -539,6 +539,40 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, line 2: no key 'text'" in err and "Traceback" not in err
 
 
+# Row: a row of CSV with more fields than names, or with an open quote | counted and skipped, as
+# above; in pairs and benchmarks, error message
+
+
+@pytest.mark.slow
+def test_damaged_rows_of_csv(tmp_path):
+    """test_records.py has each kind of damage."""
+    (tmp_path / "a.csv").write_text('text,b\none,1\na, b,2\n"open,3\n"two",4\n')
+    out, err = program(*SHARDS, "a.csv", cwd=tmp_path, program="fineweb.py")
+    assert ", 4 tokens, 2 documents, 2 damaged records" in out
+    assert re.findall("skipped a.csv, line (.): ", err) == ["3", "4"]
+    (tmp_path / "b.csv").write_text("prompt,response\nWho came, and when?,Ada\n")
+    _, err = train("--data", "b.csv", cwd=tmp_path, status=2)
+    assert err.startswith("error: b.csv, line 2: is damaged (3 fields for 2 names; ")
+
+
+# Row: an object of several lines in JSON, `{"data": [...]}`, an array in `.jsonl`, UTF-16 | error
+# message that says what the file has
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, flags, message",
+    [
+        ("fineweb.py", "--input pretty.json", "pretty.json: has JSON objects of several lines"),
+        ("fineweb.py", "--input array.jsonl", "array.jsonl: has a JSON array ... name it .json"),
+        ("train_gpt2.py", "--data data.json", "data.json: is one object, whose field 'data' has"),
+        ("train_gpt2.py", "--data utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
+    ],
+)
+def test_another_layout_is_named(world, name, flags, message):
+    fails(world, name, flags, message)
+
+
 # Row: text that the vocabulary does not have | each program notes its share
 
 
@@ -609,6 +643,9 @@ def world(tmp_path_factory):
     (d / "empty.txt").write_text("")
     (d / "text.txt").write_text("A boat came. " * 999)
     (d / "utf16.txt").write_text("A boat came. " * 999, "utf-16")
+    (d / "pretty.json").write_text('{\n  "text": "a boat"\n}\n')
+    (d / "array.jsonl").write_text('[{"text": "a boat"}]')
+    (d / "data.json").write_text('{"data": [{"prompt": "a", "response": "b"}]}')
     (d / "no.parquet").write_text("no parquet")
     (d / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a boat"}\n' * 9)[:-9])
     (d / "bert").mkdir()
@@ -671,7 +708,7 @@ CASES = {
             "missing.txt: no such file; give files, a glob or a split's directory",
         ),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
-        ("--input utf16.txt", "utf16.txt: no text in it ... choose another file"),
+        ("--input utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
         ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
         ("--input no.parquet", "no.parquet: cannot be read ( ... check it"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: cannot be read ( ... check it"),
