@@ -8,7 +8,8 @@ import random
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.documents import read_documents
-from plaingpt.data.records import read_records
+from plaingpt.data.records import find_files, read_records
+from plaingpt.data.shards import find_shards
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
@@ -162,3 +163,50 @@ def test_tables_decode_only_the_columns_that_are_needed(tmp_path):
     pq.write_table(pa.table(dict(prompt=["a"], response=["b"], more=["c"])), path)
     (record,) = read_records([path], columns=("prompt", "response"))
     assert record == dict(prompt="a", response="b", where=f"{path}, row 1")
+
+
+@pytest.mark.slow  # imports `datasets`
+def test_a_directory_of_save_to_disk_is_read_without_its_caches(tmp_path):
+    import datasets
+
+    texts = [f"text {i}" for i in range(100)]
+    directory = tmp_path / "split[1]"
+    datasets.Dataset.from_dict(dict(text=texts)).save_to_disk(directory, num_shards=2)
+    saved = datasets.load_from_disk(directory)
+    saved.map(lambda record: record).filter(lambda record: "1" in record["text"])
+    saved.sort("text").shuffle(seed=1)
+    assert len(list(directory.glob("*.arrow"))) > 2
+    paths = find_files([str(directory)])
+    assert [document.text for document in read_documents(paths)] == texts
+
+
+def test_a_directory_of_arrow_files_is_read_without_caches(tmp_path):
+    for name in ("a-00000.arrow", "a-00001.arrow", "cache-17.arrow", "._a-00000.arrow"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_files([str(tmp_path)])] == ["a-00000.arrow", "a-00001.arrow"]
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a-00001.arrow"}]}')
+    assert [path.name for path in find_files([str(tmp_path)])] == ["a-00001.arrow"]
+    for damaged in ("{}", "[", '{"_data_files": [7]}', '{"_data_files": [{}]}'):
+        (tmp_path / "state.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"state\.json: is damaged \(.*\); "):
+            find_files([str(tmp_path)])
+
+
+def test_an_existing_path_is_no_glob(tmp_path):
+    for name in ("notes[1].txt", "notes1.txt", "what?.txt", "whats.txt"):
+        (tmp_path / name).touch()
+    for name in ("notes[1].txt", "what?.txt"):
+        assert find_files([str(tmp_path / name)]) == [tmp_path / name]
+    assert len(find_files([str(tmp_path / "what*.txt")])) == 2
+    (tmp_path / "what?.txt").unlink()
+    assert find_files([str(tmp_path / "what?.txt")]) == [tmp_path / "whats.txt"]
+
+
+def test_hidden_files_are_no_shards(tmp_path):
+    """macOS writes such a file beside each file on some disks, and rsync while it copies."""
+    for name in ("x_train_000001.npy", "._x_train_000001.npy", ".x_train_000002.npy.Ab3dEf"):
+        (tmp_path / name).touch()
+    for name in ("y.idx", "._y.idx", "._train.bin"):
+        (tmp_path / name).touch()
+    names = [path.name for path in find_shards(tmp_path, "train")]
+    assert names == ["x_train_000001.npy", "y.idx"]

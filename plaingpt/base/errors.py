@@ -68,6 +68,8 @@ def explaining(what, remedy, kinds=Exception):
 def first_line(error):
     """Returns the first line of an exception's text, or the name of its type if it has no text."""
     text = str(error)
+    if isinstance(error, KeyError):  # its text is only the key
+        text = f"no field {text}"
     if getattr(error, "strerror", None):  # an OSError has its text also without its number
         text = error.strerror
     if getattr(error, "stderr", None):  # a CalledProcessError has what git has printed, as bytes

@@ -15,6 +15,26 @@ def writing(path, remedy="choose another place, or free some space"):
     return explaining(f"{path}: cannot write", remedy, OSError)
 
 
+def reading(path, remedy="correct it"):
+    """If the contents of `path` make the block fail, raises a UserError that ends with `remedy`.
+
+    The block only reads: it takes the fields of a file that a hand or another program may have
+    written. Other code stays outside, so that its bugs keep their traceback.
+    """
+    kinds = (
+        ArithmeticError,
+        AttributeError,
+        LookupError,  # KeyError and IndexError
+        MemoryError,
+        OSError,
+        RecursionError,
+        RuntimeError,  # of torch
+        TypeError,
+        ValueError,
+    )
+    return explaining(f"{path}: is damaged", remedy, kinds)
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""

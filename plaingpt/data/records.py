@@ -12,6 +12,7 @@ from glob import glob
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.files import read_json, reading
 from plaingpt.data.parsers import (
     BLOCK,
     TABLES,
@@ -38,12 +39,20 @@ DAMAGE = (
 
 
 def find_files(patterns):
-    """Files, globs, and directories of .arrow files -> list of paths. Raises UserError."""
+    """Files, globs, and directories of .arrow files -> list of paths. Raises UserError.
+
+    An existing path is no glob, even if it has a "[" or "*" in its name.
+    """
     found = {}  # lists each file once
     for pattern in patterns:
-        if Path(pattern).is_dir():
-            pattern = f"{pattern}/*.arrow"
-        for name in sorted(glob(pattern, recursive=True)) or [pattern]:
+        path = Path(pattern)
+        if path.is_dir():
+            names = find_arrow(path)
+        elif path.exists():
+            names = [path]
+        else:
+            names = sorted(glob(pattern, recursive=True))
+        for name in names or [pattern]:
             path = Path(name)
             found[path.resolve()] = path
     paths = list(found.values())
@@ -53,6 +62,23 @@ def find_files(patterns):
         if kind_of(path) not in (*RECORDS, ".txt"):
             raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
     return paths
+
+
+def find_arrow(directory):
+    """Returns the paths of the .arrow files of a data set on disk. Raises UserError.
+
+    After map, filter, sort or shuffle, `datasets` keeps files beside the data: cache-*.arrow.
+    save_to_disk writes a state.json, which names the files of the data.
+    """
+    state = directory / "state.json"
+    if state.exists():
+        with reading(state):
+            return [directory / file["filename"] for file in read_json(state)["_data_files"]]
+    return [
+        path
+        for path in sorted(directory.glob("*.arrow"))
+        if not path.name.startswith((".", "cache-"))
+    ]
 
 
 def kind_of(path):

@@ -42,6 +42,8 @@ def find_shards(path, split):
     shard_name = re.compile(rf"_{split}_\d+\.(npy|bin)$|(^|_){split}\.bin$")
     found = []
     for file in sorted(Path(path).glob("*")):
+        if file.name.startswith("."):  # macOS and rsync write such files beside shards
+            continue
         if file.suffix == ".idx":  # of Megatron
             is_val = VAL_NAME.search(file.stem) is not None
             if is_val == (split == "val"):
