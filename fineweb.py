@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import lock, replacing, write_json, writing
+from plaingpt.base.files import lock, reading, replacing, write_json, writing
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
@@ -31,7 +31,7 @@ from plaingpt.base.terminal import print0, visible
 from plaingpt.data.documents import read_documents
 from plaingpt.data.hub import load_hub
 from plaingpt.data.records import find_files
-from plaingpt.data.shards import find_shards, read_meta
+from plaingpt.data.shards import find_meta, find_shards, read_meta
 from plaingpt.data.tokenizer import load_tokenizer
 
 import numpy as np
@@ -82,9 +82,23 @@ def read_progress(directory, name, settings):
             f"{directory}: has files of another {', '.join(differ)}; use a new directory"
         )
     facts.update(old)  # also takes the old name: the directory may have been renamed
+    with reading(find_meta(directory), "use a new directory"):
+        check_facts(facts)
     if len(shards) < facts["shards"]:
         raise UserError(f"{directory}: a shard is missing; restore it, or use a new directory")
     return facts
+
+
+def check_facts(facts):
+    """Raises an error that `reading` knows if the facts do not say where to continue."""
+    name = facts["name"]
+    if Path(name).name != name:
+        raise ValueError(f"the name {name!r} is not a file name")
+    n_documents, n_tokens = facts["next"] or [0, 0]
+    counts = [facts[key] for key in ("shards", "tokens", "documents", "skipped")]
+    for count in [*counts, n_documents, n_tokens]:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"{count!r} is not a count")
 
 
 def count_id(parts, i):

@@ -10,12 +10,16 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.documents import read_documents
 from plaingpt.data.records import find_files, read_records
 from plaingpt.data.shards import find_shards
+from plaingpt.data.sources import Sources
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+import fineweb
 
 
 def documents_of(path, text_key="text"):
@@ -210,3 +214,45 @@ def test_hidden_files_are_no_shards(tmp_path):
         (tmp_path / name).touch()
     names = [path.name for path in find_shards(tmp_path, "train")]
     assert names == ["x_train_000001.npy", "y.idx"]
+
+
+META = dict(
+    source=dict(input=[["a.txt", 8]]),
+    text_key="text",
+    tokenizer="gpt2",
+    shard_size=2,
+    val_shards=1,
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(name="../victim/own"),
+        dict(name="a/b"),
+        dict(name=7),
+        dict(shards="1"),
+        dict(tokens=None),
+        dict(skipped=-1),
+        dict(next=[0]),
+        dict(next=7),
+        dict(next=[-1, 0]),
+    ],
+)
+def test_a_meta_json_of_another_hand_makes_fineweb_write_nothing(tmp_path, change):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "a.txt").write_text("a boat b")
+    (tmp_path / "out/meta.json").write_text(json.dumps(META | change))
+    flags = ["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"meta\.json: is damaged \(.*\); use a new directory"):
+        fineweb.main([*flags, "--shard_size", "2"])
+    assert not list(tmp_path.glob("*/*.npy"))
+
+
+def test_a_tokenizer_in_meta_json_that_is_not_one(tmp_path):
+    np.save(tmp_path / "a_train_000000.npy", np.zeros(99, np.uint16))
+    for source in ("{", "{}", '{"model": {"vocab": []}}'):
+        (tmp_path / "meta.json").write_text(json.dumps(dict(tokenizer=source)))
+        with pytest.raises(UserError, match=r"meta\.json: is damaged \(.*\); restore it"):
+            Sources([str(tmp_path)])

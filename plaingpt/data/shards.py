@@ -53,6 +53,12 @@ def find_shards(path, split):
     return found
 
 
+def find_meta(directory):
+    """Returns the path of meta.json, or of progress.json if there is no meta.json."""
+    path = directory / "meta.json"
+    return path if path.exists() else directory / "progress.json"
+
+
 def read_meta(directory):
     """Returns the contents of meta.json or progress.json, or {} without them. Raises UserError."""
-    return read_json(directory / "meta.json") or read_json(directory / "progress.json")
+    return read_json(find_meta(directory))

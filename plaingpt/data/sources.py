@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
+from plaingpt.base.files import reading
 from plaingpt.base.terminal import print0
 from plaingpt.data.foreign import find_index
 from plaingpt.data.mixture import read_shares
-from plaingpt.data.shards import find_shards, open_shard, read_meta
+from plaingpt.data.shards import find_meta, find_shards, open_shard, read_meta
 from plaingpt.data.splits import (
     encode_pairs,
     encode_text,
@@ -87,7 +88,8 @@ def find_tokenizer(data, place=None):
     if (path / "tokenizer.json").exists():
         own = load_tokenizer(path)
     elif name and not (given and given.name == name):
-        own = get_tokenizer(str(name))
+        with reading(find_meta(path), "restore it"):
+            own = get_tokenizer(str(name))
     if own and name and own.name != name:
         raise UserError(f"{data}: tokenizer.json is not that of the shards, {name}; move it away")
     if own and given and own.name != given.name:
