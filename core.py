@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.files import reading
 from plaingpt.base.flags import flag
 from plaingpt.base.terminal import print0
 from plaingpt.data.records import read_records
@@ -89,25 +90,7 @@ def find_tasks(path, names):
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
-    chances = {}
-    for row in read_records([path / "eval_meta_data.csv"]):
-        chances[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
-    tasks = {}
-    for task in yaml.safe_load((path / "core.yaml").read_text("utf-8"))["icl_tasks"]:
-        record = {"continuation_delimiter": " ", "icl_task_type": None, **task}
-        record["where"] = path / "core.yaml"
-        label, uri, shots, delimiter, kind = get_fields(
-            record,
-            label=str,
-            dataset_uri=str,
-            num_fewshot=list,
-            continuation_delimiter=str,
-            icl_task_type=str | None,
-        )
-        if kind is not None and kind not in KINDS:
-            raise bad_record(record, f"icl_task_type {kind!r}: must be one of {', '.join(KINDS)}")
-        file = path / "eval_data" / uri
-        tasks[label] = Task(label, file, shots[0], delimiter, kind, chances.get(label))
+    tasks = read_tasks(path / "core.yaml", read_chances(path / "eval_meta_data.csv"))
     if not names:
         return list(tasks.values())
     chosen = []
@@ -117,6 +100,45 @@ def find_tasks(path, names):
             raise UserError(f"--tasks {name}: must be one of {', '.join(tasks)}")
         chosen.append(tasks[name])
     return chosen
+
+
+def read_chances(path):
+    """Reads eval_meta_data.csv -> {label of a task: accuracy by chance}. Raises UserError."""
+    chances = {}
+    with reading(path):
+        for row in read_records([path]):
+            chance = 0.01 * float(row["Random baseline"])
+            if not 0 <= chance < 1:
+                raise ValueError(f"{row['where']}: the baseline must be from 0 to below 100")
+            chances[row["Eval Task"]] = chance
+    return chances
+
+
+def read_tasks(path, chances):
+    """Reads core.yaml -> {label: Task}. chances: from read_chances. Raises UserError."""
+    tasks = {}
+    with reading(path):
+        for task in yaml.safe_load(path.read_text("utf-8"))["icl_tasks"]:
+            record = {"continuation_delimiter": " ", "icl_task_type": None, **task, "where": path}
+            label, uri, shots, delimiter, kind = get_fields(
+                record,
+                label=str,
+                dataset_uri=str,
+                num_fewshot=list,
+                continuation_delimiter=str,
+                icl_task_type=str | None,
+            )
+            if kind not in (None, *KINDS):
+                kinds = ", ".join(KINDS)
+                raise bad_record(record, f"icl_task_type {kind!r}: must be one of {kinds}")
+            n_shots = int(shots[0])
+            if n_shots < 0:
+                raise ValueError(f"num_fewshot {n_shots} is below 0")
+            file = path.parent / "eval_data" / uri
+            tasks[label] = Task(label, file, n_shots, delimiter, kind, chances.get(label))
+        if not tasks:
+            raise ValueError("no tasks")
+    return tasks
 
 
 def load_task(task, options):
@@ -208,7 +230,7 @@ def make_schema(item, delimiter):
         continuation=str | int | float,
         gold=int,
     )
-    return Example(contexts, [f"{delimiter}{continuation}"], gold)
+    return Example(list(map(str, contexts)), [f"{delimiter}{continuation}"], gold)
 
 
 def split_schema(example, encode):

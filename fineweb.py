@@ -90,7 +90,7 @@ def read_progress(directory, name, settings):
 
 
 def check_facts(facts):
-    """Raises an error that `reading` knows if the facts do not say where to continue."""
+    """Raises an exception if facts from meta.json do not say where to continue."""
     name = facts["name"]
     if Path(name).name != name:
         raise ValueError(f"the name {name!r} is not a file name")

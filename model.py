@@ -32,9 +32,11 @@ from torch.utils.checkpoint import checkpoint
 class GPTConfig:
     n_layer: int = flag(12, "number of blocks", above=0, at_most=1000)
     n_head: int = flag(12, "attention heads of a block; divides n_embd", above=0)
-    n_embd: int = flag(768, "width of the residual stream, C", above=0)
+    n_embd: int = flag(768, "width of the residual stream, C", above=0, at_most=10**8)
     block_size: int = flag(1024, "longest context in tokens, T", above=0)
-    vocab_size: int = flag(50257, "number of ids; if not given, that of the data", above=0)
+    vocab_size: int = flag(
+        50257, "number of ids; if not given, that of the data", above=0, at_most=10**9
+    )
     dropout: float = flag(0.0, "dropout probability in training", at_least=0, at_most=1)
 
 

@@ -66,7 +66,7 @@ This program adds (docs/lesson.md has the files, and the reasons):
   a log                                RunLog
 """
 
-import importlib.util
+import importlib.machinery
 import inspect
 import math
 import time
@@ -509,7 +509,7 @@ def import_benchmarks(config):
             continue
         name, _, path = item.strip().partition("=")
         benchmark = None
-        if "." not in name and importlib.util.find_spec(name) is not None:
+        if "." not in name and importlib.machinery.PathFinder.find_spec(name) is not None:
             benchmark = getattr(importlib.import_module(name), "BENCHMARK", None)
         if benchmark is None:
             raise UserError(f"--evals {name}: no such benchmark; give a module, such as lambada")

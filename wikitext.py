@@ -22,6 +22,7 @@ import re
 from dataclasses import dataclass
 
 from plaingpt.base.flags import flag
+from plaingpt.data.text import clean_text
 from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
 from plaingpt.scoring.program import launch
 
@@ -64,7 +65,8 @@ def pages(records):
     for record in records:
         (line,) = get_fields(record, text=str)
         # The hub's empty lines are "", without their space.
-        lines.append((line or " ").removesuffix("\n"))
+        # A record may have half of a surrogate pair, which has no bytes in UTF-8.
+        lines.append(clean_text(line or " ").removesuffix("\n"))
     text = "\n".join(lines) + "\n"
     for page in re.split(rf"(?m)\n(?={TITLE})", text):
         if page.strip():

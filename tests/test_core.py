@@ -4,7 +4,7 @@ import json
 import math
 import random
 
-from plaingpt.base.errors import run_program
+from plaingpt.base.errors import UserError, run_program
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.rows import make_rows
@@ -327,3 +327,41 @@ def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, 
         run_program(lambda: core.main(["--model", str(tiny[0]), *flags]))
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1, err
+
+
+TASK_YAML = "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a.jsonl}]"
+GOOD = {
+    "core.yaml": TASK_YAML,
+    "eval_meta_data.csv": "Eval Task,Random baseline\na,50\n",
+    "eval_data/a.jsonl": '{"context_options": [1, 2], "continuation": "x", "gold": 0}',
+}
+
+
+@pytest.mark.parametrize(
+    "name, contents",
+    [
+        ("core.yaml", "hello"),
+        ("core.yaml", "a: [1"),
+        ("core.yaml", "a: 1"),
+        ("core.yaml", "\xff\x00"),
+        ("core.yaml", "icl_tasks: []"),
+        ("core.yaml", "icl_tasks: 7"),
+        ("core.yaml", "icl_tasks: [7]"),
+        ("core.yaml", TASK_YAML.replace("[0]", "[]")),
+        ("core.yaml", TASK_YAML.replace("[0]", "[x]")),
+        ("core.yaml", TASK_YAML.replace("[0]", "[-1]")),
+        ("eval_meta_data.csv", "task,chance\na,50\n"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\na,fifty\n"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\na,100\n"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\na,nan\n"),
+    ],
+)
+def test_a_damaged_file_of_a_bundle_is_named(name, contents, tmp_path):
+    (tmp_path / "eval_data").mkdir()
+    for path, text in GOOD.items():
+        (tmp_path / path).write_text(text)
+    (example,) = load_examples(core.BENCHMARK, tmp_path)
+    assert core.prompts(example) == ["1 x", "2 x"]  # numbers become text
+    (tmp_path / name).write_text(contents, "latin-1")
+    with pytest.raises(UserError, match=rf"{name}: is damaged \(.+\); correct it"):
+        load_examples(core.BENCHMARK, tmp_path)

@@ -6,7 +6,7 @@ import struct
 from fractions import Fraction
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Data
+from plaingpt.data.data_sets import Data, log_names
 from plaingpt.data.mixture import read_shares
 from plaingpt.data.sources import Sources
 from plaingpt.data.splits import open_splits
@@ -227,3 +227,11 @@ def test_a_mixture_trains_the_same_on_any_number_of_processes_and_resumed(sets):
     assert_close_logs(sets / "one", sets / "two", rel=1e-4)
     _, err = run("two", "--resume", data="a=0.4 b=0.4 c=0.2", status=2)
     assert "error: two had other data: " in err and "2/5 of 2,000 tokens" in err
+
+
+def test_the_log_can_have_the_name_of_every_file():
+    """A name may be Latin-1, which is no UTF-8. A resumed run finds the same name in the log."""
+    names = log_names(["caf\udce9 au lait.txt", "a/mole.txt"])
+    assert names == ["caf\\udce9_au_lait.txt", "mole.txt"]
+    for name in names + log_names(["a\udce9/x y", "b/x y"]):
+        assert name.encode() and not re.search(r"\s", name)

@@ -316,6 +316,12 @@ def test_a_plain_text_is_not_changed():
     assert "( b )" in example.endings[0]
 
 
+def test_half_of_a_surrogate_pair_in_a_page():
+    """It becomes U+FFFD, as in every other text."""
+    (example,) = wikitext.examples([dict(text="a \ud800 b", where="")])
+    assert example.endings == ["a \ufffd b\n"] and example.facts["bytes_before"] == 8
+
+
 @pytest.mark.slow
 def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     assert [wikitext.detokenize(page) for page in PAGES] == TEXTS

@@ -682,6 +682,15 @@ CASES = {
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head 3: must be a divisor of --n_embd, which is 128"),
         ("--vocab_size 100", "--vocab_size 100: the tokenizer has 256 ids; give at least as many"),
+        (
+            "--n_embd 100000000000000000",
+            "--n_embd 100000000000000000: must be above 0 and at most 100000000",
+        ),
+        (
+            "--vocab_size 1000000000000",
+            "--vocab_size 1000000000000: must be above 0 and at most 1000000000",
+        ),
+        ("--evals __main__", "--evals __main__: no such benchmark; give a module"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
         ("--data empty.txt", "has 0 tokens; give more than --block_size"),

@@ -18,21 +18,11 @@ def writing(path, remedy="choose another place, or free some space"):
 def reading(path, remedy="correct it"):
     """If the contents of `path` make the block fail, raises a UserError that ends with `remedy`.
 
-    The block only reads: it takes the fields of a file that a hand or another program may have
-    written. Other code stays outside, so that its bugs keep their traceback.
+    The block only takes what it needs from a file that a hand or another program may have written.
+    Its libraries raise exceptions of many kinds. Other code stays outside, so that its bugs keep
+    their traceback.
     """
-    kinds = (
-        ArithmeticError,
-        AttributeError,
-        LookupError,  # KeyError and IndexError
-        MemoryError,
-        OSError,
-        RecursionError,
-        RuntimeError,  # of torch
-        TypeError,
-        ValueError,
-    )
-    return explaining(f"{path}: is damaged", remedy, kinds)
+    return explaining(f"{path}: is damaged", remedy)
 
 
 @contextlib.contextmanager

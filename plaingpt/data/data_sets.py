@@ -33,7 +33,11 @@ class Data:
 
 
 def log_names(paths):
-    """Returns a name for each data set, without white space: the end of its path, or all of it."""
+    """Returns a name for each data set, without white space: the end of its path, or all of it.
+
+    A path may have bytes that are not UTF-8. They become escapes such as \\udce9.
+    """
+    paths = [str(path).encode("utf-8", "backslashreplace").decode() for path in paths]
     names = [re.sub(r"\s", "_", Path(path).name) for path in paths]
     if len(set(names)) == len(names):
         return names
