@@ -15,6 +15,7 @@ from typing import Literal
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import read_json, writing
 from plaingpt.base.flags import flag, parse_flags
+from plaingpt.base.log_file import read_facts
 from plaingpt.base.terminal import print0
 from plaingpt.weights.checkpoint import find_newest_model
 from plaingpt.weights.huggingface import save_gpt2
@@ -72,8 +73,8 @@ def check_directory(output):
 def make_card(source, model, tokenizer, config):
     """Returns the text of the model card. source: the path of the checkpoint."""
     facts = asdict(model.config)
-    run_json = read_json(source.with_name("run.json"))
-    known = run_json.get("train_config", {}) | run_json  # run_json has the dtype that was chosen
+    run_json = read_facts(source.with_name("run.json"))
+    known = run_json["train_config"] | run_json  # run_json has the dtype that was chosen
     for fact in FACTS:
         if known.get(fact):
             facts[fact] = known[fact]

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
-from plaingpt.base.files import read_json
 from plaingpt.base.flags import flag, flags_of, parse_flags
-from plaingpt.base.log_file import read_streams
+from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.run.intervals import unpaired_interval
 
@@ -53,6 +52,7 @@ SCORES = dict(
     story={"GPT-3 125M, per token": 0.633},
     wikitext={"GPT-2 124M": 37.37},
 )
+LARGEST = 1e100  # matplotlib computes limits from values, which overflow near 1e308
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
 
 
@@ -63,11 +63,11 @@ class PlotConfig:
 
 
 def read_run(directory):
-    """Reads a run directory -> ({stream: {step: value}}, run.json or {}). Raises UserError."""
+    """Reads a run directory -> ({stream: {step: value}}, facts of run.json). Raises UserError."""
     streams = read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
         raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
-    return streams, read_json(Path(directory, "run.json"))  # build-nanogpt writes none
+    return streams, read_facts(Path(directory, "run.json"))
 
 
 def group_runs(runs):
@@ -170,6 +170,7 @@ def draw_group(panels, name, color, runs, x_kind):
             if x_kind == "tokens":
                 x = [tokens.get(step, 0) for step in steps]
             values = np.array([[run[stream][step] for step in steps] for run in runs])
+            values[np.abs(values) > LARGEST] = np.inf
             draw_stream(panel, stream, name, color, x, values)
 
 

@@ -1,5 +1,6 @@
 """Exported directories in transformers: bytes, GPT-2's tokenizer and one's own vocabulary."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from conftest import ROOT, TINY, names, program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT
+from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.slow  # each test starts a program
 
@@ -176,6 +177,15 @@ def test_a_checkpoint_without_run_json(exported):
     (exported / "moved.pt").write_bytes((exported / "own" / "model_000008.pt").read_bytes())
     export("--checkpoint", "moved.pt", "--output", "new/moved", cwd=exported)
     assert "| checkpoint | moved.pt |" in (exported / "new" / "moved" / "README.md").read_text()
+
+
+def test_a_damaged_run_json_is_named(tmp_path):
+    make_card = importlib.import_module("export").make_card
+    model = GPT(GPTConfig(1, 1, 8, 8, 256))
+    for damaged in ('{"train_config": [1]}', '{"train_config": null}', "7"):
+        (tmp_path / "run.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"run\.json: is damaged \(.*\); restore it"):
+            make_card(tmp_path / "model_000008.pt", model, None, None)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,8 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
         ("1 tokens 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
         ("1 train 2\n", "[1]", "run.json: is damaged (not an object"),
         ("1 train 2\n", "{", "run.json: is damaged (Expecting"),
+        ("1 train 2\n", '{"train_config": [1]}', "run.json: is damaged ("),
+        ("1 train 2\n", '{"model_config": 7}', "run.json: is damaged ("),
     ],
 )
 def test_plot_of_a_strange_run(tmp_path, log, facts, message):
@@ -203,6 +205,20 @@ def test_plot_of_a_strange_run(tmp_path, log, facts, message):
 
 def test_plot_of_a_diverged_run():
     plot.draw({"run": ({"val": {0: np.nan, 1: np.inf}, "norm": {0: np.inf}}, {})}, "steps")
+
+
+@pytest.mark.parametrize("stream", ["val", "train", "hella", "lr", "mine"])
+def test_plot_of_the_largest_numbers(tmp_path, stream):
+    runs = {"run": ({stream: {0: 1e308, 1: -1e308, 2: 2.0}}, {})}
+    figure = plot.draw(runs, "steps")
+    figure.savefig(tmp_path / "a.png")
+    top = max(abs(limit) for limit in figure.axes[0].get_ylim())
+    assert top < 1e3
+
+
+def test_a_step_of_a_thousand_digits_is_no_step(tmp_path):
+    (tmp_path / "log.txt").write_text(f"{'9' * 5000} val 1.5\n1 val 2.5\n")
+    assert log_file.read_streams(tmp_path / "log.txt") == {"val": {1: 2.5}}
 
 
 def test_names_that_begin_with_an_underscore_are_in_the_legend():

@@ -1,9 +1,14 @@
-"""Reads log.txt. It has a line "{step} {stream} {value}" for each number."""
+"""Reads the files of a run: log.txt and run.json.
+
+log.txt has a line "{step} {stream} {value}" for each number.
+"""
 
 import re
 
+from plaingpt.base.files import read_json, reading
+
 # A line of log.txt: step, stream, value.
-LINE = re.compile(r"^(\d+) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
+LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
 
 def read_log(path):
@@ -18,3 +23,15 @@ def read_streams(path):
     for step, stream, value in read_log(path):
         streams.setdefault(stream, {})[step] = float(value)
     return streams
+
+
+def read_facts(path):
+    """Reads run.json -> dict, in which train_config and model_config are dicts. Raises UserError.
+
+    Without the file, they are empty: build-nanogpt writes none.
+    """
+    facts = read_json(path)
+    with reading(path, "restore it"):
+        for name in ("train_config", "model_config"):
+            facts[name] = dict(facts.get(name, {}))
+    return facts
