@@ -169,7 +169,7 @@ def draw_group(panels, name, color, runs, x_kind):
             x = steps
             if x_kind == "tokens":
                 x = [tokens.get(step, 0) for step in steps]
-            values = np.array([[run[stream][step] for step in steps] for run in runs])
+            values = np.array([[run[stream][step] for step in steps] for run in runs], float)
             values[np.abs(values) > LARGEST] = np.inf
             draw_stream(panel, stream, name, color, x, values)
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from plaingpt.base.errors import UserError
 from plaingpt.base.log_file import read_streams
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.checkpoint import load_checkpoint, load_newest
+from plaingpt.weights.checkpoint import load_checkpoint, load_newest, moments_by_name
 from plaingpt.weights.huggingface import save_gpt2
 from plaingpt.weights.load import load_model
+from plaingpt.weights.saver import set_moments
 
 import pytest
 import torch
@@ -355,6 +356,79 @@ def test_moments_of_a_wrong_shape_are_refused(copy, key):
     torch.save(saved, copy / "model_000010.pt")
     _, err = train("--log_dir", "run", "--resume", "--max_steps", 12, cwd=copy.parent, status=2)
     assert err == f"error: {key} has a wrong shape in the checkpoint; resume from another\n"
+
+
+@pytest.mark.parametrize("moment, shape", [("exp_avg", ()), ("exp_avg_sq", (1,)), ("step", (3,))])
+def test_only_the_count_of_steps_is_a_scalar(moment, shape):
+    """AdamW's fused kernel writes beyond a moment that is too small."""
+    (optimizer,) = GPT(GPTConfig(1, 1, 8, 8, 16)).configure_optimizers(0.1, 1e-3)
+    with pytest.raises(UserError, match="has a wrong shape in the checkpoint; resume from another"):
+        set_moments(optimizer, {f"transformer.wte.weight.{moment}": torch.ones(shape)})
+
+
+WTE = "transformer.wte.weight"
+
+
+def damaged_copy(directory, change):
+    """Copies a stored checkpoint of AdamW, changed by `change`, as the newest one of a run."""
+    saved = torch.load(ROOT / "tests/checkpoints/e2d0309.pt", weights_only=True)
+    saved["optimizer"] = {kind: moments_by_name(each) for kind, each in saved["optimizer"].items()}
+    change(saved)
+    torch.save(saved, directory / "model_000004.pt")
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, "expanded", "transposed"])
+def test_moments_become_contiguous_float32(tmp_path, kind):
+    def change(saved):
+        moments = saved["optimizer"]["adamw"]
+        tensor = moments[f"{WTE}.exp_avg"]
+        if kind == "expanded":
+            tensor = tensor[:1, :1].expand(tensor.shape)
+        elif kind == "transposed":
+            tensor = tensor.t().contiguous().t()
+        else:
+            tensor = tensor.to(kind)
+        moments[f"{WTE}.exp_avg"] = tensor
+        expected.append(tensor.float())
+
+    expected = []
+    damaged_copy(tmp_path, change)
+    found = load_newest(tmp_path, GPT)["optimizer"]["adamw"][f"{WTE}.exp_avg"]
+    assert found.dtype == torch.float32 and found.is_contiguous()
+    assert torch.equal(found, expected[0])
+
+
+FIELDS = {  # changes of a checkpoint that no resume can read
+    "tokenizer {": lambda saved: saved.update(tokenizer="{"),
+    "tokenizer 7": lambda saved: saved.update(tokenizer=7),
+    "no tokenizer": lambda saved: saved.pop("tokenizer"),
+    "no step": lambda saved: saved.pop("step"),
+    "step as text": lambda saved: saved.update(step="4"),
+    "step below 0": lambda saved: saved.update(step=-4),
+    "no position": lambda saved: saved.pop("position"),
+    "train_config": lambda saved: saved.update(train_config=[1]),
+    "scaler": lambda saved: saved.update(scaler=7),
+    "no optimizer": lambda saved: saved.pop("optimizer"),
+    "optimizer": lambda saved: saved.update(optimizer=[]),
+    "moments": lambda saved: saved.update(optimizer=dict(adamw=7)),
+    "a moment": lambda saved: saved["optimizer"]["adamw"].update({f"{WTE}.exp_avg": 7}),
+    "NaN": lambda saved: saved["optimizer"]["adamw"][f"{WTE}.exp_avg"].fill_(torch.nan),
+    "count": lambda saved: saved["optimizer"]["adamw"][f"{WTE}.step"].fill_(-3),
+    "heads": lambda saved: saved["model_config"].update(n_head=3),
+    "no heads": lambda saved: saved["model_config"].update(n_head=0),
+    "config": lambda saved: saved.update(model_config=[1]),
+    "width": lambda saved: saved["model_config"].update(n_embd=10**17),
+    "model": lambda saved: saved.update(model=[1]),
+    "a weight": lambda saved: saved["model"].update({WTE: 7}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_damaged_field_of_a_checkpoint_is_one_sentence(tmp_path, name):
+    damaged_copy(tmp_path, FIELDS[name])
+    with pytest.raises(UserError, match=r"model_000004\.pt: .*; delete it to resume") as error:
+        load_newest(tmp_path, GPT)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ def check_weights(weights, config, GPT):
     is tied, as those of embedding and head, must have the same values under each of its names.
     load_state_dict would take the last ones. GPT: the class of the model.
     """
+    if config.n_embd % config.n_head:  # no shape depends on the number of heads
+        raise ValueError(f"n_head {config.n_head} is no divisor of n_embd {config.n_embd}")
     model = make_whole_gpt(GPT, config)
     first_names = {}  # {parameter: its first name}
     tied = []  # pairs of names

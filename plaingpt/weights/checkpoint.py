@@ -1,6 +1,7 @@
 """Finds and reads the checkpoints of runs."""
 
 import inspect
+import operator
 import sys
 import zipfile
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.files import reading
 from plaingpt.base.source_hash import hash_of_code
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
@@ -84,10 +86,58 @@ def load_newest(directory, GPT):
     if not paths:
         print0(f"nothing to resume in {directory}: starting a new run")
         return None
-    checkpoint = load_checkpoint(paths[-1], GPT, "delete it to resume from the one before")
+    remedy = "delete it to resume from the one before"
+    checkpoint = load_checkpoint(paths[-1], GPT, remedy)
     if "train_config" not in checkpoint:
         raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
-    return checkpoint
+    with reading(paths[-1], remedy):
+        return checkpoint | read_state(checkpoint)
+
+
+def read_state(checkpoint):
+    """Returns what a resumed run takes from a checkpoint besides the model: a dict.
+
+    Fused kernels read and write moments as contiguous float32, whatever they are. So all of them
+    become that. Raises an exception if a field is missing, or if it has another type.
+    """
+    optimizers = {}
+    for kind, saved in checkpoint["optimizer"].items():
+        optimizers[kind] = {}
+        for key, tensor in moments_by_name(saved).items():
+            tensor = tensor.float().contiguous()
+            if not tensor.isfinite().all():
+                raise ValueError(f"{key} is not finite")
+            if key.endswith(".step") and (tensor < 0).any():
+                raise ValueError(f"{key} is below 0")
+            optimizers[kind][key] = tensor
+    state = dict(
+        step=operator.index(checkpoint["step"]),
+        position=operator.index(checkpoint["position"]),
+        train_config=dict(checkpoint["train_config"]),
+        scaler=dict(checkpoint["scaler"]),
+        optimizer=optimizers,
+    )
+    if min(state["step"], state["position"]) < 0:
+        raise ValueError("its step or position is below 0")
+    return state
+
+
+def moments_by_name(saved):
+    """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
+
+    Older versions stored the state dict of the optimizer. In it, the parameters have numbers, and
+    each group lists their names.
+    """
+    if "param_groups" not in saved:
+        return saved
+    names = []
+    for group in saved["param_groups"]:
+        names += group["param_names"]
+    found = {}
+    for i, moments in saved["state"].items():
+        for moment, tensor in moments.items():
+            found[f"{names[i]}.{moment}"] = tensor
+    return found
 
 
 def unpack(checkpoint, GPT):

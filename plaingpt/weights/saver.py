@@ -92,6 +92,7 @@ class Saver:
     def restore(self, checkpoint):
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
 
+        checkpoint: from load_newest.
         Prints which settings have changed. Raises UserError if the checkpoint is from other data or
         another optimizer, or is beyond the last step.
         """
@@ -112,7 +113,7 @@ class Saver:
         if checkpoint["optimizer"].keys() != self.optimizers.keys():
             raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
         for kind, optimizer in self.optimizers.items():
-            set_moments(optimizer, moments_by_name(checkpoint["optimizer"][kind]))
+            set_moments(optimizer, checkpoint["optimizer"][kind])
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:
@@ -154,7 +155,7 @@ def get_moments(optimizer):
 
 
 def set_moments(optimizer, moments):
-    """Gives an optimizer its moments, which are whole tensors under the names of get_moments.
+    """Gives an optimizer its moments, whole contiguous tensors under the names of get_moments.
 
     Learning rates and weight decay come from the flags, not from here. Raises UserError if a shape
     is wrong, because fused kernels would write beyond the tensor.
@@ -165,7 +166,8 @@ def set_moments(optimizer, moments):
         if name not in own:  # it belongs to another stage of the pipeline
             continue
         p = own[name]
-        if whole.shape not in ((), p.shape):  # the shape of AdamW's count of steps is ()
+        shape = () if moment == "step" else p.shape  # AdamW's count of steps is a scalar
+        if whole.shape != shape:
             raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
         optimizer.state[p][moment] = scatter(name, whole, p, p.device)
 
@@ -176,21 +178,3 @@ def named_params(optimizer):
     for group in optimizer.param_groups:
         pairs += zip(group["param_names"], group["params"])
     return pairs
-
-
-def moments_by_name(saved):
-    """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
-
-    Older versions stored the state dict of the optimizer. In it, the parameters have numbers, and
-    each group lists their names.
-    """
-    if "param_groups" not in saved:
-        return saved
-    names = []
-    for group in saved["param_groups"]:
-        names += group["param_names"]
-    found = {}
-    for i, moments in saved["state"].items():
-        for moment, tensor in moments.items():
-            found[f"{names[i]}.{moment}"] = tensor
-    return found
