@@ -22,6 +22,7 @@ from plaingpt.weights.checkpoint import load_checkpoint
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import (
     ROOT,
     TEXT,
@@ -320,6 +321,50 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         path.unlink()
         out, _ = train("--log_dir", "run", "--resume", cwd=tmp_path)
         assert "resumed from step 5 " in out and read_log(tmp_path / "run") == read_log(whole)
+
+
+# Row: a field of a checkpoint, `meta.json`, `run.json` or `core.yaml` is missing, or has another
+# type | error message that names the file
+
+
+@pytest.mark.parametrize(
+    "name, flags, message",
+    [
+        ("train_gpt2.py", "--init_from field.pt", "field.pt: not a readable checkpoint ( ... give"),
+        ("train_gpt2.py", "--data brace", "brace/meta.json: is damaged ( ... restore it"),
+        ("fineweb.py", "--input text.txt --output_dir brace", "brace: has files of another source"),
+        ("plot.py", "foreign", "foreign/run.json: is damaged ( ... restore it"),
+        ("core.py", "--bundle foreign", "foreign/core.yaml: is damaged (no field 'icl_tasks')"),
+    ],
+)
+def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
+    """test_checkpoint.py, test_records.py and test_core.py have more of them."""
+    fails(world, name, flags, message)
+
+
+# Row: the optimizer's moments in a checkpoint have another shape, or are not finite | error
+# message; the run does not start
+
+
+@pytest.mark.parametrize("value", [torch.ones(()), torch.tensor(torch.nan).expand(32)])
+def test_damaged_moments(copy, value):
+    saved = checkpoint(copy, 10)
+    saved["optimizer"]["adamw"]["transformer.ln_f.bias.exp_avg"] = value
+    torch.save(saved, copy / "model_000010.pt")
+    before = everything_in(copy)
+    flags = ["--log_dir", "run", "--resume", "--max_steps", 12]
+    _, err = train(*flags, cwd=copy.parent, status=2)
+    assert re.fullmatch("error: .*transformer.ln_f.bias.exp_avg.*\n", err), err
+    assert everything_in(copy) == before
+
+
+# Row: a Hugging Face model with NaN, or with another shape than GPT-2's | error message
+
+
+@pytest.mark.parametrize("name", ["wide", "nan"])
+def test_a_model_of_hugging_face_that_is_not_gpt2(world, name):
+    """test_export.py has the messages."""
+    fails(world, "generate.py", f"--model {name}", f"{name}: transformers cannot load it ( ... use")
 
 
 # Row: a pickle with code in a checkpoint, shard or `meta.pkl` | refused; the code does not run
@@ -648,6 +693,20 @@ def world(tmp_path_factory):
     (d / "data.json").write_text('{"data": [{"prompt": "a", "response": "b"}]}')
     (d / "no.parquet").write_text("no parquet")
     (d / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a boat"}\n' * 9)[:-9])
+    for name, change in dict(wide=dict(n_inner=50), nan={}).items():
+        shape = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=50257)
+        hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **change))
+        if name == "nan":
+            torch.nn.init.constant_(hf.transformer.ln_f.bias, torch.nan)
+        hf.save_pretrained(d / name)
+    torch.save({**good, "tokenizer": "{"}, d / "field.pt")
+    (d / "brace").mkdir()
+    (d / "brace/meta.json").write_text('{"tokenizer": "{"}')
+    (d / "foreign").mkdir()
+    (d / "foreign/log.txt").write_text("0 val 5.5\n")
+    (d / "foreign/run.json").write_text('{"train_config": [1]}')
+    (d / "foreign/core.yaml").write_text("tasks: []")
+    (d / "foreign/eval_meta_data.csv").write_text("")
     (d / "bert").mkdir()
     (d / "bert/config.json").write_text('{"model_type": "bert"}')
 

@@ -66,7 +66,10 @@ def explaining(what, remedy, kinds=Exception):
 
 
 def first_line(error):
-    """Returns the first line of an exception's text, or the name of its type if it has no text."""
+    """Returns the first line of an exception's text, or the name of its type if it has no text.
+
+    If the first line only announces the second one, returns the second one.
+    """
     text = str(error)
     if isinstance(error, KeyError):  # its text is only the key
         text = f"no field {text}"
@@ -76,4 +79,7 @@ def first_line(error):
         text = error.stderr.decode(errors="replace")
     # Removes the escape codes of colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()
-    return (text or type(error).__name__).splitlines()[0]
+    lines = (text or type(error).__name__).splitlines()
+    if lines[0].endswith(":") and len(lines) > 1:  # "Error(s) in loading state_dict for GPT:"
+        return lines[1].strip()
+    return lines[0]
