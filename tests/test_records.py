@@ -90,8 +90,8 @@ def test_places_in_an_array_are_lines_and_items(tmp_path):
         path.write_text(json.dumps([dict(text="a"), None, dict(text="[,\nb")], indent=indent))
         where = [place for place, _ in documents_of(path)]
         assert where == [f"line {line}, item {n}" for n, line in enumerate(lines, start=1)]
-    path.write_text("[\n\n1\n,\n \n2]")
-    assert [place for place, _ in documents_of(path)] == ["line 3, item 1", "line 6, item 2"]
+    path.write_text("\n[\n\n[]\n,\n \n2]")
+    assert [place for place, _ in documents_of(path)] == ["line 4, item 1", "line 7, item 2"]
 
 
 RECORDS = [dict(text="one"), dict(text="two")]
@@ -256,3 +256,11 @@ def test_a_tokenizer_in_meta_json_that_is_not_one(tmp_path):
         (tmp_path / "meta.json").write_text(json.dumps(dict(tokenizer=source)))
         with pytest.raises(UserError, match=r"meta\.json: is damaged \(.*\); restore it"):
             Sources([str(tmp_path)])
+
+
+def test_a_date_out_of_range_in_a_table(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(dict(text=["a"], day=pa.array([10**15], pa.timestamp("s")))), path)
+    assert documents_of(path) == [("row 1", "a")]
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read \(.*\); check it"):
+        list(read_records([path]))

@@ -15,6 +15,7 @@ from plaingpt.base.errors import UserError
 BLOCK = 2**20  # so many bytes are read at a time
 TABLES = (".parquet", ".arrow")
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
+BEFORE_ITEM = re.compile(r"[\s,]*")  # in an array
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
 MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
 
@@ -81,10 +82,10 @@ def read_array(file):
     text = file.read().decode("utf-8-sig")
     items = json.loads(text)
     decoder = json.JSONDecoder()
-    line = 1  # of the place
-    place = 0  # after the item before
+    place = text.index("[") + 1  # after the item before
+    line = 1 + text.count("\n", 0, place)  # of this place
     for n, item in enumerate(items, start=1):
-        start = re.compile(r"[\s\[,]+" if n == 1 else r"[\s,]+").match(text, place).end()
+        start = BEFORE_ITEM.match(text, place).end()
         line += text.count("\n", place, start)
         yield f"line {line}, item {n}", item
         _, place = decoder.raw_decode(text, start)

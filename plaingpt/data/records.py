@@ -34,6 +34,8 @@ DAMAGE = (
     RecursionError,
     NotImplementedError,
     EOFError,
+    MemoryError,
+    ArithmeticError,  # a date out of range
     zlib.error,
 )
 
