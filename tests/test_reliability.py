@@ -327,6 +327,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
 # type | error message that names the file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, flags, message",
     [
@@ -346,6 +347,7 @@ def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
 # message; the run does not start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [torch.ones(()), torch.tensor(torch.nan).expand(32)])
 def test_damaged_moments(copy, value):
     saved = checkpoint(copy, 10)
@@ -361,6 +363,7 @@ def test_damaged_moments(copy, value):
 # Row: a Hugging Face model with NaN, or with another shape than GPT-2's | error message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wide", "nan"])
 def test_a_model_of_hugging_face_that_is_not_gpt2(world, name):
     """test_export.py has the messages."""
