@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import lock, reading, replacing, write_json, writing
+from plaingpt.base.files import (
+    checksum_of_places,
+    lock,
+    reading,
+    replacing,
+    write_json,
+    writing,
+)
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
@@ -76,6 +83,7 @@ def read_progress(directory, name, settings):
     if not replaced and not shards:
         return facts
     old = read_meta(directory)
+    old.setdefault("input_checksum", settings["input_checksum"])  # older versions wrote none
     differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
         raise UserError(
@@ -227,18 +235,20 @@ def write_shards(directory, facts, config, paths, tokenizer):
 
 
 def load_source(config):
-    """Finds the files of --input, or downloads --dataset -> (paths of its files, source).
+    """Finds the files of --input, or downloads --dataset -> (paths of its files, facts).
 
-    source: what meta.json says about it, to tell it from other sources. Raises UserError.
+    facts: what meta.json says about them, to tell them from other ones. Raises UserError.
     """
     if config.input:
         paths = find_files(config.input)
-        return paths, dict(input=[[path.name, path.stat().st_size] for path in paths])
+        source = dict(input=[[path.name, path.stat().st_size] for path in paths])
+        return paths, dict(source=source, input_checksum=checksum_of_places(paths))
     name = config.name
     if config.dataset == FINEWEB and not name:
         name = "sample-10BT"
     paths, rows, revision = load_hub(config.dataset, name)
-    return paths, dict(dataset=config.dataset, name=name, rows=rows, revision=revision)
+    source = dict(dataset=config.dataset, name=name, rows=rows, revision=revision)
+    return paths, dict(source=source, input_checksum=None)  # the revision says enough
 
 
 def show_result(directory, facts, tokenizer):
@@ -263,16 +273,16 @@ def main(argv=None):
     config = ShardConfig(**parse_flags(__doc__, ShardConfig, argv=argv))
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
     directory = Path(config.output_dir)
-    paths, source = load_source(config)
+    paths, facts_of_source = load_source(config)
     name = directory.resolve().name
-    if source.get("dataset") == FINEWEB:
+    if facts_of_source["source"].get("dataset") == FINEWEB:
         name = "edufineweb"
     # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text also
     # has shards for validation and for training.
     n_bytes = sum(path.stat().st_size for path in paths)
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
     settings = dict(
-        source=source,
+        **facts_of_source,
         text_key=config.text_key,
         tokenizer=tokenizer.name,
         shard_size=config.shard_size or usual_size,

@@ -11,6 +11,7 @@ import random
 import re
 
 from plaingpt.base.errors import UserError
+from plaingpt.base.files import checksum_of_places
 from plaingpt.data.documents import read_documents
 from plaingpt.data.tokenizer import get_tokenizer
 
@@ -334,6 +335,39 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     with pytest.raises(UserError, match="files of another source"):
         fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
+
+
+def test_a_directory_of_an_older_version_is_accepted(documents, tmp_path):
+    """It has no checksum of the input."""
+    path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
+    fine("--input", path, "--max_shards", 2, directory=out, shard_size=500)
+    facts = facts_of(out)
+    del facts["input_checksum"]
+    (out / "meta.json").write_text(json.dumps(facts))
+    fine("--input", path, directory=out, shard_size=500)
+    assert shards_in(out) == reference(documents[:50], 500)
+
+
+def test_which_edits_the_checksum_of_places_finds(tmp_path):
+    path = tmp_path / "a"
+    for size in (0, 1, 2**16, 2**16 + 1, 2**22 - 1, 2**22):  # a file up to 4 MiB is read whole
+        data = bytearray(size)
+        path.write_bytes(data)
+        before = checksum_of_places([path])
+        for place in random.Random(size).sample(range(size), min(size, 20)):
+            data[place] = 1
+            path.write_bytes(data)
+            data[place] = 0
+            assert checksum_of_places([path]) != before, (size, place)
+    data = bytearray(2**23)
+    path.write_bytes(data)
+    before = checksum_of_places([path])
+    found = []
+    last = 2**23 - 2**16  # the start of the last place; 63 others lie evenly before it
+    for place in (0, last * 32 // 63, 2**23 - 1, 2**16):
+        path.write_bytes(data[:place] + b"1" + data[place + 1 :])
+        found.append(checksum_of_places([path]) != before)
+    assert found == [True, True, True, False]
 
 
 def test_a_missing_shard_is_refused(documents, tmp_path):

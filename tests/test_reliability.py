@@ -461,6 +461,25 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
+# Row: another input of `fineweb.py` with the same name and size | error message; the shards stay ²
+
+
+@pytest.mark.parametrize("flags", [["--max_shards", 2], []], ids=["stopped", "complete"])
+def test_another_input_of_the_same_name_and_size(tmp_path, flags):
+    flags = ["--input", "a.txt", "--output_dir", "out", *flags]
+    (tmp_path / "a.txt").write_text(TEXT)
+    program(*flags, cwd=tmp_path, program="fineweb.py")
+    before = everything(tmp_path / "out")
+    half = len(TEXT) // 2
+    (tmp_path / "a.txt").write_text(TEXT[:half] + TEXT[half:].replace("e", "a"))
+    _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
+    assert err == "error: out: has files of another input_checksum; use a new directory\n"
+    assert everything(tmp_path / "out") == before
+    (tmp_path / "a.txt").write_text(TEXT)
+    out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
+    assert "out is complete" in out
+
+
 # Row: RANK is not below WORLD_SIZE, or WORLD_SIZE is set without RANK | error message; nothing is
 # written
 
