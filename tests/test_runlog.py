@@ -230,7 +230,11 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
         subprocess.run(["git", *command], cwd=package.parent, check=True, capture_output=True)
     (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")
+    (tmp_path / "clone/\u60f3\u6cd5.py").write_text("")
     monkeypatch.setattr("plaingpt.base.git.CLONE", package.parent)
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
-    assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == ["idea.py"]
+    assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == [
+        "idea.py",
+        "\u60f3\u6cd5.py",
+    ]
     assert b"+caf\xe9 2\n" in (tmp_path / "run/changes.patch").read_bytes()

@@ -10,6 +10,8 @@ from plaingpt.base.git import CLONE, diff_since, run_git
 
 def find_commit(name):
     """Returns the full hash of the commit that --base names. Raises UserError."""
+    if run_git("rev-parse", "--show-prefix").strip():
+        raise UserError(f"{CLONE}: is part of another git repository; clone plainGPT by itself")
     commit = run_git("rev-parse", "--verify", f"{name}^{{commit}}").decode().strip()
     if not run_git("ls-tree", commit, "plaingpt/base/errors.py"):
         raise UserError(f"--base {name}: is from before plaingpt/base/; give a later commit")

@@ -82,6 +82,9 @@ def read_git():
     changes = b""
     with contextlib.suppress(UserError):
         commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
-        untracked = run_git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+        # With -z, git does not quote names that are not ASCII.
+        listed = ("ls-files", "-z", "--others", "--exclude-standard", "--full-name", ":/")
+        untracked = run_git(*listed)
         changes = diff_since("HEAD")
-    return commit.decode().strip(), untracked.decode(errors="replace").splitlines(), changes
+    names = [name for name in untracked.decode(errors="replace").split("\0") if name]
+    return commit.decode().strip(), names, changes
