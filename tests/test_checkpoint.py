@@ -1,6 +1,7 @@
 """Checkpoints: which are saved, what is in them, and how a run goes on from one."""
 
 import json
+import math
 import os
 import shutil
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.checkpoint import load_checkpoint, load_newest, moments_by_name
 from plaingpt.weights.huggingface import save_gpt2
 from plaingpt.weights.load import load_model
-from plaingpt.weights.saver import set_moments
+from plaingpt.weights.saver import read_best_val, set_moments
 
 import pytest
 import torch
@@ -87,6 +88,29 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     best.mkdir()  # so the file cannot be written; a resume then validates again
     train(*flags[2:5], "--resume", "--val_every", 12, "--max_steps", 12, cwd=tmp_path, status=2)
     assert (12, "val") not in read_log(tmp_path / "run")
+
+
+def test_the_best_loss_is_that_of_the_file(tmp_path):
+    """Without --keep_best, a run may have had a lower loss, which no file has."""
+    (tmp_path / "log.txt").write_text("0 val 1.0\n2 val 3.0\n4 val 2.0\n6 val 2.5\n8 val 2.1\n")
+    assert read_best_val(tmp_path, 8) == math.inf
+    torch.save(dict(step=6), tmp_path / "model_best.pt")
+    assert read_best_val(tmp_path, 8) == read_best_val(tmp_path, 6) == 2.5
+    assert read_best_val(tmp_path, 4) == 2.5  # step 6 will be computed again
+    torch.save(dict(step=10), tmp_path / "model_best.pt")
+    assert read_best_val(tmp_path, 6) == 2.0  # an earlier resume has removed step 10
+
+
+@pytest.mark.slow
+def test_keep_best_first_given_at_a_resume(tmp_path):
+    (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
+    flags = ["--data", "my.txt", "--log_dir", "run", "--val_every", 2]
+    train(*flags, "--max_steps", 12, cwd=tmp_path)
+    out, _ = train(*flags, "--max_steps", 16, "--resume", "--keep_best", cwd=tmp_path)
+    assert "note: --keep_best saves the best of the steps from 12 on\n" in out
+    step = torch.load(tmp_path / "run/model_best.pt")["step"]
+    losses = read_streams(tmp_path / "run/log.txt")["val"]
+    assert min(losses.values()) < losses[step] == min(losses[i] for i in (12, 14, 16))
 
 
 @pytest.mark.slow

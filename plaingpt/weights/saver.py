@@ -1,10 +1,11 @@
 """Saves the state of a run as a checkpoint, and restores it."""
 
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import replacing, writing
 from plaingpt.base.flags import flags_of
 from plaingpt.base.log_file import read_streams
@@ -117,8 +118,10 @@ class Saver:
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:
-            self.best_val = on_rank0(read_best_val, Path(place, "log.txt"), step)
+            self.best_val = on_rank0(read_best_val, Path(place), step)
         print0(f"resumed from step {step} in {place}")
+        if config.keep_best and self.best_val == math.inf:
+            print0(f"note: --keep_best saves the best of the steps from {step} on")
         for name, now in self.flags.items():
             if name not in self.free and before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
@@ -136,10 +139,23 @@ def tensors_to_save(model):
     return tensors
 
 
-def read_best_val(log_file, step):
-    """Returns the lowest validation loss in log.txt, after step 0 and up to this step, or inf."""
+def read_best_val(directory, step):
+    """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
+
+    It is not always the lowest loss in log.txt, because --keep_best may have been given late. step:
+    where the run resumes. If the file is of a later step, an earlier resume may have removed its
+    loss from log.txt. Then the lowest loss so far stands for it. Raises UserError.
+    """
+    path = directory / "model_best.pt"
+    if not path.is_file():
+        return math.inf
+    with explaining(f"{path}: not a readable checkpoint", "delete it"):
+        best_step = torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")["step"]
+    losses = read_streams(directory / "log.txt").get("val", {})
+    if best_step in losses:
+        return losses[best_step]
     best = math.inf
-    for val_step, val in read_streams(log_file).get("val", {}).items():
+    for val_step, val in losses.items():
         if 0 < val_step <= step:
             best = min(best, val)  # this order ignores NaN, which is not below `best`
     return best
