@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 
+from plaingpt.run.directory import prepare_run_directory
 from plaingpt.run.progress import Progress
 from plaingpt.run.sinks import find_wandb_id
 
@@ -92,6 +93,31 @@ def test_the_time_to_go_in_a_ramp(capsys):
         progress.show_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0))
     shown = re.findall(r"0:00:(\d+) to go", capsys.readouterr().out)
     assert shown == ["13", "11", "08", "04", "00"]
+
+
+@pytest.mark.parametrize(
+    "keep_best, advice",
+    [
+        (False, "start again with --keep_best, which keeps the best step"),
+        (True, "log/baby/model_best.pt has the best step"),
+    ],
+)
+def test_the_advice_after_three_rises(capsys, keep_best, advice):
+    config = train_gpt2.TrainConfig(keep_best=keep_best, log_dir="log/baby")
+    progress = Progress(config, 1, conftest.ALONE)
+    for step, val in enumerate((5.0, 3.0, 3.1, 3.2, 3.3, 3.4)):
+        progress.show_validation(step, dict(val=val, bpb=1.0), ["a"], [0.0])
+    out = capsys.readouterr().out
+    assert out.count(f"note: the validation loss has risen three times in a row; {advice}\n") == 1
+
+
+def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):
+    """A stream of the user's, written after the figures of a step, belongs to the training step."""
+    step_3 = "3 val 2.0\n3 lambada 0.1\n"
+    earlier = "2 train 3.0\n2 mine 7\n" + step_3
+    (tmp_path / "log.txt").write_text(f"{earlier}3 train 2.9\n3 lr 0.1\n3 mine 8\n4 train 2.8\n")
+    assert prepare_run_directory(tmp_path, 3) == dict(val=2.0, lambada=0.1)
+    assert (tmp_path / "log.txt").read_text() == earlier
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from plaingpt.base.files import replacing, writing
 from plaingpt.base.log_file import read_log
 from plaingpt.base.terminal import print0
 
-# Training steps write these streams. Evaluations write all others.
+# A training step writes these streams. At one step, evaluations come before them. What comes after
+# them is of the training step, too: it has streams that a user may add.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 RUN_FILES = (
     "log.txt",
@@ -27,10 +28,13 @@ def prepare_run_directory(directory, step):
     """
     log_file = directory / "log.txt"
     known = {}
+    has_trained = False  # whether a line of the training step `step` has come
     with writing(f"--log_dir {directory}"):
         with replacing(log_file) as file:
             for line_step, stream, value in read_log(log_file):
-                is_known = line_step == step > 0 and stream not in STEP_STREAMS
+                is_here = line_step == step > 0
+                has_trained = has_trained or (is_here and stream in STEP_STREAMS)
+                is_known = is_here and not has_trained
                 if is_known:
                     known[stream] = float(value)
                 if line_step < step or is_known:

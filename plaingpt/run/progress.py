@@ -86,7 +86,10 @@ class Progress:
             self.n_rises = 0
         self.last_val = val
         if self.n_rises == 3:
-            print0("note: the validation loss has risen three times in a row; use --keep_best")
+            advice = "start again with --keep_best, which keeps the best step"
+            if self.config.keep_best:
+                advice = f"{self.config.log_dir}/model_best.pt has the best step"
+            print0(f"note: the validation loss has risen three times in a row; {advice}")
 
     def show_end(self, step):
         """Prints how the run has ended."""
