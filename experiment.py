@@ -29,6 +29,7 @@ import json
 import math
 import os
 import queue
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,8 +39,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import check_output, lock, read_json, write_json, writing
+from plaingpt.base.errors import UserError, explaining, run_program
+from plaingpt.base.files import check_output, lock, read_json, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.machine import count_cores
@@ -52,7 +53,7 @@ from plaingpt.run.copies import (
     remove_copies,
 )
 from plaingpt.run.intervals import compare_pairs
-from plaingpt.run.ledger import entry_as_line, read_ledgers
+from plaingpt.run.ledger import add_entry, entry_as_line, read_ledgers
 
 import numpy as np
 import torch
@@ -331,7 +332,8 @@ def main():
     lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    flags = config.flags.split()
+    with explaining(f"--flags {config.flags}", "correct it", ValueError):
+        flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
     sides = [Side("base", flags), Side("changed", flags + more)]
     try:
         make_copy(LAB / "base", commit)
@@ -346,8 +348,7 @@ def main():
     for old in ledger:
         if "keys" in entry and old.get("keys") == entry["keys"]:
             entry["looks"] += 1
-    with writing(LEDGERS[1]), open(LEDGERS[1], "a") as file:
-        file.write(json.dumps(entry) + "\n")
+    add_entry(LEDGERS[1], entry)
     if config.json:
         write_json(config.json, entry)
     print0(f"{entry_as_line(entry)}\n{json.dumps(entry)}")

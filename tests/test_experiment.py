@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from plaingpt.run.intervals import compare_pairs, t95, unpaired_interval
+from plaingpt.run.ledger import add_entry, read_ledgers
 
 import numpy as np
 import pytest
@@ -69,6 +70,22 @@ def test_verdict(differences, verdict):
     found = compare_pairs(base, base + differences, delta=0.02)
     assert found["verdict"] == verdict, found
     json.dumps(found, allow_nan=False)
+
+
+def test_a_ledger_survives_half_a_line(tmp_path, capsys):
+    """A program was killed, or the disk was full."""
+    path = tmp_path / "ledger.jsonl"
+    entries = []
+    for name in "abc":
+        entries.append(dict(date="today", change=name, verdict="failed", reason="none"))
+    add_entry(path, entries[0])
+    with open(path, "ab") as file:
+        file.write(json.dumps(entries[1]).encode()[:-9])
+    assert read_ledgers([path]) == entries[:1]
+    add_entry(path, entries[2])
+    assert read_ledgers([path, tmp_path / "missing.jsonl"]) == [entries[0], entries[2]]
+    note = f"note: {path}, line 2: is no experiment, and is left out\n"
+    assert capsys.readouterr().out == note * 2
 
 
 def git(directory, *command):
@@ -392,6 +409,10 @@ def test_a_patch_changes_what_is_committed(clone):
         ),
         (["no.patch"], "no.patch: no such patch; give a file"),
         (["--seeds", "1"], "--seeds 1: must be at least 2"),
+        (
+            ["--flags", "--data 'a", "--", "--seed", "3"],
+            "--flags --data 'a (No closing quotation);",
+        ),
     ],
 )
 def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):

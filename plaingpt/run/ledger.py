@@ -2,6 +2,9 @@
 
 import json
 
+from plaingpt.base.files import writing
+from plaingpt.base.terminal import print0
+
 
 def entry_as_line(entry):
     """Returns an experiment of the ledger as one line, for a person."""
@@ -12,10 +15,29 @@ def entry_as_line(entry):
 
 
 def read_ledgers(paths):
-    """Returns the experiments so far, as dicts. paths: of files that may be missing."""
+    """Returns the experiments so far, as dicts. paths: of files that may be missing.
+
+    Prints a note for each line that is not an experiment, and leaves it out. If a program was
+    killed, or the disk was full, a ledger may have half a line.
+    """
     entries = []
     for path in paths:
-        if path.exists():
-            with open(path) as file:
-                entries += map(json.loads, file)
+        lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
+        for n, line in enumerate(lines, start=1):
+            try:
+                entry = json.loads(line)
+                entry_as_line(entry)  # so that it has what --list prints
+            except (ValueError, LookupError, TypeError):
+                print0(f"note: {path}, line {n}: is no experiment, and is left out")
+                continue
+            entries.append(entry)
     return entries
+
+
+def add_entry(path, entry):
+    """Adds an experiment, a dict, to a ledger. Half a line at its end gets a line break first."""
+    with writing(path), open(path, "a+b") as file:
+        file.seek(0)
+        if file.read()[-1:] not in (b"", b"\n"):
+            file.write(b"\n")
+        file.write(json.dumps(entry).encode() + b"\n")
