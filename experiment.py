@@ -52,6 +52,7 @@ from plaingpt.run.copies import (
     make_copy,
     remove_copies,
 )
+from plaingpt.run.inputs import find_stream, hash_inputs
 from plaingpt.run.intervals import compare_pairs
 from plaingpt.run.ledger import add_entry, entry_as_line, read_ledgers
 
@@ -60,7 +61,8 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
-AUDIT = ROOT / "experiments"  # has the two programs that compute losses again
+# Has the program that records what a run reads, and the two programs that compute losses again.
+AUDIT = ROOT / "experiments"
 LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
 # The first ledger has the experiments of docs/experiments.md.
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
@@ -78,6 +80,8 @@ OTHER_FACTS = (
 )
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
 TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
+LATER_TOLERANCE = 1e-4  # relative; rounding to float32 makes a smaller difference
+SEEN_TOLERANCE = 0.02  # of the validation sequences; some texts have repetitions
 
 
 @dataclass
@@ -100,6 +104,7 @@ class Side:
     flags: list[str]
     facts: dict | None = None  # those of run.json, from `ask`
     key: str = ""  # a hash of the facts: runs with the same key differ only in their seed
+    stream: str = "val"  # in the log, the loss on the validation data of the base
 
     def directory(self, run):
         return LAB / "runs" / f"{self.key}-{run}" if self.key else LAB / self.name / "log" / run
@@ -108,9 +113,9 @@ class Side:
         """The values of a stream in a run's log: {step: value}."""
         return read_streams(self.directory(run) / "log.txt").get(stream, {})
 
-    def last(self, run, stream="val"):
+    def last(self, run, stream=None):
         """The value after the last step, by default the validation loss, or None."""
-        return self.read(run, stream).get(self.facts["max_steps"])
+        return self.read(run, stream or self.stream).get(self.facts["max_steps"])
 
 
 def train(runs, title="training; after Ctrl-C, the same command continues"):
@@ -133,7 +138,8 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
         program = LAB / side.name / "train_gpt2.py"
         output = place / "output.txt"
         device = free.get()
-        command = [sys.executable, program, *device, *side.flags, *flags, *QUIET]
+        recorder = [sys.executable, AUDIT / "record_run.py", place]
+        command = [*recorder, program, *device, *side.flags, *flags, *QUIET]
         try:
             with open(output, "w") as file:
                 done = subprocess.run([*command, "--log_dir", place], stdout=file, stderr=file)
@@ -156,14 +162,22 @@ def ask(sides):
         train_config = said.pop("train_config")
         # `said` is last: it has the device and the dtype that were chosen, not "auto" or "cuda:1".
         side.facts = train_config | said["model_config"] | said["fingerprints"] | said
+        files = read_json(side.directory("asked") / "read.json")["files"]
+        side.facts |= hash_inputs(files, LAB / side.name, ROOT, side.facts)
         known = {name: value for name, value in side.facts.items() if name not in OTHER_FACTS}
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    for name in ("validation split", "val_tokens", "block_size"):
-        if len({side.facts[name] for side in sides}) > 1:
-            raise UserError(
-                f"the losses do not compare: the change has another {name}; "
-                "leave this out, or give both runs the same"
-            )
+    base, changed = sides
+    changed.stream = find_stream(base.facts, changed.facts)
+    differ = [
+        name for name in ("val_tokens", "block_size") if base.facts[name] != changed.facts[name]
+    ]
+    if changed.stream is None:
+        differ.insert(0, "validation split")
+    if differ:
+        raise UserError(
+            f"the losses do not compare: the change has another {differ[0]}; "
+            "leave this out, or give both runs the same"
+        )
 
 
 def choose_rates(sides, rates):
@@ -192,42 +206,50 @@ def choose_rates(sides, rates):
 def audit(side, base, places):
     """Computes the validation losses of a side's runs again -> subprocess.CompletedProcess.
 
-    Adds two streams to each log: audit, the loss, and later, by how much later tokens change the
-    logits. Only the models come from the code of the side: they are in a process of their own, in
-    its copy. All else comes from the code of the base. places: the run directories.
+    Adds three streams to each log: audit, the loss; later, by how much later tokens change the
+    logits; and seen, the share of the validation sequences that were trained. Only the models come
+    from the code of the side: they are in a process of their own, in its copy. All else comes from
+    the code of the base. places: the run directories.
     """
     # Python imports from the directory of a program, so each program goes into its copy. This comes
     # after the runs, which write down all files that git does not know.
     losses = shutil.copy(AUDIT / "audit_losses.py", LAB / base.name)
+    shutil.copy(AUDIT / "record_run.py", LAB / base.name)  # audit_losses.py imports it
     logits = shutil.copy(AUDIT / "audit_logits.py", LAB / side.name)
     facts = dict(base.facts, max_steps=side.facts["max_steps"])
     given = json.dumps(dict(facts=facts, program=logits, places=places))
     return subprocess.run([sys.executable, losses], input=given, capture_output=True, text=True)
 
 
-def fault_of_run(side, seed):
-    """Returns why the loss in the log of a run does not count, or None. See audit."""
+def fault_of_run(side, base, seed):
+    """Returns why the loss in the log of a run does not count, or None. See audit.
+
+    The run of the base with this seed must have been audited.
+    """
     logged = side.last(seed)
     computed = side.last(seed, "audit")
     # A comparison with NaN is false, so NaN is a fault, too.
     if computed is None or not abs(computed - logged) <= TOLERANCE * computed:
         return f"the log has a loss of {logged:.4f}, but the logits give {computed or 0:.4f}"
-    if not side.last(seed, "later") <= TOLERANCE:
+    if not side.last(seed, "later") <= LATER_TOLERANCE:
         return "the logits of a position depend on later tokens"
+    seen = side.last(seed, "seen")
+    if not seen - base.last(seed, "seen") <= SEEN_TOLERANCE:
+        return f"the change trains on {seen:.0%} of the validation sequences"
     return None
 
 
 def find_fault(side, base, seeds):
     """Returns why the losses of a side's runs do not count, or None. Audits those with a fault."""
     # A run with a fault is computed again, because the base may be another one by now.
-    places = [str(side.directory(seed)) for seed in seeds if fault_of_run(side, seed)]
+    places = [str(side.directory(seed)) for seed in seeds if fault_of_run(side, base, seed)]
     if places:
         done = audit(side, base, places)
         if done.returncode:
             lines = done.stderr.splitlines() or ["killed"]
             return f"the base cannot score a model ({lines[-1]})"
     for seed in seeds:
-        if fault := fault_of_run(side, seed):
+        if fault := fault_of_run(side, base, seed):
             return fault
     return None
 
@@ -266,6 +288,8 @@ def compare_sides(sides, config):
     base_losses, changed_losses = losses.T
     facts.update(compare_pairs(base_losses, changed_losses, config.delta))
     facts.update(losses=losses.tolist(), time_ratio=ratio_of_times(runs))
+    if sides[0].facts["training split"] != sides[1].facts["training split"]:
+        facts["reason"] += "; other training data"
     print0("computing the losses again")
     for side in sides:
         if reason := find_fault(side, sides[0], seeds):

@@ -3,7 +3,8 @@
 experiment.py copies this program into the copy with the change and starts it there, so `model` is
 the model.py of the change. The arguments are run directories. The first line of the output is the
 source of the tokenizer, as JSON. After that, each line of the input is a question in JSON: the
-index of a run, and T ids. The answer is a line with the shape of the logits, then the logits.
+index of a run, R rows of T ids, and a position in each row, or null for all positions of one row.
+The answer is a line with the shape of the logits, then the logits.
 """
 
 import json
@@ -25,9 +26,15 @@ def main():
     _, tokenizer = loaded[0]
     write_line(answers, tokenizer.source)
     for line in sys.stdin:
-        run, ids = json.loads(line)
+        run, rows, positions = json.loads(line)
         model, _ = loaded[run]
-        logits = model(torch.tensor([ids]))[0][0].float()  # (T, vocab_size)
+        idx = torch.tensor(rows)  # (R, T)
+        if positions is None:
+            logits = model(idx)[0][0].float()  # (T, vocab_size)
+        else:
+            # The head is not computed for the other positions, because it may be the largest part.
+            hidden = model.hidden(idx)[range(len(rows)), positions]  # (R, C)
+            logits = model.logits(hidden).float()  # (R, vocab_size)
         write_line(answers, list(logits.shape))
         answers.write(logits.numpy().tobytes())
         answers.flush()

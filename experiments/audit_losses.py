@@ -5,8 +5,8 @@ order and the cross-entropy are those of the base, whatever the change does. aud
 copy with the change, has the models: it gets ids, and gives logits.
 
 The input is JSON: `facts` of the base, the path of audit_logits.py as `program`, and the run
-directories as `places`. Adds two streams to the log of each run: audit, the loss, and later, by how
-much later tokens change the logits.
+directories as `places`. Adds three streams to the log of each run: audit, the loss; later, by how
+much later tokens change the logits; and seen, which share of the validation sequences was trained.
 """
 
 import json
@@ -21,6 +21,7 @@ from plaingpt.data.tokenizer import get_tokenizer
 import numpy as np
 import torch
 import torch.nn.functional as F
+from record_run import POWERS
 
 from train_gpt2 import DataLoaderLite, GPTConfig
 
@@ -37,9 +38,11 @@ def main():
             raise ValueError("the change gives another tokenizer, so other data")
         for run, place in enumerate(given["places"]):
             loss, later = audit(models, run, data, facts)
+            seen = share_of_seen(place, data, facts)
             step = facts["max_steps"]
             with open(f"{place}/log.txt", "a") as file:
                 file.write(f"{step} audit {loss:.8g}\n{step} later {later:.8g}\n")
+                file.write(f"{step} seen {seen:.8g}\n")
 
 
 def audit(models, run, data, facts):
@@ -49,32 +52,78 @@ def audit(models, run, data, facts):
     """
     T = facts["model_config"]["block_size"]
     loss = 0.0
+    changes = [torch.zeros(())]
+    largest = torch.zeros(())
     for tokens, share in zip(data.val, data.shares):
         loader = DataLoaderLite([tokens], [1], T, shuffle=False)
-        n = max(1, min(facts["val_tokens"] // T, *loader.lengths))
+        n = count_sequences(tokens, facts)
         for i in range(n):
             x, y = loader.batch(i, 1, torch.device("cpu"))  # (1, T) each
-            logits = ask_for_logits(models, run, x[0])  # (T, vocab_size)
+            # Each length below T has its turn in two sequences, so each position is compared twice.
+            lengths = [t for t in range(1, T) if i in (t % n, (t + n // 2) % n)]
+            # The model gets these first, so that it cannot remember the tokens that are replaced.
+            replaced = logits_before(models, run, x[0], lengths, data.tokenizer.n_vocab)
+            logits = ask_for_logits(models, run, x)  # (T, vocab_size)
+            for t, row in zip(lengths, replaced):
+                changes.append((row - logits[t - 1]).abs().max())
+            largest = torch.maximum(largest, logits.abs().max())
             nats = F.cross_entropy(logits, y[0], reduction="sum").item()
             loss += float(share) * nats / loader.count_targets(0, n)
-    return loss, effect_of_later_tokens(models, run, x[0], logits)
+    return loss, torch.stack(changes).max() / largest
 
 
-def effect_of_later_tokens(models, run, ids, logits):
-    """Returns the largest change of a logit when later tokens are cut off, over the largest logit.
+def count_sequences(tokens, facts):
+    """Returns how many sequences of a validation split are measured. facts: of the base."""
+    T = facts["model_config"]["block_size"]
+    return max(1, min(facts["val_tokens"] // T, tokens.count_sequences(T)))
 
-    ids: (T). logits: (T, vocab_size), those that the model gives for the ids.
+
+def logits_before(models, run, ids, lengths, n_vocab):
+    """Returns the last logits before the tokens that are replaced by others: a row for each length.
+
+    ids: (T). lengths: how many of them stay, ascending. n_vocab: the number of ids.
     """
-    changes = []
-    for t in range(1, len(ids), 9):
-        last = ask_for_logits(models, run, ids[:t])[-1]  # (vocab_size)
-        changes.append((last - logits[t - 1]).abs().max())
-    return max(changes) / logits.abs().max()
+    T = len(ids)
+    found = []
+    size = max(1, 2**15 // T)  # rows in a forward pass
+    for start in range(0, len(lengths), size):
+        part = torch.tensor(lengths[start : start + size])  # (R)
+        other = (ids + torch.randint(1, n_vocab, (len(part), T))) % n_vocab  # (R, T), none is equal
+        rows = torch.where(torch.arange(T) < part[:, None], ids, other)  # (R, T)
+        found += ask_for_logits(models, run, rows, part - 1)  # R x (vocab_size)
+    return found
 
 
-def ask_for_logits(models, run, ids):
-    """Returns the logits that the model of a run gives: ids (T) -> (T, vocab_size) float32."""
-    models.stdin.write(json.dumps([run, ids.tolist()]).encode() + b"\n")
+def share_of_seen(place, data, facts):
+    """Returns the share of the measured validation sequences that a run has trained on.
+
+    It counts sequences of the run that begin anywhere in the measured text, each once. place: the
+    run directory, with the file trained.npy of record_run.py. facts: of the base.
+    """
+    T = facts["model_config"]["block_size"]
+    trained = np.load(f"{place}/trained.npy")
+    seen = 0.0
+    for tokens, share in zip(data.val, data.shares):
+        n = count_sequences(tokens, facts)
+        ids = tokens.read(0, n * T + 1)
+        width = min(T, len(POWERS))
+        n_windows = len(ids) - width + 1
+        numbers = np.zeros(n_windows, np.uint64)  # as number_of in record_run.py, of each window
+        for k in range(width):
+            numbers += ids[k : k + n_windows].astype(np.uint64) * np.uint64(POWERS[k])
+        n_found = np.isin(trained, numbers.view(np.int64)).sum()
+        seen += float(share) * min(1.0, n_found / n)
+    return seen
+
+
+def ask_for_logits(models, run, rows, positions=None):
+    """Returns the logits that the model of a run gives, float32.
+
+    rows: ids (R, T). positions: (R), one of each row; the logits are (R, vocab_size). None: all
+    positions of the only row; (T, vocab_size).
+    """
+    asked = None if positions is None else positions.tolist()
+    models.stdin.write(json.dumps([run, rows.tolist(), asked]).encode() + b"\n")
     models.stdin.flush()
     shape = read_line(models)
     data = bytearray(models.stdout.read(4 * math.prod(shape)))  # torch wants to write into it
