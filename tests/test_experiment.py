@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+from plaingpt.base.log_file import read_streams
 from plaingpt.run.intervals import compare_pairs, t95, unpaired_interval
 from plaingpt.run.ledger import add_entry, read_ledgers
 
@@ -223,6 +224,12 @@ CHEATS = [
         "the logits give",
     ),
     (
+        "train_gpt2.py",
+        "    loader = DataLoaderLite(data.train, ",
+        "    loader = DataLoaderLite(data.val, ",
+        "the change trains on 100% of the validation sequences",
+    ),
+    (
         "model.py",
         "return load_model(place, cls)",
         "model, tokenizer = load_model(place, cls); tokenizer.source = " + repr(OTHER_IDS) + "; "
@@ -254,6 +261,34 @@ def test_nothing_cheats_the_score(clone):
 )
 def test_losses_of_other_data_do_not_compare(clone, flags, reason):
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
+
+
+def test_other_training_data_with_the_same_validation(clone):
+    """A mixture logs the loss of each set, so that of the base's data."""
+    (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
+    flags = ["--data", "input.txt", "log/b.txt"]
+    found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
+    assert found["reason"].endswith("; other training data") and found["difference"] != 0
+    seed_1 = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
+    assert found["losses"][0][1] == read_streams(seed_1 / "log.txt")["val_input.txt"][40]
+
+
+def test_a_file_that_the_program_reads_is_a_part_of_it(clone):
+    """It is tracked by git, but is no Python. Another file of git changes no key."""
+    (clone / "std.txt").write_text("0.02")
+    old = "return values.normal_(std=0.02)\n"
+    new = "return values.normal_(std=float(open(__file__[:-8] + 'std.txt').read()))\n"
+    text = (clone / "model.py").read_text()
+    (clone / "model.py").write_text(text.replace(old, new))
+    git(clone, "add", ".")
+    git(clone, "commit", "-m", "read a file")
+    try:
+        found = experiment(clone, "equal", "--delta", 9, file="std.txt", old="0.02", new="0.2")
+        assert found["n"] == 2 and abs(found["difference"]) > 0.001
+        found = experiment(clone, "equal", file="words.txt", old="The end", new="An end")
+        assert "docstrings" in found["reason"]
+    finally:
+        git(clone, "reset", "--hard", "HEAD~1")
 
 
 @pytest.mark.slow
