@@ -263,6 +263,7 @@ def test_losses_of_other_data_do_not_compare(clone, flags, reason):
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
 
 
+@pytest.mark.slow
 def test_other_training_data_with_the_same_validation(clone):
     """A mixture logs the loss of each set, so that of the base's data."""
     (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
@@ -273,6 +274,7 @@ def test_other_training_data_with_the_same_validation(clone):
     assert found["losses"][0][1] == read_streams(seed_1 / "log.txt")["val_input.txt"][40]
 
 
+@pytest.mark.slow
 def test_a_file_that_the_program_reads_is_a_part_of_it(clone):
     """It is tracked by git, but is no Python. Another file of git changes no key."""
     (clone / "std.txt").write_text("0.02")

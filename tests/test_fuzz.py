@@ -207,7 +207,11 @@ def text_of(line):
 @fuzz(400, FILES)
 def test_texts_of_json_lines(data):
     with file_of("x.jsonl", data) as path:
-        found = [(document.where, document.text) for document in read_documents([path])]
+        try:
+            found = [(document.where, document.text) for document in read_documents([path])]
+        except UserError as error:  # it has another layout
+            assert re.search("JSON array|several lines|one object|UTF-16", str(error))
+            return
     assert found == [
         (f"{path}, line {n}", text_of(line))
         for n, line in enumerate(data.split(b"\n"), start=1)

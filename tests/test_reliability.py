@@ -464,6 +464,7 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
 # Row: another input of `fineweb.py` with the same name and size | error message; the shards stay ²
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--max_shards", 2], []], ids=["stopped", "complete"])
 def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     flags = ["--input", "a.txt", "--output_dir", "out", *flags]

@@ -359,7 +359,7 @@ NO_FILE = "not usable ("
     [
         ("{", NO_FILE),
         (None, NO_FILE + "No such file"),
-        ("{}", NO_FILE + "'model'); give another"),
+        ("{}", NO_FILE + "no field 'model'); give another"),
         ('{"model": {"vocab": {"a": 0}}', NO_FILE + "no end-of-text token <|endoftext|> or "),
     ],
 )
