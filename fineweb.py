@@ -103,9 +103,9 @@ def check_facts(facts):
     if Path(name).name != name:
         raise ValueError(f"the name {name!r} is not a file name")
     n_documents, n_tokens = facts["next"] or [0, 0]
-    counts = [facts[key] for key in ("shards", "tokens", "documents", "skipped")]
+    counts = [facts[key] for key in ("shards", "tokens", "documents", "skipped", "lost")]
     for count in [*counts, n_documents, n_tokens]:
-        if not isinstance(count, int) or count < 0:
+        if type(count) is not int or count < 0:
             raise ValueError(f"{count!r} is not a count")
 
 

@@ -224,7 +224,7 @@ def test_the_prefetch_thread_uses_the_gpu_of_its_process(monkeypatch):
         ("RANK=-1", "RANK is -1, but WORLD_SIZE is 1; use torchrun, or unset RANK"),
         ("LOCAL_RANK=1", "LOCAL_RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset LOCAL_RANK"),
         ("WORLD_SIZE=2", "WORLD_SIZE is 2, without RANK; use torchrun, or unset it"),
-        ("WORLD_SIZE=0", "RANK is 0, but WORLD_SIZE is 0; use torchrun, or unset RANK"),
+        ("WORLD_SIZE=0", "WORLD_SIZE is 0; use torchrun, or unset WORLD_SIZE"),
         ("RANK=x", "RANK is 'x', no integer; use torchrun, or unset it"),
         ("RANK=", "RANK is '', no integer; use torchrun, or unset it"),
         ("RANK=0 WORLD_SIZE=2", "the processes cannot join (Error initializing "),

@@ -87,6 +87,9 @@ def test_a_ledger_survives_half_a_line(tmp_path, capsys):
     assert read_ledgers([path, tmp_path / "missing.jsonl"]) == [entries[0], entries[2]]
     note = f"note: {path}, line 2: is no experiment, and is left out\n"
     assert capsys.readouterr().out == note * 2
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    assert read_ledgers([tmp_path / "deep.jsonl"]) == []
+    assert "deep.jsonl, line 1: is no experiment" in capsys.readouterr().out
 
 
 def git(directory, *command):

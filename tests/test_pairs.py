@@ -247,3 +247,5 @@ def test_long_pairs(tmp_path, capsys):
     with pytest.raises(UserError, match="all validation pairs have more than 16 .*_size 64$"):
         read_pairs(write_pairs(path, pairs), BYTES, 16, 0.01)
     read_pairs(path, BYTES, 64, 0.01)
+    with pytest.raises(UserError, match="too few pairs for a training part; give more, or --val"):
+        read_pairs(write_pairs(path, [("a", "b")]), BYTES, 16, 0.1)

@@ -237,6 +237,8 @@ META = dict(
         dict(next=[0]),
         dict(next=7),
         dict(next=[-1, 0]),
+        dict(lost="x"),
+        dict(shards=True),
     ],
 )
 def test_a_meta_json_of_another_hand_makes_fineweb_write_nothing(tmp_path, change):
@@ -263,4 +265,12 @@ def test_a_date_out_of_range_in_a_table(tmp_path):
     pq.write_table(pa.table(dict(text=["a"], day=pa.array([10**15], pa.timestamp("s")))), path)
     assert documents_of(path) == [("row 1", "a")]
     with pytest.raises(UserError, match=r"a\.parquet: cannot be read \(.*\); check it"):
+        list(read_records([path]))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    """One of them would be lost."""
+    path = tmp_path / "a.csv"
+    path.write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match="two columns are named 'text'"):
         list(read_records([path]))

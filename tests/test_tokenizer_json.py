@@ -249,6 +249,11 @@ def test_a_refused_vocabulary_is_one_sentence(tmp_path):
     library.save(str(tmp_path / "t.json"))
     with pytest.raises(UserError, match=r"not usable \(</s> also stands for unknown text\); give"):
         load_tokenizer(tmp_path / "t.json")
+    settings = json.loads(byte_level().to_str())
+    settings["model"]["vocab"]["zzz"] = 5
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="not usable .'.*' and 'zzz' have the same id 5.; give"):
+        load_tokenizer(tmp_path / "t.json")
 
 
 def superwords():

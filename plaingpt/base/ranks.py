@@ -15,6 +15,8 @@ def read_ranks():
     world_size = read_number("WORLD_SIZE", default=1)
     if world_size > 1 and "RANK" not in os.environ:
         raise UserError(f"WORLD_SIZE is {world_size}, without RANK; use torchrun, or unset it")
+    if world_size < 1:
+        raise UserError(f"WORLD_SIZE is {world_size}; use torchrun, or unset WORLD_SIZE")
     ranks = []
     for name in ("RANK", "LOCAL_RANK"):
         rank = read_number(name, default=0)

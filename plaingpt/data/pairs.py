@@ -89,11 +89,15 @@ def check_lengths(path, pairs, T):
 
 
 def check_part(path, name, pairs, T):
-    """Raises UserError if each pair of the training part, or of the validation part, is too long.
+    """Raises UserError if the training part, or the validation part, has no pair that is used.
 
     name: that of the part.
     """
-    shortest = min((count_tokens(*pair) for pair in pairs), default=0)
+    if not pairs:
+        raise UserError(
+            f"{path}: has too few pairs for a {name} part; give more, or --val_fraction"
+        )
+    shortest = min(count_tokens(*pair) for pair in pairs)
     if shortest > T:
         raise UserError(
             f"{path}: all {name} pairs have more than {T} tokens; give --block_size "

@@ -102,6 +102,9 @@ def read_csv(file):
             yield f"line {line}", row
         elif names is None:
             names = row or None  # lines without a field are left out
+            for name in row:
+                if name and row.count(name) > 1:
+                    raise ValueError(f"two columns are named {name!r}")
         elif row:
             yield f"line {line}", make_record(names, row)
 

@@ -46,6 +46,7 @@ def parse_tokenizer_json(source):
     # A letter, such as the line break, can be end_of_text and stand for text, too.
     if len(end_name) > 1 or end_name in added:
         special[end_name] = end
+    check_ids(ids)
     token_bytes = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         token_bytes[i] = bytes_of(token, byte_level and token not in added)
@@ -104,6 +105,18 @@ def steps_of(part):
         for step in part.get(name, []):
             steps += steps_of(step)
     return steps
+
+
+def check_ids(ids):
+    """Raises ValueError if two tokens have one id, which could only be decoded as one of them.
+
+    ids: {token: id}.
+    """
+    token_of = {}
+    for token, i in ids.items():
+        other = token_of.setdefault(i, token)
+        if other != token:
+            raise ValueError(f"{other!r} and {token!r} have the same id {i}")
 
 
 def find_end_name(ids, end_name=None):

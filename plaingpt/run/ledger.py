@@ -27,7 +27,7 @@ def read_ledgers(paths):
             try:
                 entry = json.loads(line)
                 entry_as_line(entry)  # so that it has what --list prints
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 print0(f"note: {path}, line {n}: is no experiment, and is left out")
                 continue
             entries.append(entry)
