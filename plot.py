@@ -285,6 +285,8 @@ def main(argv=None):
     given = parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
     directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a last /
     config = PlotConfig(**given)
+    if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
+        raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
     runs = {directory: read_run(directory) for directory in directories}
     figure = draw(runs, config.x)
     with explaining(f"--output {config.output}: cannot write", "give another file"):

@@ -125,6 +125,12 @@ def test_a_year_is_no_layer():
         assert line.get_label() == "run" and line.get_alpha() == 1
 
 
+@pytest.mark.parametrize("output", ["curve", "r-2", ".png", "x.txt"])
+def test_the_kind_of_the_picture_must_be_known(output):
+    with pytest.raises(UserError, match=f"--output {output}: give a file of the kind .png, .svg"):
+        plot.main([str(BABY), "--output", output])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_writes_every_format(tmp_path, kind):
@@ -145,7 +151,7 @@ def test_writes_every_format(tmp_path, kind):
         (["plain", "--x", "tokens"], "plain: log.txt has no stream tokens; use --x steps"),
         (
             [BABY, "--output", "a.xyz"],
-            "--output a.xyz: cannot write (Format 'xyz' is not supported",
+            "--output a.xyz: give a file of the kind .png",
         ),
         ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write (No such file"),
     ],
