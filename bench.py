@@ -39,6 +39,7 @@ from plaingpt.base.ranks import read_ranks
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.batch_search import fit_batch_size
 from plaingpt.distributed.device import choose_compile
+from plaingpt.distributed.fill import make_whole_gpt
 from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.hardware import peak_flops
 from plaingpt.distributed.memory import batch_size_advice
@@ -116,8 +117,7 @@ def make_peer(name, gpt_config, config, process):
     raw_model = Peer(name, gpt_config).to(process.device)
     optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
-    with torch.device("meta"):
-        whole_gpt = GPT(gpt_config)  # only for the number of operations
+    whole_gpt = make_whole_gpt(GPT, gpt_config)  # only for the number of operations
     clipper = GradientClipper(model, tp=1)
     return Training(whole_gpt, raw_model, model, [optimizer], grad_scaler(process), clipper)
 

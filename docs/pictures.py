@@ -37,9 +37,14 @@ def blank(width, height, right, top):
     return figure, ax
 
 
-def box(ax, x, y, width, height, text="", color=None, size=11):
-    """Draws a filled rectangle with a text in its middle. x, y: its lower left corner."""
-    face = PALE[color] if color else "white"
+def box(ax, corner, extent, text, color, size=11):
+    """Draws a filled rectangle with a text in its middle.
+
+    corner: (x, y) of its lower left corner. extent: (width, height).
+    """
+    x, y = corner
+    width, height = extent
+    face = PALE[color]
     ax.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor=INK, linewidth=0.8))
     label(ax, x + width / 2, y + height / 2, text, size)
 
@@ -63,8 +68,8 @@ def draw_shift():
     for i in range(n):
         place = 1.2 + i * 1.2
         label(ax, place + 0.5, 3.35, str(i), 9)
-        box(ax, place, 2, 1, 1, text[i].replace(" ", "␣"), BLUE, 14)
-        box(ax, place, 0.1, 1, 1, text[i + 1].replace(" ", "␣"), ORANGE, 14)
+        box(ax, (place, 2), (1, 1), text[i].replace(" ", "␣"), BLUE, 14)
+        box(ax, (place, 0.1), (1, 1), text[i + 1].replace(" ", "␣"), ORANGE, 14)
         arrow(ax, (place + 0.5, 2), (place + 0.5, 1.1))
         if i > 0:
             ax.plot([place + 0.25, place - 0.45], [2, 1.1], ":", color="#888888", linewidth=1)
@@ -123,7 +128,7 @@ def draw_block():
     """The residual stream from the embedding to the head, and the block that adds to it."""
     figure, ax = blank(9, 2.9, 18, 5.6)
     ax.plot([2.2, 15.2], [1.2, 1.2], color=BLUE, linewidth=5, solid_capstyle="butt", zorder=0)
-    box(ax, 0.2, 0.6, 2, 1.2, "wte\n+ wpe", BLUE)
+    box(ax, (0.2, 0.6), (2, 1.2), "wte\n+ wpe", BLUE)
     ax.add_patch(
         FancyBboxPatch((3.1, 0.3), 8.6, 5, boxstyle="round,pad=0.1", fill=False, linestyle="--")
     )
@@ -133,15 +138,15 @@ def draw_block():
         (7.7, "ln_2", "mlp", GREEN),
     ):
         arrow(ax, (left + 0.6, 1.3), (left + 0.6, 2.2))
-        box(ax, left, 2.2, 1.2, 0.8, norm, "grey", 10)
+        box(ax, (left, 2.2), (1.2, 0.8), norm, "grey", 10)
         ax.plot([left + 0.6, left + 0.6, left + 1.4], [3.0, 3.9, 3.9], color=INK, linewidth=1.2)
-        box(ax, left + 1.4, 3.4, 1.4, 1.0, name, color)
+        box(ax, (left + 1.4, 3.4), (1.4, 1.0), name, color)
         ax.plot([left + 2.8, left + 3.2], [3.9, 3.9], color=INK, linewidth=1.2)
         arrow(ax, (left + 3.2, 3.9), (left + 3.2, 1.5))
         ax.plot([left + 3.2], [1.2], "o", markersize=15, color="white", markeredgecolor=INK)
         label(ax, left + 3.2, 1.2, "+", 13)
-    box(ax, 13.0, 0.8, 1.2, 0.8, "ln_f", "grey", 10)
-    box(ax, 15.2, 0.6, 1.8, 1.2, "lm_head", BLUE, 10)
+    box(ax, (13.0, 0.8), (1.2, 0.8), "ln_f", "grey", 10)
+    box(ax, (15.2, 0.6), (1.8, 1.2), "lm_head", BLUE, 10)
     label(ax, 12.35, 1.6, "x", 11, family="monospace")
     label(ax, 12.35, 0.7, "(B, T, C)", 8)
     return figure
@@ -176,7 +181,7 @@ def draw_batches():
         label(ax, 1.3, bottom + 0.5, f"world_size\n= {world_size}", 10)
         for i in range(16):
             rank = i // 4 % world_size
-            box(ax, 2.8 + i, bottom, 1, 1, "", COLORS[rank])
+            box(ax, (2.8 + i, bottom), (1, 1), "", COLORS[rank])
         for k in range(4):
             left = 2.8 + 4 * k
             rank = k % world_size
@@ -198,9 +203,9 @@ def draw_parallel():
             for layer in range(4):
                 draw_part(ax, kind, rank, layer, left, 1.6 + 2.1 * layer)
             if kind in ("DDP", "FSDP"):
-                box(ax, left, -0.9, 4, 1.5, f"{4 * rank} … {4 * rank + 3}", COLORS[rank], 9)
+                box(ax, (left, -0.9), (4, 1.5), f"{4 * rank} … {4 * rank + 3}", COLORS[rank], 9)
             else:
-                box(ax, left, -0.9, 4, 1.5, "0 … 7", GREEN, 9)
+                box(ax, (left, -0.9), (4, 1.5), "0 … 7", GREEN, 9)
         if kind == "PP":
             arrow(ax, (4.4, 4.5), (5.4, 6.6))
         else:

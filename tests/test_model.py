@@ -8,7 +8,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.sampling import KVCache, sample
-from plaingpt.weights.huggingface import load_gpt2, save_gpt2
+from plaingpt.weights.huggingface import read_gpt2, save_gpt2
 
 import pytest
 import torch
@@ -46,6 +46,14 @@ def test_initialization(gpt2):
     assert projections == 24  # two in each block
 
 
+def load_gpt2(directory):
+    """Loads a GPT-2 of transformers, which may have no tokenizer."""
+    config, weights = read_gpt2(directory, GPT)
+    model = GPT(config)
+    model.load_state_dict(weights)
+    return model
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -57,7 +65,7 @@ def test_equals_transformers(tmp_path, shape):
     transformers = pytest.importorskip("transformers")
     hf = randomise(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))).eval()
     hf.save_pretrained(tmp_path / "hf")
-    model = load_gpt2(tmp_path / "hf", GPT)
+    model = load_gpt2(tmp_path / "hf")
     idx = torch.randint(shape["vocab_size"], (3, shape["n_positions"]))
     with torch.no_grad():
         (ours, _), (_, loss) = model(idx), model(idx, idx)
@@ -67,7 +75,7 @@ def test_equals_transformers(tmp_path, shape):
     assert loss.item() == pytest.approx(shifted.item(), rel=1e-5)
 
     save_gpt2(model, tmp_path / "back", get_tokenizer("bytes"))
-    back = load_gpt2(tmp_path / "back", GPT)
+    back = load_gpt2(tmp_path / "back")
     torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
     with torch.no_grad():
         again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()(idx).logits
@@ -89,7 +97,7 @@ def test_other_architectures_and_missing_weights_are_refused(tmp_path, change, m
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UserError, match=message):
-        load_gpt2(tmp_path, GPT)
+        load_gpt2(tmp_path)
 
 
 def by_hand(model, idx, n, seed, **sampling):

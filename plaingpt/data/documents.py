@@ -51,7 +51,7 @@ def read_file(path, file, text_key, cut):
         for where, item in read_items(path, file, [text_key]):
             yield make_document(f"{path}, {where}", item, text_key)
         return
-    check_encoding(path, file)
+    check_encoding(path, file.peek())
     begins = True
     for line, piece, is_last in split_text(file, cut):
         document = make_document(f"{path}, line {line}", {"text": piece}, "text")

@@ -12,12 +12,12 @@ T = 8, this is the first sequence and the start of the second one; <> is end_of_
 import math
 import random
 from array import array
-from fractions import Fraction
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.records import read_records
 from plaingpt.data.tokenizer import note_unknown
+from plaingpt.data.tokens import find_cut
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def read_pairs(path, tokenizer, T, val_fraction):
     note_unknown(tokenizer, texts, path)
     random.Random(0).shuffle(pairs)
     check_lengths(path, pairs, T)
-    cut = len(pairs) - math.ceil(len(pairs) * Fraction(str(val_fraction)))
+    cut = find_cut(pairs, val_fraction)
     parts = []
     for name, part in (("training", pairs[:cut]), ("validation", pairs[cut:])):
         check_part(path, name, part, T)

@@ -25,10 +25,13 @@ def has_array(file):
     return file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def check_encoding(path, file):
-    """Raises UserError if an open file of bytes is UTF-16, as some programs of Windows write it."""
-    if file.peek().startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path}: is UTF-16; convert it to UTF-8")
+def check_encoding(name, start):
+    """Raises UserError if a file is UTF-16, as some programs of Windows write it.
+
+    name: what the message calls the file. start: its first bytes, or more.
+    """
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{name}: is UTF-16; convert it to UTF-8")
 
 
 def open_text(file):
@@ -102,11 +105,16 @@ def read_csv(file):
             yield f"line {line}", row
         elif names is None:
             names = row or None  # lines without a field are left out
-            for name in row:
-                if name and row.count(name) > 1:
-                    raise ValueError(f"two columns are named {name!r}")
+            check_names(row)
         elif row:
             yield f"line {line}", make_record(names, row)
+
+
+def check_names(names):
+    """Raises ValueError if two columns have one name, because a record would have only the last."""
+    for name in names:
+        if name and names.count(name) > 1:
+            raise ValueError(f"two columns are named {name!r}")
 
 
 def read_rows(text):

@@ -110,7 +110,7 @@ def read_items(path, file, columns=()):
     In a file of an unknown kind, each line is {"text": line}. columns: names of the fields that the
     caller needs; tables decode no other columns. Raises UserError.
     """
-    check_encoding(path, file)
+    check_encoding(path, file.peek())
     kind = kind_of(path)
     if kind in TABLES:
         yield from read_table(kind, file, columns)

@@ -1,19 +1,17 @@
 """Opens a data set as its training split and its validation split."""
 
-import codecs
 import functools
-import math
-from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
 from plaingpt.data.foreign import find_index
 from plaingpt.data.pairs import read_pairs
+from plaingpt.data.parsers import check_encoding
 from plaingpt.data.records import RECORDS, kind_of
 from plaingpt.data.shards import find_shards
 from plaingpt.data.tokenizer import note_unknown
-from plaingpt.data.tokens import Tokens
+from plaingpt.data.tokens import Tokens, find_cut
 
 import numpy as np
 
@@ -37,8 +35,7 @@ def encode_text(path, tokenizer):
     data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"--data {path}: is UTF-16; convert it to UTF-8")
+    check_encoding(f"--data {path}", data)
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
@@ -101,12 +98,6 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
 def name_splits(path):
     """Returns the names of the training and the validation split of a data set, for messages."""
     return f"--data {path}, train split", f"--data {path}, val split"
-
-
-def find_cut(tokens, val_fraction):
-    """Returns where the validation part begins: at the end, val_fraction of the tokens."""
-    n = len(tokens)
-    return n - math.ceil(n * Fraction(str(val_fraction)))
 
 
 def find_document(tokens, start, end_of_text):

@@ -73,16 +73,18 @@ class Tokenizer:
             special_tokens={self.mark: self.end_of_text},
         )
 
+    def make_settings(self):
+        """Returns the contents of a tokenizer.json with this vocabulary."""
+        return self.settings or build_tokenizer_json(self.token_bytes, self.special)
+
     @functools.cached_property
     def library(self):
         """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text.
 
         In a tokenizer.json, end_of_text gets the name self.mark, so that no text has its id.
         """
-        settings = self.settings
-        if not settings:
-            settings = build_tokenizer_json(self.token_bytes, self.special)
-        elif self.end_name:
+        settings = self.make_settings()
+        if self.settings and self.end_name:
             settings = rename_token(settings, self.end_name, self.mark)
         return make_library(settings)
 
@@ -162,6 +164,8 @@ class Tokenizer:
 
 def note_unknown(tokenizer, texts, what):
     """Prints how much of some texts the vocabulary does not have, if any. what: their name."""
+    if tokenizer.unknown is None:  # there can be none, so the texts are not even cleaned
+        return
     n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
     if n_unknown:
         print0(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {what}")

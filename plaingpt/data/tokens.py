@@ -2,7 +2,9 @@
 
 import bisect
 import copy
+import math
 import zlib
+from fractions import Fraction
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.shards import open_shard
@@ -111,3 +113,12 @@ class Tokens:
 
 def open_ids(file):
     return file if isinstance(file, np.ndarray) else open_shard(file)
+
+
+def find_cut(items, val_fraction):
+    """Returns where the validation part begins: at the end, val_fraction of the items.
+
+    items: Tokens, or a list of pairs.
+    """
+    n = len(items)
+    return n - math.ceil(n * Fraction(str(val_fraction)))

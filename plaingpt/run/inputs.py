@@ -21,8 +21,7 @@ def hash_inputs(files, copy, clone, facts):
     """
     code = []
     hashes = {}
-    data = [Path(item.rpartition("=")[0] or item).resolve() for item in facts["data"]]
-    data += [Path(item).resolve() for item in facts["data"]]
+    data = [Path(path).resolve() for path in read_shares(facts["data"])]
     weights = find_weights(facts["init_from"])
     for path in [Path(file).resolve() for file in files]:
         if path.suffix == ".pyc" or any(each in (path, *path.parents) for each in data):

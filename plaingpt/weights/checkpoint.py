@@ -32,13 +32,18 @@ def load_checkpoint(path, GPT, remedy="give another one"):
 
 
 def read_file(path, GPT):
-    """Reads the dict in a checkpoint. With mmap, the processes of a machine share its memory."""
-    # weights_only=True runs no code of the file. A file of build-nanogpt has a GPTConfig, whose
-    # fields are read into a SimpleNamespace.
+    """Reads the dict in a checkpoint of this program, of nanoGPT or of build-nanogpt."""
+    # A file of build-nanogpt has a GPTConfig, whose fields are read into a SimpleNamespace.
     with torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
-        # On Windows, a mapped file could not be deleted or moved.
-        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
+        checkpoint = map_file(path)
     return checkpoint if "model_config" in checkpoint else convert_nanogpt(checkpoint, GPT)
+
+
+def map_file(path):
+    """Reads what torch.save wrote. With mmap, the processes of a machine share its memory."""
+    # weights_only=True runs no code of the file. On Windows, a mapped file could not be deleted or
+    # moved.
+    return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
 
 
 def check_file(path, GPT, remedy):

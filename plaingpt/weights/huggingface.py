@@ -6,7 +6,6 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import write_json
 from plaingpt.data.tokenizer import make_library
-from plaingpt.data.tokenizer_json import build_tokenizer_json
 from plaingpt.weights.check import check_weights
 
 import torch
@@ -23,14 +22,6 @@ GPT2 = dict(
     add_cross_attention=False,
     scale_attn_by_inverse_layer_idx=False,
 )
-
-
-def load_gpt2(name, GPT):
-    """Loads a GPT-2 of transformers -> GPT. Raises UserError. The arguments are as in read_gpt2."""
-    config, weights = read_gpt2(name, GPT)
-    model = GPT(config)
-    model.load_state_dict(weights)
-    return model
 
 
 def read_gpt2(name, GPT):
@@ -128,10 +119,7 @@ def save_tokenizer(tokenizer, directory, block_size):
 
     As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
     """
-    settings = tokenizer.settings
-    if settings is None:
-        settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
-    library = make_library(settings)
+    library = make_library(tokenizer.make_settings())  # end_of_text has its own name in it
     settings = json.loads(library.to_str())
     settings["post_processor"] = None
     end = library.id_to_token(tokenizer.end_of_text)

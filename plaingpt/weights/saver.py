@@ -1,7 +1,6 @@
 """Saves the state of a run as a checkpoint, and restores it."""
 
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from plaingpt.distributed.dtensors import scatter
 from plaingpt.distributed.gather import gather
 from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model
+from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model, map_file
 
 import torch
 
@@ -150,7 +149,7 @@ def read_best_val(directory, step):
     if not path.is_file():
         return math.inf
     with explaining(f"{path}: not a readable checkpoint", "delete it"):
-        best_step = torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")["step"]
+        best_step = map_file(path)["step"]
     losses = read_streams(directory / "log.txt").get("val", {})
     if best_step in losses:
         return losses[best_step]
