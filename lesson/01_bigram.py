@@ -2,7 +2,7 @@
 
 The table has a row for each byte, with a score for each byte that may come next. Training changes
 the scores until they fit the text. docs/lesson.md explains this program and the eight after it.
-Start each of them from the folder that has input.txt:
+Start each of them in the folder of README.md, which has input.txt:
 
   python lesson/01_bigram.py
 """
@@ -17,7 +17,7 @@ vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 0.03  # the learning rate: about how far a step moves a parameter at most
+lr = 0.03  # the learning rate: AdamW moves a parameter by about lr in a step, at most
 seed = 1337
 torch.manual_seed(seed)
 
@@ -44,7 +44,7 @@ def cross_entropy(logits, targets):
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1); picks the target of each row
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
     return -p_target.log().mean()
 
 
@@ -53,7 +53,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(vocab_size, vocab_size)
+        self.table = nn.Embedding(vocab_size, vocab_size)  # looks up a row for each id
         nn.init.zeros_(self.table.weight)  # at first, all tokens have the same probability
 
     def forward(self, idx, targets=None):
@@ -67,6 +67,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
+            # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)

@@ -1,8 +1,8 @@
 """Lesson 3: a block. Attention collects, an MLP computes, and both add to the residual stream.
 
 The residual stream is the x that goes from the embedding to lm_head, the layer that makes the
-logits. A block only adds to it. So the token itself is never lost, and the gradient reaches every
-layer.
+logits. A block only adds to it. So the token itself is never lost. The derivative of x + f(x) has a
+1 in it, so the gradient also reaches every layer.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch.nn as nn
 
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
-n_head = 2  # attention heads, nh
+n_head = 2  # attention heads, nh: a position can look at two places at a time
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
@@ -45,12 +45,15 @@ def cross_entropy(logits, targets):
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1); picks the target of each row
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
     return -p_target.log().mean()
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it."""
+    """Each position takes a weighted mean of the values at this position and those before it.
+
+    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    """
 
     def __init__(self):
         super().__init__()
@@ -63,7 +66,8 @@ class CausalSelfAttention(nn.Module):
         # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products. Divided by the root of hs, its variance does not depend on hs.
+        # It is a sum of hs products. Divided by the root of hs, it does not grow with hs. Softmax
+        # gives one large score all the weight, and then has almost no gradient.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -77,8 +81,9 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # like max(0, x), without the corner
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
+        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, x):
@@ -127,6 +132,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
+            # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)

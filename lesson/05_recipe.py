@@ -10,11 +10,11 @@ import torch.nn as nn
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
-n_head = 2  # attention heads, nh
+n_head = 2  # attention heads, nh: a position can look at two places at a time
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-max_lr = 4e-3  # the highest learning rate: about how far a step moves a parameter at most
+max_lr = 4e-3  # the highest learning rate
 min_lr = max_lr / 10
 warmup_steps = 50
 weight_decay = 0.1
@@ -43,12 +43,15 @@ def cross_entropy(logits, targets):
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1); picks the target of each row
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
     return -p_target.log().mean()
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it."""
+    """Each position takes a weighted mean of the values at this position and those before it.
+
+    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    """
 
     def __init__(self):
         super().__init__()
@@ -61,7 +64,8 @@ class CausalSelfAttention(nn.Module):
         # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products. Divided by the root of hs, its variance does not depend on hs.
+        # It is a sum of hs products. Divided by the root of hs, it does not grow with hs. Softmax
+        # gives one large score all the weight, and then has almost no gradient.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -75,8 +79,9 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # like max(0, x), without the corner
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
+        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, x):
@@ -115,16 +120,16 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, so that layers made before do not change the draw
-        for name, p in self.named_parameters():
+        torch.manual_seed(seed)  # again, because making the layers took random numbers
+        for name, p in self.named_parameters():  # the shared matrix comes once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times. Smaller weights in c_proj
-                # keep the sum from growing with n_layer.
+                # The blocks add to the residual stream 2 n_layer times, and variances add up. With
+                # the root, the variance of the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
+                nn.init.normal_(p, std=0.02)  # OpenAI chose it for 768 channels
 
     def configure_optimizers(self):
         """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
@@ -151,6 +156,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
+            # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
@@ -169,7 +175,11 @@ def estimate_loss():
 
 
 def get_lr(step):
-    """The learning rate of a step: it rises in a straight line, then falls along a cosine."""
+    """The learning rate of a step: it rises in a straight line, then falls along a cosine.
+
+    The first steps are small, because AdamW's means then have few gradients. The last steps are
+    small, so that they do not jump over the minimum.
+    """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
@@ -185,7 +195,8 @@ for step in range(max_steps):
     x, y = random_batch()  # (B, T) each
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
-    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1,
+    # so that an unusual batch does not move the parameters far.
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:

@@ -1,6 +1,7 @@
 """Lesson 6: the same model, faster. One kernel does what took many lines, on a GPU if there is one.
 
-A kernel is one program that runs on the device. The losses stay the same, except for rounding.
+A kernel is one program that runs on the device. On a CPU, the losses stay the same, except for
+rounding. A GPU draws other random numbers.
 """
 
 import math
@@ -14,11 +15,11 @@ import torch.nn.functional as F
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
-n_head = 2  # attention heads, nh
+n_head = 2  # attention heads, nh: a position can look at two places at a time
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-max_lr = 4e-3  # the highest learning rate: about how far a step moves a parameter at most
+max_lr = 4e-3  # the highest learning rate
 min_lr = max_lr / 10
 warmup_steps = 50
 weight_decay = 0.1
@@ -44,7 +45,10 @@ def random_batch():
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it."""
+    """Each position takes a weighted mean of the values at this position and those before it.
+
+    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    """
 
     def __init__(self):
         super().__init__()
@@ -57,7 +61,8 @@ class CausalSelfAttention(nn.Module):
         # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
-        # It works in tiles, so the (T, T) scores are never written to slow memory.
+        # It works in tiles that fit into a GPU's small, fast memory. So the (T, T) scores are never
+        # written to its large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -68,8 +73,9 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # like max(0, x), without the corner
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
+        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, x):
@@ -108,16 +114,16 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, so that layers made before do not change the draw
-        for name, p in self.named_parameters():
+        torch.manual_seed(seed)  # again, because making the layers took random numbers
+        for name, p in self.named_parameters():  # the shared matrix comes once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times. Smaller weights in c_proj
-                # keep the sum from growing with n_layer.
+                # The blocks add to the residual stream 2 n_layer times, and variances add up. With
+                # the root, the variance of the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
+                nn.init.normal_(p, std=0.02)  # OpenAI chose it for 768 channels
 
     def configure_optimizers(self):
         """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
@@ -138,12 +144,14 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
         if targets is None:  # to write text; training needs only the loss
             return logits, None
-        return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = logits.flatten(0, 1)  # (B T, vocab_size)
+        return None, F.cross_entropy(logits, targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
+            # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
@@ -163,7 +171,11 @@ def estimate_loss():
 
 
 def get_lr(step):
-    """The learning rate of a step: it rises in a straight line, then falls along a cosine."""
+    """The learning rate of a step: it rises in a straight line, then falls along a cosine.
+
+    The first steps are small, because AdamW's means then have few gradients. The last steps are
+    small, so that they do not jump over the minimum.
+    """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
@@ -172,17 +184,19 @@ def get_lr(step):
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for this model, which takes a minute. Both have the same parameters.
+# torch.compile makes kernels for this model and for one shape, which takes a minute. For other
+# shapes, as in generate, raw_model is used. Both have the same parameters.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
     x, y = random_batch()  # (B, T) each
-    with autocast:  # only forward: backward uses the same formats
+    with autocast:  # backward then uses the same number formats
         _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
-    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1,
+    # so that an unusual batch does not move the parameters far.
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:

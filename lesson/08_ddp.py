@@ -19,12 +19,12 @@ data = "input.txt"  # a text, or a directory of shards
 vocab_size = 256  # a token is a byte; in shards, it is one of 50257
 block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
-n_head = 2  # attention heads, nh
+n_head = 2  # attention heads, nh: a position can look at two places at a time
 n_embd = 128  # channels, C
 batch_size = 4  # sequences in a micro-batch, B: on a GPU, as many as fit into its memory
 total_batch_size = 1024  # tokens in a step, of all processes
 max_steps = 300
-max_lr = 4e-3  # the highest learning rate: about how far a step moves a parameter at most
+max_lr = 4e-3  # the highest learning rate
 min_lr = max_lr / 10
 warmup_steps = 50
 weight_decay = 0.1
@@ -34,9 +34,10 @@ rank = int(os.environ.get("RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # the GPU that "cuda" means here
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # the GPU of this process
 if world_size > 1:
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # nccl and gloo send tensors
+    # The processes find each other. nccl sends tensors between GPUs, gloo between CPUs.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # On a GPU, matrix products are several times as fast in bfloat16. It has 2 to 3 decimal digits,
 # so parameters, LayerNorms and the loss stay in float32. autocast makes this choice.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
@@ -70,12 +71,15 @@ class DataLoaderLite:
     def batch(self, position, B):
         """Reads B sequences from a position on -> x, y: (B, T)."""
         rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
-        rows = rows.long().to(device)
+        rows = rows.long().to(device)  # only a batch is there
         return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it."""
+    """Each position takes a weighted mean of the values at this position and those before it.
+
+    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    """
 
     def __init__(self):
         super().__init__()
@@ -88,7 +92,8 @@ class CausalSelfAttention(nn.Module):
         # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
-        # It works in tiles, so the (T, T) scores are never written to slow memory.
+        # It works in tiles that fit into a GPU's small, fast memory. So the (T, T) scores are never
+        # written to its large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -99,8 +104,9 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # like max(0, x), without the corner
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
+        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, x):
@@ -139,16 +145,16 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, so that layers made before do not change the draw
-        for name, p in self.named_parameters():
+        torch.manual_seed(seed)  # again, because making the layers took random numbers
+        for name, p in self.named_parameters():  # the shared matrix comes once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times. Smaller weights in c_proj
-                # keep the sum from growing with n_layer.
+                # The blocks add to the residual stream 2 n_layer times, and variances add up. With
+                # the root, the variance of the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
+                nn.init.normal_(p, std=0.02)  # OpenAI chose it for 768 channels
 
     def configure_optimizers(self):
         """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
@@ -169,12 +175,14 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
         if targets is None:  # to write text; training needs only the loss
             return logits, None
-        return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = logits.flatten(0, 1)  # (B T, vocab_size)
+        return None, F.cross_entropy(logits, targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
+            # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1)  # (1, 1)
@@ -196,7 +204,11 @@ def estimate_loss():
 
 
 def get_lr(step):
-    """The learning rate of a step: it rises in a straight line, then falls along a cosine."""
+    """The learning rate of a step: it rises in a straight line, then falls along a cosine.
+
+    The first steps are small, because AdamW's means then have few gradients. The last steps are
+    small, so that they do not jump over the minimum.
+    """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
@@ -205,10 +217,11 @@ def get_lr(step):
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for this model, which takes a minute. Both have the same parameters.
+# torch.compile makes kernels for this model and for one shape, which takes a minute. For other
+# shapes, as in generate, raw_model is used. Both have the same parameters.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
-    # In the last backward of a step, DDP averages the sums in p.grad over the processes.
+    # DDP averages the gradients over the processes, so all make the same step.
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
@@ -224,13 +237,16 @@ for step in range(max_steps):
     for first in starts:
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
-            model.require_backward_grad_sync = first == starts[-1]  # averages only in the last one
-        with autocast:  # only forward: backward uses the same formats
+            # The processes average their sums once in a step, in its last backward.
+            model.require_backward_grad_sync = first == starts[-1]
+        with autocast:  # backward then uses the same number formats
             _, loss = model(x, y)
-        loss = loss / len(starts)  # the step needs the mean, but backward adds
+        # The step needs the mean of the gradients, but backward adds them up.
+        loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
-        mean_loss += loss.detach()  # the number without its history, which needs memory
-    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
+        mean_loss += loss.detach()  # without its graph, so that the graph's memory is freed
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1,
+    # so that an unusual batch does not move the parameters far.
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:
@@ -238,7 +254,7 @@ for step in range(max_steps):
     optimizer.step()  # moves each parameter a little, against its gradient
     optimizer.zero_grad()  # because backward adds to the gradient
     if world_size > 1:
-        dist.all_reduce(mean_loss)  # the sum over the processes
+        dist.all_reduce(mean_loss)  # becomes the sum over the processes
     loss = mean_loss.item() / world_size
     times.append(time.perf_counter() - began)
     if rank == 0 and step % 50 == 0:
@@ -246,8 +262,8 @@ for step in range(max_steps):
 if rank == 0:
     print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
     print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
-    newline = torch.tensor([[10]], device=device)  # (1, 1): the new text starts after it
-    ids = raw_model.generate(newline, 300)[0].tolist()
+    first = 10 if vocab_size == 256 else 50256  # a newline, or GPT-2's end of text
+    ids = raw_model.generate(torch.tensor([[first]], device=device), 300)[0].tolist()
     print(bytes(ids).decode(errors="replace") if vocab_size == 256 else ids)
 if world_size > 1:
     dist.destroy_process_group()
