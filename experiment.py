@@ -1,4 +1,4 @@
-"""Does a change help? Trains pairs of runs, without and with it, for a verdict.
+"""Does a change help? Trains runs without and with it, for a verdict.
 
   python experiment.py                            what you changed since the
                                                   last commit
@@ -6,17 +6,19 @@
   python experiment.py -- --optimizer adamw       what you changed, and the
                                                   flags that follow --
   python experiment.py --base HEAD~3              all changes since that commit
+  python experiment.py --confirm                  the same question with seeds
+                                                  that no run has had
   python experiment.py --list                     what was tried so far
 
-Both runs of a pair have the same seed. So they read the same data in the same
-order, and mostly begin with the same weights. The figure is the difference of
-their last validation losses. Both programs are copied first, so you can go on
+The figure is the mean of the last validation losses with the change, minus that
+without it. The runs differ in their seeds: 1 to --base_seeds without the
+change, 1 to --seeds with it. Both programs are copied first, so you can go on
 editing. Finished runs are used again. The exit status is the verdict:
 
-  0  better     the 95 % interval of the mean difference is below 0
+  0  better     the 95 % interval of the difference (Welch's t) is below 0
   3  equal      the interval is between -delta and delta, even if 0 is not in it
   4  worse      the interval is above 0
-  5  undecided  none of these; the verdict says how many pairs may decide
+  5  undecided  none of these; the verdict says how many runs may decide
   6  invalid    the losses in the log are not those of the model
   7  failed     the change does not apply, or a run failed
 
@@ -53,7 +55,7 @@ from plaingpt.run.copies import (
     remove_copies,
 )
 from plaingpt.run.inputs import find_stream, hash_inputs
-from plaingpt.run.intervals import compare_pairs
+from plaingpt.run.intervals import compare_losses
 from plaingpt.run.ledger import add_entry, entry_as_line, read_ledgers
 
 import numpy as np
@@ -86,8 +88,10 @@ SEEN_TOLERANCE = 0.02  # of the validation sequences; some texts have repetition
 
 @dataclass
 class ExperimentConfig:
-    flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "of both runs", empty=True)
-    seeds: int = flag(4, "number of pairs; choose it before", at_least=2, at_most=1000)
+    flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "of all runs", empty=True)
+    seeds: int = flag(4, "runs with the change; choose it before", at_least=2, at_most=1000)
+    base_seeds: int = flag(8, "runs without it; at least --seeds", at_least=2, at_most=1000)
+    confirm: bool = flag(False, "take seeds that no run of both programs has had")
     rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
     delta: float = flag(0.01, "a smaller difference does not matter", above=0)
     base: str = flag("HEAD", "commit to compare with")
@@ -125,7 +129,7 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
     the runs, too: each saves a checkpoint. title: what the progress bar says.
     """
     n_gpus = torch.cuda.device_count()
-    # An even number: both runs of a pair go at the same time, under the same load.
+    # An even number: runs of the same seed go at the same time, under the same load.
     slots = max(1, (n_gpus or count_cores()) // 2 * 2)
     free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
     for i in range(slots):
@@ -168,9 +172,10 @@ def ask(sides):
         side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     base, changed = sides
     changed.stream = find_stream(base.facts, changed.facts)
-    differ = [
-        name for name in ("val_tokens", "block_size") if base.facts[name] != changed.facts[name]
-    ]
+    differ = []
+    for name in ("val_tokens", "val_spread", "block_size"):
+        if base.facts.get(name) != changed.facts.get(name):
+            differ.append(name)
     if changed.stream is None:
         differ.insert(0, "validation split")
     if differ:
@@ -183,7 +188,7 @@ def ask(sides):
 def choose_rates(sides, rates):
     """Adds the best of the rates to the flags of each side. Raises UserError.
 
-    These runs have the seed 0, which no pair has.
+    These runs have the seed 0, which the others do not have.
     """
     for rate in rates:
         name = f"rate{rate}"
@@ -254,8 +259,26 @@ def find_fault(side, base, seeds):
     return None
 
 
-def compare_sides(sides, config):
-    """Trains the pairs -> the facts of the verdict. Raises UserError if a run fails."""
+def choose_seeds(sides, config, ledger):
+    """Returns the seeds of the runs: (those of the base, those of the change), both as ranges.
+
+    They begin at 1, and with --confirm behind the last seed that the ledger has for one of the two
+    programs. Seeds of an experiment that was stopped are not in the ledger, so the same command
+    continues it.
+    """
+    first = 1
+    if config.confirm:
+        keys = {side.key for side in sides}
+        for entry in ledger:
+            if keys & set(entry.get("keys", [])):
+                # The entries of older versions have pairs, and no last_seed.
+                first = max(first, entry.get("last_seed", entry.get("n", 0)) + 1)
+    n_base = max(config.base_seeds, config.seeds)
+    return range(first, first + n_base), range(first, first + config.seeds)
+
+
+def compare_sides(sides, config, ledger):
+    """Trains the runs -> the facts of the verdict. Raises UserError if a run fails."""
     ask(sides)
     if config.rates:
         choose_rates(sides, config.rates)
@@ -272,30 +295,33 @@ def compare_sides(sides, config):
             reason="only comments, layout or docstrings have changed",
         )
         return facts
-    seeds = range(1, config.seeds + 1)
+    seeds = choose_seeds(sides, config, ledger)
     runs = []  # those that earlier experiments have not trained
-    for seed in seeds:
-        for side in sides:
-            if side.last(seed) is None:
+    for seed in seeds[0]:
+        for side, own in zip(sides, seeds):
+            if seed in own and side.last(seed) is None:
                 runs.append((side, seed, ["--seed", str(seed)]))
     train(runs)
-    losses = np.array([[side.last(seed) for side in sides] for seed in seeds], float)  # (pairs, 2)
-    if not np.isfinite(losses).all():
-        raise UserError(
-            "a run was stopped, or its loss is not finite; run the same command again, "
-            "or give a lower --max_lr"
-        )
-    base_losses, changed_losses = losses.T
-    facts.update(compare_pairs(base_losses, changed_losses, config.delta))
-    facts.update(losses=losses.tolist(), time_ratio=ratio_of_times(runs))
+    losses = []  # of each side
+    for side, own in zip(sides, seeds):
+        found = np.array([side.last(seed) for seed in own], float)
+        if not np.isfinite(found).all():
+            raise UserError(
+                "a run was stopped, or its loss is not finite; run the same command again, "
+                "or give a lower --max_lr"
+            )
+        losses.append(found.tolist())
+    facts.update(compare_losses(*losses, config.delta))
+    facts.update(base_losses=losses[0], losses=losses[1], last_seed=seeds[0][-1])
+    facts.update(time_ratio=ratio_of_times(runs))
     if sides[0].facts["training split"] != sides[1].facts["training split"]:
         facts["reason"] += "; other training data"
     print0("computing the losses again")
-    for side in sides:
-        if reason := find_fault(side, sides[0], seeds):
+    for side, own in zip(sides, seeds):
+        if reason := find_fault(side, sides[0], own):
             facts.update(verdict="invalid", reason=reason)
             return facts  # keeps the models, see find_fault
-        for seed in seeds[:-1]:
+        for seed in own[1:]:  # the models of the first seed stay: look.py can compare them
             for path in side.directory(seed).glob("model_*.pt"):
                 path.unlink()
     return facts
@@ -307,8 +333,8 @@ def ratio_of_times(runs):
     runs: those that were just trained, as in train.
     """
     ratios = []
-    # Both runs of a pair follow each other in the list, and went side by side. A run whose partner
-    # was trained earlier does not count.
+    # Two runs of the same seed follow each other in the list, and went side by side. A run whose
+    # partner was trained earlier does not count.
     for (base, seed, _), (changed, next_seed, _) in zip(runs, runs[1:]):
         if seed == next_seed:
             ratios.append(median_tok_s(base, seed) / median_tok_s(changed, seed))
@@ -362,7 +388,7 @@ def main():
     try:
         make_copy(LAB / "base", commit)
         make_copy(LAB / "changed", commit, changes, files)
-        entry.update(compare_sides(sides, config))
+        entry.update(compare_sides(sides, config, ledger))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:

@@ -24,7 +24,7 @@ from plaingpt.base.errors import UserError, explaining, require, run_program
 from plaingpt.base.flags import flag, flags_of, parse_flags
 from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
-from plaingpt.run.intervals import unpaired_interval
+from plaingpt.run.intervals import welch_interval
 
 import numpy as np
 
@@ -109,7 +109,7 @@ def compare_groups(groups):
         difference = ""
         interval = ""
         if first_losses:
-            mean, half = unpaired_interval(first_losses, losses)
+            mean, half = welch_interval(first_losses, losses)
             difference = f"{mean:+.4f}"
             if half < np.inf:
                 interval = f"{mean - half:+.4f} to {mean + half:+.4f}"

@@ -149,6 +149,7 @@ class TrainConfig:
     # evaluation
     val_every: int = flag(500, "steps between validations; 0: first and last", at_least=0)
     val_tokens: int = flag(20 * 2**19, "validation tokens of each data set", above=0)
+    val_spread: bool = flag(True, "take them from everywhere in data that are held out")
     eval_every: int = flag(500, "steps between benchmarks; 0: never", at_least=0)
     evals: str = flag("hellaswag,lambada,storycloze", "benchmarks, NAME or NAME=FILE", empty=True)
     sample_every: int = flag(500, "steps between samples; 0: at the end", at_least=0, free=True)
@@ -183,19 +184,21 @@ class DataLoaderLite:
     position p takes p to p+n-1, on any number of processes. The next step begins at p+n.
 
     sets: a Tokens object for each data set, which joins its shards. shares: how many of the
-    sequences are from each set, as Fractions (fractions.Fraction) that add up to 1. Raises
-    UserError if a set has fewer than T+1 tokens.
+    sequences are from each set, as Fractions (fractions.Fraction) that add up to 1. stride: of each
+    set, take only sequences 0, stride, 2 stride and so on. Raises UserError if a set has fewer than
+    T+1 tokens.
 
     lesson/07_accumulate.py has a DataLoaderLite for one text.
     """
 
-    def __init__(self, sets, shares, T, seed=1337, shuffle=True):
+    def __init__(self, sets, shares, T, seed=1337, shuffle=True, stride=1):
         self.sets = sets
         self.shares = shares
         self.T = T
         self.seed = seed
         self.shuffle = shuffle
-        self.lengths = [tokens.count_sequences(T) for tokens in sets]  # in sequences
+        self.stride = stride
+        self.lengths = [tokens.count_sequences(T) // stride for tokens in sets]  # in sequences
         # Data sets take turns. The order of the turns repeats after one period, which `turns` has:
         # for each turn, the data set, and how many turns this set had earlier in the period. The
         # shares 2/3 and 1/3 give [(0, 0), (0, 1), (1, 0)]. A single data set gives [(0, 0)].
@@ -214,7 +217,7 @@ class DataLoaderLite:
         epoch, j = divmod(taken, self.lengths[k])
         if self.shuffle:
             j = permute(j, self.lengths[k], self.seed, epoch)
-        return self.sets[k].read_sequence(j * self.T, self.T)
+        return self.sets[k].read_sequence(j * self.stride * self.T, self.T)
 
     def epochs(self, position):
         """Returns for each data set how often the run has read it, up to a position."""
@@ -296,14 +299,29 @@ def set_lr(optimizers, lr, config):
             group["lr"] = peak * lr / config.max_lr
 
 
+def make_val_loader(tokens, T, config):
+    """Returns the loader of a validation split, whose first val_tokens tokens are measured.
+
+    A val split on disk is measured from its start, as in build-nanogpt, so its losses compare. The
+    start of a part that was held out of the data may be one file or one subject. So val_spread
+    takes sequences from all of it, at equal distances. This also makes the loss depend less on the
+    seed. tokens: the Tokens of the split.
+    """
+    stride = 1
+    if tokens.is_held_out and config.val_spread:
+        n_measured = max(1, config.val_tokens // T)
+        stride = max(1, tokens.count_sequences(T) // n_measured)
+    return DataLoaderLite([tokens], [1], T, shuffle=False, stride=stride)
+
+
 @torch.no_grad()
 def estimate_loss(model, loader, n_bytes_of_id, config, process):
-    """Measures the loss on the first val_tokens tokens of a data set -> (loss, bits per byte).
+    """Measures the loss on val_tokens tokens of a data set -> (loss, bits per byte).
 
     The loss is in nats per token, so it depends on the tokenizer. Bits per byte of text do not, so
     they compare models with different tokenizers. They are nan if no token is text.
 
-    loader: the loader of this data set, without shuffling. n_bytes_of_id: (vocab_size,), how many
+    loader: that of this data set, from make_val_loader. n_bytes_of_id: (vocab_size,), how many
     bytes of text each id stands for. Special ids have 0, so they are in the loss, but not in the
     bits per byte. The number of processes does not change the result, except for rounding. All
     processes must call this.
@@ -335,7 +353,7 @@ def validate(model, loaders, data, n_bytes_of_id, config, process):
 
     val and bpb are the mean loss and the mean bits per byte, weighted by the shares of the data
     sets. A mixture also has val_NAME and bpb_NAME of each data set. loaders: one for each data set,
-    without shuffling. The other arguments are those of main.
+    from make_val_loader. The other arguments are those of main.
     """
     results = []  # (loss, bits per byte) of each data set
     for loader in loaders:
@@ -557,7 +575,7 @@ def main(argv=None):
     # A set is validated on its val shards, or without them on its last tokens (val_fraction).
     data = Data(sources, tokenizer, gpt_config)
     loader = DataLoaderLite(data.train, data.shares, T, config.seed, config.shuffle)
-    val_loaders = [DataLoaderLite([tokens], [1], T, shuffle=False) for tokens in data.val]
+    val_loaders = [make_val_loader(tokens, T, config) for tokens in data.val]
     # sizes[s] is (n, B): step s has n sequences, and B of them are in a micro-batch of one process.
     # The last pair is for all later steps. On 8 GPUs without a ramp: [(512, 64)].
     has_batch_size = origins["batch_size"] == "flag"

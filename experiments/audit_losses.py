@@ -14,6 +14,7 @@ import math
 import subprocess
 import sys
 
+from plaingpt.base.flags import pick
 from plaingpt.data.data_sets import Data
 from plaingpt.data.sources import Sources
 from plaingpt.data.tokenizer import get_tokenizer
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from record_run import POWERS
 
-from train_gpt2 import DataLoaderLite, GPTConfig
+from train_gpt2 import GPTConfig, TrainConfig, make_val_loader
 
 
 def main():
@@ -55,8 +56,7 @@ def audit(models, run, data, facts):
     changes = [torch.zeros(())]
     largest = torch.zeros(())
     for tokens, share in zip(data.val, data.shares):
-        loader = DataLoaderLite([tokens], [1], T, shuffle=False)
-        n = count_sequences(tokens, facts)
+        loader, n = open_measured(tokens, facts)
         for i in range(n):
             x, y = loader.batch(i, 1, torch.device("cpu"))  # (1, T) each
             # Each length below T has its turn in two sequences, so each position is compared twice.
@@ -72,10 +72,14 @@ def audit(models, run, data, facts):
     return loss, torch.stack(changes).max() / largest
 
 
-def count_sequences(tokens, facts):
-    """Returns how many sequences of a validation split are measured. facts: of the base."""
+def open_measured(tokens, facts):
+    """Returns the loader of a validation split, and how many of its sequences are measured.
+
+    facts: of the base.
+    """
     T = facts["model_config"]["block_size"]
-    return max(1, min(facts["val_tokens"] // T, tokens.count_sequences(T)))
+    loader = make_val_loader(tokens, T, pick(TrainConfig, facts))
+    return loader, max(1, min(facts["val_tokens"] // T, loader.lengths[0]))
 
 
 def logits_before(models, run, ids, lengths, n_vocab):
@@ -100,20 +104,29 @@ def share_of_seen(place, data, facts):
     It counts sequences of the run that begin anywhere in the measured text, each once. place: the
     run directory, with the file trained.npy of record_run.py. facts: of the base.
     """
-    T = facts["model_config"]["block_size"]
     trained = np.load(f"{place}/trained.npy")
     seen = 0.0
     for tokens, share in zip(data.val, data.shares):
-        n = count_sequences(tokens, facts)
-        ids = tokens.read(0, n * T + 1)
+        loader, n = open_measured(tokens, facts)
+        T = loader.T
         width = min(T, len(POWERS))
-        n_windows = len(ids) - width + 1
-        numbers = np.zeros(n_windows, np.uint64)  # as number_of in record_run.py, of each window
-        for k in range(width):
-            numbers += ids[k : k + n_windows].astype(np.uint64) * np.uint64(POWERS[k])
-        n_found = np.isin(trained, numbers.view(np.int64)).sum()
+        measured = []  # numbers of the sequences that begin in the measured text
+        for i in range(n):
+            start = i * loader.stride * T
+            ids = tokens.read(start, min(T + width - 1, len(tokens) - start))
+            measured.append(numbers_of_windows(ids, width))
+        n_found = np.isin(trained, np.concatenate(measured)).sum()
         seen += float(share) * min(1.0, n_found / n)
     return seen
+
+
+def numbers_of_windows(ids, width):
+    """Returns number_of of record_run.py for each window of `width` ids, (n,) int64."""
+    n_windows = len(ids) - width + 1
+    numbers = np.zeros(n_windows, np.uint64)
+    for k in range(width):
+        numbers += ids[k : k + n_windows].astype(np.uint64) * np.uint64(POWERS[k])
+    return numbers.view(np.int64)
 
 
 def ask_for_logits(models, run, rows, positions=None):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from plaingpt.base.log_file import read_streams
-from plaingpt.run.intervals import compare_pairs, t95, unpaired_interval
+from plaingpt.run.intervals import compare_losses, t95, welch_interval
 from plaingpt.run.ledger import add_entry, read_ledgers
 
 import numpy as np
@@ -40,19 +40,58 @@ def test_t_is_the_quantile_of_students_distribution(df):
     assert integral == pytest.approx(0.475, abs=0.0005 * density[-1] + 1e-9)  # three digits of t
 
 
-def test_intervals_of_pairs_by_hand():
-    """Differences 0.1, 0.2, 0.3: sd 0.1, t(2) = 4.303. Unpaired: sd 1 and 1.1, t(4) = 2.776."""
-    base, changed = [1.0, 2.0, 3.0], [1.1, 2.2, 3.3]
-    found = compare_pairs(base, changed, delta=0.01)
-    assert found["verdict"] == "undecided" and found["n"] == 3
-    assert found["difference"] == pytest.approx(0.2)
-    assert found["half"] == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+def test_t_between_two_whole_numbers_of_degrees_of_freedom():
+    assert t95(3.25) == pytest.approx(0.75 * 3.182 + 0.25 * 2.776)
+
+
+def test_intervals_by_hand():
+    """Groups of 3 and 2 values, with the variances 1 and 4."""
+    base, changed = [1.0, 2.0, 3.0], [2.0 - 2**0.5, 2.0 + 2**0.5]
+    total = 1 / 3 + 4 / 2
+    df = total**2 / ((1 / 3) ** 2 / 2 + (4 / 2) ** 2 / 1)  # 1.3427
+    half = ((2 - df) * 12.706 + (df - 1) * 4.303) * total**0.5
+    assert welch_interval(base, changed) == pytest.approx((0.0, half))
+    assert welch_interval(base, [1.0]) == (-1.0, math.inf)
+    # Pairs: the differences are 0.1, 0.2, 0.3, with sd 0.1, and t(2) is 4.303.
+    base, changed = [1.0, 2.0, 3.0, 9.0], [1.1, 2.2, 3.3]
+    found = compare_losses(base, changed, delta=0.01)
+    assert (found["n"], found["base_n"], found["verdict"]) == (3, 4, "undecided")
+    assert found["difference"] == pytest.approx(2.2 - 15 / 4)
+    assert found["paired_half"] == pytest.approx(4.303 * 0.1 / math.sqrt(3))
     assert found["correlation"] == pytest.approx(1.0)
-    half = 2.776 * math.sqrt((1 + 1.1**2) / 2 * (1 / 3 + 1 / 3))
-    assert found["unpaired_half"] == pytest.approx(half)
-    assert unpaired_interval(base, changed) == pytest.approx((0.2, half))
-    # t(2) 0.1 / sqrt(3) is 0.248, t(3) 0.1 / sqrt(4) is 0.159: at most 0.2.
-    assert found["pairs_needed"] == 4
+
+
+def test_the_number_of_runs_that_decide():
+    """With as many more runs of the same mean and variance, the verdict is no longer open."""
+    base, changed = [1.0, 1.1, 0.9, 1.05], [1.1, 1.25, 0.95, 1.0]
+    found = compare_losses(base, changed, delta=0.01)
+    n = found["runs_needed"]
+    assert found["verdict"] == "undecided" and f"{n} runs may decide" in found["reason"]
+
+    def repeat(losses, n):
+        """n values whose mean and unbiased variance are those of the losses."""
+        values = np.resize([-1.0, 1.0], n) - (0 if n % 2 == 0 else -1 / n)
+        return np.mean(losses) + values / values.std(ddof=1) * np.std(losses, ddof=1)
+
+    for size, decided in ((n, True), (n - 1, False)):
+        more = compare_losses(repeat(base, max(size, 4)), repeat(changed, size), delta=0.01)
+        assert (more["verdict"] != "undecided") == decided
+
+
+def test_a_noisy_change_has_an_honest_interval():
+    """4 runs against 8, whose changed side is four times as noisy: 95 of 100 intervals are right.
+
+    With one standard deviation for both sides, only some 80 would be.
+    """
+    rng = np.random.default_rng(0)
+    welch = student = 0
+    for _ in range(4000):
+        base, changed = rng.normal(0, 1, 8), rng.normal(0, 4, 4)
+        difference, half = welch_interval(base, changed)
+        welch += abs(difference) <= half
+        pooled = (base.var(ddof=1) * 7 + changed.var(ddof=1) * 3) / 10
+        student += abs(difference) <= t95(10) * math.sqrt(pooled * (1 / 8 + 1 / 4))
+    assert 0.93 < welch / 4000 < 0.97 and student / 4000 < 0.85
 
 
 @pytest.mark.parametrize(
@@ -67,8 +106,8 @@ def test_intervals_of_pairs_by_hand():
     ],
 )
 def test_verdict(differences, verdict):
-    base = np.array([1.4, 1.5, 1.6])[: len(differences)]
-    found = compare_pairs(base, base + differences, delta=0.02)
+    base = np.array([1.499, 1.5, 1.501])[: len(differences)]
+    found = compare_losses(base, 1.5 + np.array(differences), delta=0.02)
     assert found["verdict"] == verdict, found
     json.dumps(found, allow_nan=False)
 
@@ -135,6 +174,8 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
             FLAGS,
             "--seeds",
             2,
+            "--base_seeds",
+            2,
             "--json",
             "o.json",
             *flags,
@@ -182,25 +223,39 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     # The flags give what is the default, and the same device: no run would differ.
     found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1", "--device", "cpu:0"])
     assert found["n"] == 0 and "docstrings" in found["reason"] and len(runs(clone)) == 4
-    # More pairs continue the experiment. Another name of a variable changes nothing.
+    # More runs continue the experiment. Another name of a variable changes nothing.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
     found = experiment(
         clone,
         "equal",
         "--seeds",
         3,
+        "--delta",
+        0.5,
         old=rename,
         new="        z = y.transpose(1, 2).flatten(2)\n        y = z\n",
     )
-    assert found["difference"] == 0 and found["half"] == 0 and found["n"] == 3
+    assert found["difference"] == 0 and found["paired_half"] == 0 and found["half"] > 0
+    assert found["n"] == found["base_n"] == 3
     assert len(runs(clone)) == 8
+    # Only the models of the first seed stay.
+    models = (clone / "log/experiments/runs").glob("*/model_*.pt")
+    assert {path.parent.name.rpartition("-")[2] for path in models} == {"1"}
+    # A confirmation takes seeds after those of both programs, and more runs of the base if asked.
+    found = experiment(clone, "worse", "--confirm", "--base_seeds", 3, "log/my.patch")
+    assert (found["n"], found["base_n"], found["last_seed"]) == (2, 3, 6)
+    assert found["looks"] == 3 and {f"{found['keys'][1]}-{seed}" for seed in (4, 5)} <= {
+        *runs(clone)
+    }
     out, _ = program("--list", cwd=clone, program=clone / "experiment.py")
     assert [line.split("; ")[0].rpartition(": ")[2] for line in out.splitlines()] == [
         "worse",
         "worse",
         "equal",
         "equal",
+        "worse",
     ]
+    assert "; confirmation with new seeds; +" in out and " in 2 runs against 3; " in out
 
 
 # Reads every text as the same few ids.
@@ -274,7 +329,7 @@ def test_other_training_data_with_the_same_validation(clone):
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
     assert found["reason"].endswith("; other training data") and found["difference"] != 0
     seed_1 = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
-    assert found["losses"][0][1] == read_streams(seed_1 / "log.txt")["val_input.txt"][40]
+    assert found["losses"][0] == read_streams(seed_1 / "log.txt")["val_input.txt"][40]
 
 
 @pytest.mark.slow
@@ -373,6 +428,8 @@ def test_what_a_change_prints_is_no_answer(clone):
     found = experiment(
         clone,
         "equal",
+        "--delta",
+        0.5,
         old="        T = idx.size(1)\n",
         new='        T = idx.size(1)\n        print("T is", T)\n',
     )

@@ -64,7 +64,7 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     train, val = encode_pairs(path, tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
     return (
         Tokens(train_name, [train[0]], vocab_size, train[1]),
-        Tokens(val_name, [val[0]], vocab_size, val[1]),
+        Tokens(val_name, [val[0]], vocab_size, val[1], is_held_out=True),
     )
 
 
@@ -92,7 +92,8 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
             return whole, Tokens(val_name, val_files, vocab_size)
         cut = find_cut(whole, val_fraction or 0.01)
         cut = find_document(whole, cut, tokenizer.end_of_text)
-    return whole.part(train_name, 0, cut), whole.part(val_name, cut, len(whole))
+    val = whole.part(val_name, cut, len(whole), is_held_out=True)
+    return whole.part(train_name, 0, cut), val
 
 
 def name_splits(path):

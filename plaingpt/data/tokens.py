@@ -20,14 +20,16 @@ class Tokens:
 
     name: the name in messages. files: paths of shards, or [array] with the ids of a text.
     vocab_size: that of the model. counted: for pairs, (n,) bool, which tokens of the array are
-    targets. None means that all are.
+    targets. None means that all are. is_held_out: whether these are validation tokens that were cut
+    off the data, because there is no val split on disk.
     """
 
-    def __init__(self, name, files, vocab_size, counted=None):
+    def __init__(self, name, files, vocab_size, counted=None, is_held_out=False):
         self.name = name
         self.files = files
         self.vocab_size = vocab_size
         self.counted = counted
+        self.is_held_out = is_held_out
         sizes = [len(open_ids(file)) for file in files]
         self.starts = np.cumsum([0, *sizes]).tolist()  # of the files, and the end of the last one
         self.start = 0
@@ -41,10 +43,11 @@ class Tokens:
     def __len__(self):
         return self.stop - self.start
 
-    def part(self, name, start, stop):
+    def part(self, name, start, stop, is_held_out=False):
         """Returns the tokens from start to stop, as Tokens with another name."""
         part = copy.copy(self)
         part.name = name
+        part.is_held_out = is_held_out
         part.start = self.start + start
         part.stop = self.start + stop
         return part

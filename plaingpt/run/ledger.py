@@ -10,7 +10,12 @@ def entry_as_line(entry):
     """Returns an experiment of the ledger as one line, for a person."""
     figures = ""
     if "n" in entry:
-        figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {entry['n']} pairs; "
+        runs = f"{entry['n']} pairs"  # of an older version
+        if "base_n" in entry:
+            runs = f"{entry['n']} runs against {entry['base_n']}"
+        figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {runs}; "
+        if entry.get("confirm"):
+            figures = f"confirmation with new seeds; {figures}"
     return f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}"
 
 

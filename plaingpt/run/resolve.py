@@ -130,6 +130,8 @@ def resolve(given, sources, saved, process, GPT, TrainConfig):
         before = saved["train_config"]
         names = before.keys() & {"warmup_steps", "val_every"}
         settings.take("checkpoint", {name: before[name] for name in names})
+        # A run keeps its validation data. Older runs took those at the start.
+        settings.take("checkpoint", dict(val_spread=before.get("val_spread", False)))
     settings.take("steps", fit_to_steps(settings))
     problems = find_useless(given, settings.values)
     problems += find_misfits(given, settings.values, start, process.device)
