@@ -277,6 +277,31 @@ def choose_seeds(sides, config, ledger):
     return range(first, first + n_base), range(first, first + config.seeds)
 
 
+def train_missing(sides, seeds):
+    """Trains the runs that earlier experiments have not trained -> these runs, as in `train`.
+
+    seeds: those of each side.
+    """
+    runs = []
+    for seed in seeds[0]:  # the base has all seeds of the change
+        for side, own in zip(sides, seeds):
+            if seed in own and side.last(seed) is None:
+                runs.append((side, seed, ["--seed", str(seed)]))
+    train(runs)
+    return runs
+
+
+def losses_of(side, seeds):
+    """Returns the last validation losses of a side's runs. Raises UserError if one has none."""
+    losses = np.array([side.last(seed) for seed in seeds], float)
+    if not np.isfinite(losses).all():
+        raise UserError(
+            "a run was stopped, or its loss is not finite; run the same command again, "
+            "or give a lower --max_lr"
+        )
+    return losses.tolist()
+
+
 def compare_sides(sides, config, ledger):
     """Trains the runs -> the facts of the verdict. Raises UserError if a run fails."""
     ask(sides)
@@ -296,21 +321,8 @@ def compare_sides(sides, config, ledger):
         )
         return facts
     seeds = choose_seeds(sides, config, ledger)
-    runs = []  # those that earlier experiments have not trained
-    for seed in seeds[0]:
-        for side, own in zip(sides, seeds):
-            if seed in own and side.last(seed) is None:
-                runs.append((side, seed, ["--seed", str(seed)]))
-    train(runs)
-    losses = []  # of each side
-    for side, own in zip(sides, seeds):
-        found = np.array([side.last(seed) for seed in own], float)
-        if not np.isfinite(found).all():
-            raise UserError(
-                "a run was stopped, or its loss is not finite; run the same command again, "
-                "or give a lower --max_lr"
-            )
-        losses.append(found.tolist())
+    runs = train_missing(sides, seeds)
+    losses = [losses_of(side, own) for side, own in zip(sides, seeds)]
     facts.update(compare_losses(*losses, config.delta))
     facts.update(base_losses=losses[0], losses=losses[1], last_seed=seeds[0][-1])
     facts.update(time_ratio=ratio_of_times(runs))

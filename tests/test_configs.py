@@ -228,6 +228,15 @@ def test_a_resumed_run_keeps_what_its_first_max_steps_decided(tmp_path):
     assert (found.config.val_every, found.origins["val_every"]) == (4, "flag")
 
 
+def test_a_resumed_run_keeps_its_validation_data(tmp_path):
+    """Runs from before val_spread measured the start of what is held out."""
+    saved = save_weights(tmp_path / "run", val_spread=True)
+    assert resolved("--max_steps", 9, saved=saved).config.val_spread
+    del saved["train_config"]["val_spread"]
+    found = resolved("--max_steps", 9, saved=saved)
+    assert (found.config.val_spread, found.origins["val_spread"]) == (False, "checkpoint")
+
+
 def test_mini_counts_the_tokens_of_its_weights(tmp_path):
     """Ten epochs, in the tokens that the weights read and not in bytes."""
     path = tmp_path / "my.txt"

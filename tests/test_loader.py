@@ -4,7 +4,7 @@ import re
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.sources import find_tokenizer
-from plaingpt.data.splits import encode_text, open_splits
+from plaingpt.data.splits import encode_text, open_pairs, open_splits
 from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
 from plaingpt.data.tokens import ENDS
 from plaingpt.ops.order import permute
@@ -15,7 +15,7 @@ import torch
 from conftest import CPU, ROOT, TINY, write_bin
 
 import train_gpt2
-from train_gpt2 import DataLoaderLite
+from train_gpt2 import DataLoaderLite, TrainConfig, make_val_loader
 
 T = 16
 
@@ -30,6 +30,29 @@ def open_tokens(data, split="train", vocab_size=256, tokenizer="bytes"):
 
 def open_loader(data, T=T, seed=1337, shuffle=True, **options):
     return DataLoaderLite([open_tokens(data, **options)], [1], T, seed, shuffle)
+
+
+def measured(val, **settings):
+    """Where the measured sequences begin in a validation split, whose ids are 10, 11, 12, ..."""
+    loader = make_val_loader(val, T, TrainConfig(val_tokens=5 * T, **settings))
+    return (loader.batch(0, 5, CPU)[0][:, 0] - 10).tolist()
+
+
+def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
+    """Also of pairs. A val split on disk is measured from its start."""
+    ids = np.zeros(2000, np.uint16)
+    ids[-200:] = np.arange(10, 210)  # 12 sequences of 16 are held out: every second one is read
+    np.save(tmp_path / "x_train_000000.npy", ids)
+    splits = open_splits(tmp_path, get_tokenizer("bytes"), 0.1)
+    assert measured(splits[1]) == [0, 32, 64, 96, 128]
+    assert measured(splits[1], val_spread=False) == [0, 16, 32, 48, 64]
+    np.save(tmp_path / "x_val_000000.npy", np.arange(10, 210, dtype=np.uint16))
+    _, val = open_splits(tmp_path, get_tokenizer("bytes"))
+    assert measured(val) == [0, 16, 32, 48, 64]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "Who?", "response": "The pilot."}\n' * 100)
+    train, val = open_pairs(pairs, get_tokenizer("bytes"), T)
+    assert val.is_held_out and not train.is_held_out
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
