@@ -1,0 +1,281 @@
+"""Shows what your own model does with a text, in one HTML file.
+
+  python look.py log/baby --text "MARLOW: The boats came home."
+  python look.py log/baby log/wide --text held.txt      two runs, the same text
+  python look.py log/sums --text pairs.jsonl            prompts and responses
+  python look.py --model gpt2 --text "Hello, I'm a language model,"
+
+The page opens in any browser, without a network. It has the loss of each token
+and the likeliest tokens, the attention of each head, what each block adds to
+the prediction, and a slider over the checkpoints of a run. A run keeps all of
+them with --keep 0. For two runs, it has the steps that both have, and shows
+where their losses differ most.
+
+--text is a text, or a file: UTF-8, or .jsonl, .json or .csv with pairs.
+"""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from plaingpt.base.errors import UserError, explaining, run_program
+from plaingpt.base.files import check_output, replacing, writing
+from plaingpt.base.flags import flag, parse_flags
+from plaingpt.base.log_file import read_facts
+from plaingpt.base.terminal import print0, show_progress
+from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
+from plaingpt.data.records import RECORDS, kind_of, read_records
+from plaingpt.data.text import clean_text
+from plaingpt.data.tokenizer import note_unknown
+from plaingpt.distributed.process import start
+from plaingpt.look.page import Look, Stage, Text, build_page
+from plaingpt.look.record import record_text
+from plaingpt.ops.sampling import attention_for_many_shapes
+from plaingpt.run.copies import find_commit, make_copy, remove_copies
+from plaingpt.weights.checkpoint import find_checkpoints, find_newest_model
+
+import torch
+
+from generate import GenerateConfig, decode_new
+from model import GPT
+
+
+@dataclass
+class LookConfig:
+    text: str | None = flag(None, "text, or file with a text or pairs")
+    model: str | None = flag(None, "GPT-2 of Hugging Face: name or directory")
+    output: str | None = flag(None, "file to write [look.html in the first run]")
+    max_tokens: int = flag(256, "longest text; a page grows with its square", at_least=1)
+    max_checkpoints: int = flag(8, "of a run, from the first to the last", at_least=1)
+    sample_tokens: int = flag(200, "tokens that each checkpoint writes", at_least=0)
+    own_code: bool = flag(False, "run the model.py of each run: its commit and changes.patch")
+    device: str = flag("auto", "cuda, mps or cpu")
+
+
+@dataclass
+class Run:
+    """A run, a checkpoint, or a GPT-2 of Hugging Face."""
+
+    name: str
+    checkpoints: dict  # {name of the stage, such as "step 300": what GPT.load takes}, oldest first
+    directory: Path  # of the run; the current one for a name on the hub
+    GPT: type = GPT  # the class of its model
+
+
+def find_run(place):
+    """Finds the checkpoints of a run directory, or of one file -> Run. Raises UserError."""
+    path = Path(place)
+    found = find_checkpoints(path)
+    if found:
+        steps = {f"step {int(each.stem[6:])}": each for each in found}  # without "model_"
+        return Run(str(path), steps, path)
+    if path.is_file():
+        return Run(str(path), {path.stem: path}, path.parent)
+    if (path / "config.json").is_file():
+        return Run(str(path), {"exported": path}, path)
+    raise UserError(
+        f"{place}: has no checkpoint; give a run, such as log/baby, or a file model_*.pt"
+    )
+
+
+def find_runs(places, model):
+    """Finds what the command line names -> one or two Runs. Raises UserError.
+
+    places: the arguments without a flag. model: that of --model, or None. Without any, the run with
+    the newest checkpoint in log/ is taken.
+    """
+    runs = [find_run(place) for place in places]
+    if model:
+        runs.append(Run(model, {"published": model}, Path()))
+    if not runs:
+        runs.append(find_run(find_newest_model().parent))
+    if len(runs) > 2:
+        raise UserError(f"{len(runs)} runs are given; give one or two")
+    return runs
+
+
+def choose_stages(runs, n):
+    """Chooses at most n stages, the last one included -> list of names.
+
+    Two runs have those that are in both; if there is none, the last one of each: [None].
+    """
+    names = [name for name in runs[0].checkpoints if name in runs[-1].checkpoints]
+    if not names:
+        return [None]
+    if len(names) <= n:
+        return names
+    last = len(names) - 1
+    return [names[last - last * i // max(1, n - 1)] for i in reversed(range(n))]
+
+
+@contextlib.contextmanager
+def own_class(run):
+    """Replaces run.GPT by the class that the run has trained, in the block. Raises UserError.
+
+    The model.py of the run is that of its commit, with its changes.patch. Everything else comes
+    from this clone.
+    """
+    facts = read_facts(run.directory / "run.json")
+    if not facts.get("git_commit"):
+        raise UserError(f"--own_code: {run.name}/run.json names no commit; leave out --own_code")
+    patch = run.directory / "changes.patch"
+    changes = patch.read_bytes() if patch.is_file() else b""
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place, "copy")
+        try:
+            make_copy(copy, find_commit(facts["git_commit"].removesuffix("-dirty")), changes)
+            run.GPT = import_file(copy / "model.py", f"model_of_{id(run)}").GPT
+            yield
+        finally:
+            remove_copies([copy])
+
+
+def import_file(path, name):
+    """Imports a Python file as the module `name`."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and inspect look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_text(given, tokenizer, n):
+    """Reads --text -> Text of at most n + 1 ids, with end_of_text first. Raises UserError."""
+    is_file = os.path.isfile(given)
+    if is_file and kind_of(Path(given)) in RECORDS:
+        return read_pairs_of_page(given, tokenizer, n)
+    text = given
+    if is_file:
+        with explaining(
+            f"--text {given}: cannot be read", "give a UTF-8 text", (OSError, ValueError)
+        ):
+            text = Path(given).read_text("utf-8-sig")
+    elif Path(given).suffix in (".txt", *RECORDS) and not any(map(str.isspace, given)):
+        raise UserError(f"--text {given}: no such file; give another one, or a text")
+    note_unknown(tokenizer, [clean_text(text)], "the text")
+    ids = [tokenizer.end_of_text, *tokenizer.encode(text)]
+    if len(ids) == 1:
+        raise UserError("--text: has no tokens; give a longer one")
+    return Text(ids[: n + 1], None, note_cut(len(ids) - 1, n))
+
+
+def note_cut(n_tokens, n):
+    """Returns the sentence that a text was cut, or nothing. n: how many tokens it may have."""
+    if n_tokens <= n:
+        return ""
+    note = f"The text has {n_tokens:,} tokens. The page shows the first {n:,}."
+    print0(f"note: {note}")
+    return note
+
+
+def read_pairs_of_page(path, tokenizer, n):
+    """Reads the first pairs of a file, as the training does -> Text. Raises UserError."""
+    pairs = []
+    size = 0
+    for record in read_records([path], columns=("prompt", "response")):
+        pair = encode_pair(record, tokenizer)
+        size += count_tokens(*pair)
+        if size > n:
+            break
+        pairs.append(pair)
+    if not pairs:
+        raise UserError(f"--text {path}: no first pair of at most {n} tokens; give shorter ones")
+    ids, counted = join_pairs(pairs, tokenizer, n)
+    end = int(counted.nonzero()[0][-1]) + 1  # the rest is filled with end_of_text
+    note = "" if size <= n else f"The page shows the first {len(pairs):,} pairs."
+    return Text(ids[:end].tolist(), counted[:end].tolist(), note)
+
+
+def write_sample(model, tokenizer, text, n):
+    """Lets the model write n tokens -> text. For pairs, it answers the first prompt.
+
+    text: the Text of the page. The draws are those of generate.py with its defaults.
+    """
+    options = GenerateConfig()
+    n_prompt = text.counted.index(True) if text.counted else 1
+    idx = torch.tensor([text.ids[:n_prompt]], device=model.lm_head.weight.device)  # (1, n_prompt)
+    with attention_for_many_shapes():
+        ids = model.generate(
+            idx, n, seed=options.seed, temperature=options.temperature, top_k=options.top_k
+        )[0].tolist()
+    sample, _ = decode_new(ids, n_prompt, tokenizer, options)
+    return tokenizer.decode(ids[1:n_prompt]) + sample
+
+
+def load(run, stage, process):
+    """Loads a checkpoint of a run -> (GPT, Tokenizer), ready for the device. Raises UserError.
+
+    stage: its name. If the run does not have it, this is the last one.
+    """
+    source = run.checkpoints.get(stage, list(run.checkpoints.values())[-1])
+    model, tokenizer = run.GPT.load(str(source))
+    return model.to(process.device).eval(), tokenizer
+
+
+def look_at(model, tokenizer, text, n):
+    """Records what a model does with the text -> Look. n: tokens that it writes."""
+    c = model.config
+    n_parameters = sum(p.numel() for p in model.parameters())
+    facts = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
+    record = record_text(model, text.ids)
+    return Look(record, facts, write_sample(model, tokenizer, text, n))
+
+
+def look_at_all(runs, config, process):
+    """Looks at all stages of the runs -> (Text, list of Stages, Tokenizer). Raises UserError."""
+    newest = [load(run, None, process) for run in runs]
+    tokenizer = newest[0][1]
+    if newest[-1][1].name != tokenizer.name:
+        names = " and ".join(run.name for run in runs)
+        raise UserError(f"{names}: have different tokenizers; give runs with the same one")
+    contexts = [model.config.block_size for model, _ in newest]
+    text = read_text(config.text, tokenizer, min(config.max_tokens, *contexts))
+    names = choose_stages(runs, config.max_checkpoints)
+    stages = []
+    for i, name in enumerate(names, start=1):
+        looks = []
+        for run in runs:
+            model, _ = load(run, name, process)
+            looks.append(look_at(model, tokenizer, text, config.sample_tokens))
+        title = name or "the last checkpoints"
+        stages.append(Stage(title, looks))
+        means = [f"{look.record.prediction.losses.mean():.4f}" for look in looks]
+        print0(f"{title}: mean loss {', '.join(means)} nats per token")
+        show_progress(i, len(names), "checkpoints")
+    return text, stages, tokenizer
+
+
+def default_output(runs):
+    """Returns where the page goes: into the first run, with the name of the second one, if any."""
+    name = f"look-{Path(runs[1].name).name}.html" if len(runs) > 1 else "look.html"
+    return runs[0].directory / name
+
+
+def main(argv=None):
+    given = parse_flags(__doc__, LookConfig, argv=argv, rest="RUN")
+    places = given.pop("RUN")
+    config = LookConfig(**given)
+    if not config.text:
+        raise UserError('no text; give --text "a text", or --text FILE')
+    runs = find_runs(places, config.model)
+    output = config.output or default_output(runs)
+    inputs = [path for run in runs for path in run.checkpoints.values()]
+    check_output("--output", output, [config.text, *inputs])
+    process = start(config.device, "float32")
+    with contextlib.ExitStack() as copies:
+        for run in runs:
+            if config.own_code and run.directory != Path():
+                copies.enter_context(own_class(run))
+        text, stages, tokenizer = look_at_all(runs, config, process)
+    page = build_page(text, stages, [run.name for run in runs], tokenizer)
+    with writing(output), replacing(Path(output).resolve()) as file:
+        file.write(page)
+    print0(f"{output}: {len(page) / 1e6:.1f} MB; open it in a browser")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,387 @@
+"use strict";
+// Draws the data of the page. What is chosen is in the address behind "#", so that a link shows it:
+// token (a number), stage (the place of the slider), head (run, call and head, such as 0.1.3).
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const n = data.tokens.length;
+const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
+const state = { token: Math.min(1, n - 1), stage: data.stages.length - 1, head: [0, 0, 0] };
+const texts = [];  // the elements with the text: each has a span for each token
+
+// ---- numbers -----------------------------------------------------------------------------------
+
+const unpacked = new Map();
+
+/** Unpacks base64 into an array of a type, once. */
+function unpack(text, Type) {
+  if (!unpacked.has(text)) {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    unpacked.set(text, new Type(bytes.buffer));
+  }
+  return unpacked.get(text);
+}
+
+const looks = () => data.stages[state.stage].looks;
+const lossesOf = (prediction) => unpack(prediction.losses, Float32Array);
+
+/** Returns what a prediction says of token i: its loss, its rank, and the likeliest tokens. */
+function predictionAt(prediction, i) {
+  const { k } = prediction;
+  const ids = unpack(prediction.ids, Uint32Array).slice((i - 1) * k, i * k);
+  const probs = unpack(prediction.probs, Float32Array).slice((i - 1) * k, i * k);
+  const loss = lossesOf(prediction)[i - 1];
+  const rank = unpack(prediction.ranks, Uint32Array)[i - 1];
+  return { loss, rank, likeliest: Array.from(ids, (id, j) => [data.names[id], probs[j]]) };
+}
+
+/** Returns the weights of a head as a function of row and column, from 0 to 1. */
+function weightsOf(call, head) {
+  const values = unpack(call.heads[head], Uint8Array);
+  if (!call.causal) return (row, column) => values[row * (n - 1) + column] / 255;
+  return (row, column) => (column > row ? 0 : values[row * (row + 1) / 2 + column] / 255);
+}
+
+/** Returns [column, weight] of the token that a row looks at most. */
+function largestOf(weights, row) {
+  let best = 0;
+  for (let column = 1; column < n - 1; column++) {
+    if (weights(row, column) > weights(row, best)) best = column;
+  }
+  return [best, weights(row, best)];
+}
+
+// ---- elements ----------------------------------------------------------------------------------
+
+/** Makes an element. Texts are only texts: nothing in them is read as HTML. */
+function make(tag, { text, className, ...rest } = {}, children = []) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (className) element.className = className;
+  for (const [name, value] of Object.entries(rest)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+const byId = (id) => document.getElementById(id);
+
+/** Makes control characters visible, also those that change the direction of a text. */
+function visible(text) {
+  return text.replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]/g, (letter) =>
+    `<${letter.charCodeAt(0).toString(16).toUpperCase().padStart(2, "0")}>`);
+}
+
+/** A token in a table: spaces are visible, too. */
+function tokenOf(text) {
+  const shown = visible(text).replace(/ /g, "␣").replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+  return make("span", { className: "token", text: shown });
+}
+
+const percent = (p) => `${(100 * p).toFixed(1)} %`;
+const nameOf = (i) => data.tokens[i] || "·";  // a byte that continues a character
+
+/** Makes a table. rows: lists of texts, numbers as texts, or elements. */
+function makeTable(heads, rows) {
+  const table = make("table");
+  table.append(make("tr", {}, heads.map((text) => make("th", { text }))));
+  for (const row of rows) {
+    const cells = row.map((cell) => {
+      const isElement = cell instanceof Element;
+      const isNumber = !isElement && /^[-+]?[\d.]+( %)?$/.test(cell);
+      return make("td", isNumber ? { className: "number" } : {}, [cell]);
+    });
+    table.append(make("tr", {}, cells));
+  }
+  return table;
+}
+
+// ---- texts -------------------------------------------------------------------------------------
+
+/** Makes a text in which a token can be chosen. */
+function makeText(label) {
+  const element = make("div", { className: "text", role: "listbox", tabindex: "0", "aria-label": label });
+  data.tokens.forEach((text, i) => {
+    const shown = visible(text || "·").replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t");
+    const span = make("span", { text: shown, role: "option" });
+    if (!text) span.className = "part";
+    if (i === 0) span.className = "special";
+    if (data.counted && data.counted[i]) span.classList.add("counted");
+    span.addEventListener("pointerenter", () => drawCard(i));
+    span.addEventListener("click", () => choose({ token: i }));
+    element.append(span);
+  });
+  element.addEventListener("pointerleave", () => drawCard(state.token));
+  element.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -n, End: n }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    choose({ token: Math.max(0, Math.min(n - 1, state.token + step)) });
+    element.children[state.token].scrollIntoView({ block: "nearest" });
+  });
+  texts.push(element);
+  return element;
+}
+
+/** Colours a text. weightOf(i): from -1 to 1, below 0 in the other colour. */
+function colour(element, weightOf) {
+  Array.from(element.children).forEach((span, i) => {
+    const weight = Math.max(-1, Math.min(1, weightOf(i) || 0));
+    span.style.setProperty("--weight", `${Math.round(100 * Math.abs(weight))}%`);
+    span.classList.toggle("less", weight < 0);
+  });
+}
+
+// ---- the parts of the page ---------------------------------------------------------------------
+
+/** Two runs stand side by side, each below its name. makeOne(look, number of the run). */
+function sides(makeOne) {
+  return looks().map((look, run) => {
+    const title = data.runs.length > 1 ? [make("h3", { text: data.runs[run] })] : [];
+    return make("div", { className: "side" }, [...title, makeOne(look, run)]);
+  });
+}
+
+function drawFacts() {
+  const rows = looks().map((look, run) => make("p", {
+    text: `${data.runs[run]}, ${data.stages[state.stage].name}: ${look.facts}. `
+      + `Mean loss ${look.mean.toFixed(4)} nats per token over ${n - 1} tokens`
+      + `${data.counted ? `, and ${meanOfResponses(look).toFixed(4)} over the outlined responses` : ""}.`,
+  }));
+  if (data.note) rows.push(make("p", { className: "note", text: data.note }));
+  byId("facts").replaceChildren(...rows);
+}
+
+function meanOfResponses(look) {
+  const own = Array.from(lossesOf(look.prediction)).filter((_, i) => data.counted[i + 1]);
+  return own.reduce((a, b) => a + b, 0) / own.length;
+}
+
+function drawStage() {
+  byId("slider").value = state.stage;
+  byId("slider").setAttribute("aria-valuetext", data.stages[state.stage].name);
+  byId("stage").textContent = data.stages[state.stage].name;
+  byId("samples").replaceChildren(...sides((look) => make("pre", { text: visible(look.sample) })));
+}
+
+function drawLosses() {
+  looks().forEach((look, run) => {
+    const losses = lossesOf(look.prediction);
+    colour(texts[run], (i) => (i ? losses[i - 1] / GUESS : 0));
+  });
+}
+
+/** Shows what the models predict for token i. */
+function drawCard(i) {
+  const title = make("div", {}, [`token ${i} `, tokenOf(nameOf(i))]);
+  if (i === 0) {
+    byId("card").replaceChildren(title, "It stands before the text, and is not predicted.");
+    return;
+  }
+  const parts = sides((look) => {
+    const { loss, rank, likeliest } = predictionAt(look.prediction, i);
+    const line = `loss ${loss.toFixed(4)} · probability ${percent(Math.exp(-loss))} · rank ${rank}`;
+    const rows = likeliest.map(([name, p]) => [tokenOf(name), percent(p)]);
+    return make("div", {}, [make("div", { text: line }), makeTable(["likeliest", ""], rows)]);
+  });
+  byId("card").replaceChildren(title, make("div", { className: "sides" }, parts));
+}
+
+function drawBlocks() {
+  for (const element of document.querySelectorAll(".chosen")) {
+    element.replaceChildren(`token ${state.token} `, tokenOf(nameOf(state.token)));
+  }
+  const heads = ["after", "likeliest", "", "", "right", "loss", "mean loss", "length of x"];
+  byId("blocks").replaceChildren(...sides((look) => {
+    const rows = state.token ? look.blocks.map((block) => rowOfBlock(block)) : [];
+    return make("div", { className: "wide" }, [makeTable(heads, rows)]);
+  }));
+}
+
+function rowOfBlock(block) {
+  if (block.fault) return [block.name, `not shown: ${block.fault}`];
+  const { loss, likeliest } = predictionAt(block.prediction, state.token);
+  const losses = lossesOf(block.prediction);
+  const mean = losses.reduce((a, b) => a + b, 0) / losses.length;
+  const best = likeliest.map(([name, p]) => make("span", {}, [tokenOf(name), ` ${percent(p)}`]));
+  const norm = unpack(block.norms, Float32Array)[state.token - 1];
+  return [block.name, ...best, percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(4), norm.toFixed(2)];
+}
+
+/** Draws all heads, and below each the token that the chosen one looks at most. */
+function drawAttention() {
+  byId("attention").replaceChildren(...sides((look, run) => {
+    const part = make("div");
+    if (!look.calls) {
+      part.append("To keep the page small, it has the attention of the last checkpoint only.");
+      return part;
+    }
+    look.calls.forEach((call, c) => {
+      const title = `block ${call.block}`;
+      if (call.fault) {
+        part.append(make("p", { className: "note", text: `${title}: not shown, because ${call.fault}.` }));
+        return;
+      }
+      const buttons = call.heads.map((_, head) => makeHead(call, [run, c, head]));
+      part.append(make("div", { className: "quiet", text: title }));
+      part.append(make("div", { className: "heads" }, buttons));
+    });
+    return part;
+  }));
+}
+
+function makeHead(call, place) {
+  const [, , head] = place;
+  const weights = weightsOf(call, head);
+  const label = `block ${call.block}, head ${head + 1}`;
+  const button = make("button", { "aria-label": label, "aria-pressed": String(`${place}` === `${state.head}`) });
+  button.append(drawMatrix(weights, 96, -1), `head ${head + 1}`, make("br"));
+  if (state.token < n - 1) {
+    const [column, weight] = largestOf(weights, state.token);
+    button.append(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
+  }
+  button.addEventListener("click", () => choose({ head: place }));
+  return button;
+}
+
+/** Draws the weights of a head. A pixel of a smaller picture is the largest weight in its square. */
+function drawMatrix(weights, largest, chosen) {
+  const T = n - 1;
+  const size = Math.min(T, largest);
+  const canvas = make("canvas", { width: size, height: size, "aria-hidden": "true" });
+  const [ink, frame] = ["color", "accent-color"].map((name) => rgbOf(name));
+  const picture = new ImageData(size, size);
+  for (let row = 0; row < T; row++) {
+    const y = Math.floor(row * size / T);
+    for (let column = 0; column < T; column++) {
+      const at = 4 * (y * size + Math.floor(column * size / T));
+      const alpha = Math.round(255 * Math.sqrt(weights(row, column)));  // shows small weights, too
+      if (alpha >= picture.data[at + 3]) picture.data.set([...(row === chosen ? frame : ink), alpha], at);
+    }
+  }
+  canvas.getContext("2d").putImageData(picture, 0, 0);
+  return canvas;
+}
+
+/** Returns a colour of the slider, [red, green, blue], which is that of the light or dark page. */
+function rgbOf(name) {
+  return getComputedStyle(byId("slider")).getPropertyValue(name).match(/\d+/g).slice(0, 3).map(Number);
+}
+
+/** Shows the chosen head: the text coloured by its weights, and its picture. */
+function drawHead() {
+  const [run, c, head] = state.head;
+  const call = looks()[run]?.calls?.[c];
+  const isShown = Boolean(call?.heads?.[head]);
+  byId("head").hidden = !isShown;
+  if (!isShown) return;
+  const weights = weightsOf(call, head);
+  const name = `${data.runs.length > 1 ? `${data.runs[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
+  const isLast = state.token === n - 1;
+  headText.title.textContent = name;
+  headText.line.textContent = isLast
+    ? "The last token is only predicted. The model does not read it, so it looks nowhere."
+    : `From token ${state.token}, the weights are: ${describeRow(weights)}`;
+  colour(headText.text, (i) => (isLast || i === n - 1 ? 0 : weights(state.token, i)));
+  headText.picture.replaceChildren(drawMatrix(weights, 512, state.token));
+}
+
+/** Lists the largest weights of the chosen token. */
+function describeRow(weights) {
+  const columns = Array.from({ length: n - 1 }, (_, column) => [weights(state.token, column), column]);
+  columns.sort((a, b) => b[0] - a[0]);
+  const shown = columns.slice(0, 5).filter(([weight]) => weight > 0);
+  return shown.map(([weight, i]) => `${weight.toFixed(3)} token ${i} ${tokenOf(nameOf(i)).textContent}`).join(", ");
+}
+
+/** Shows where the two runs differ. */
+function drawDifference() {
+  if (data.runs.length < 2) return;
+  const [a, b] = looks().map((look) => lossesOf(look.prediction));
+  const differences = Array.from(b, (loss, i) => loss - a[i]);
+  const sum = differences.reduce((x, y) => x + y, 0);
+  byId("sum").textContent = `Loss of ${data.runs[1]} minus loss of ${data.runs[0]}: `
+    + `${sum.toFixed(4)} nats over the text, ${(sum / (n - 1)).toFixed(4)} per token.`;
+  colour(differenceText, (i) => (i ? differences[i - 1] / 3 : 0));
+  const order = differences.map((_, i) => i).sort((i, j) => Math.abs(differences[j]) - Math.abs(differences[i]));
+  const rows = order.slice(0, 20).map((i) => [
+    contextOf(i + 1), a[i].toFixed(4), b[i].toFixed(4), differences[i].toFixed(4),
+  ]);
+  byId("largest").replaceChildren(...makeTable(["token", ...data.runs, "difference"], rows).children);
+}
+
+/** Makes a button with a token and its context, which chooses the token. */
+function contextOf(i) {
+  const before = data.tokens.slice(Math.max(1, i - 20), i).join("").slice(-30);
+  const after = data.tokens.slice(i + 1, i + 21).join("").slice(0, 20);
+  const token = tokenOf(nameOf(i));
+  token.style.fontWeight = "bold";
+  const button = make("button", {}, [tokenOf(before), token, tokenOf(after)]);
+  button.addEventListener("click", () => choose({ token: i }));
+  return button;
+}
+
+function drawChecks() {
+  const errors = looks().map((look) => look.error.toExponential(1));
+  byId("checks").textContent = "Losses are in nats. Attention is what F.scaled_dot_product_attention "
+    + "was given: for each call, softmax(qkᵀ)·v was compared with its result. The largest difference is "
+    + `${errors.join(" and ")}, relative. Weights of attention are stored in 8 bits.`;
+}
+
+// ---- what is chosen ----------------------------------------------------------------------------
+
+function drawToken() {
+  for (const element of texts) {
+    Array.from(element.children).forEach((span, i) => {
+      span.setAttribute("aria-selected", String(i === state.token));
+    });
+  }
+  drawCard(state.token);
+  drawBlocks();
+  drawAttention();
+  drawHead();
+}
+
+function drawAll() {
+  drawFacts();
+  drawStage();
+  drawLosses();
+  drawDifference();
+  drawToken();
+  drawChecks();
+}
+
+/** Chooses a token, a stage or a head. The address follows. */
+function choose(change) {
+  Object.assign(state, change);
+  const address = new URLSearchParams({ token: state.token, stage: state.stage, head: state.head.join(".") });
+  history.replaceState(null, "", `#${address}`);
+  if ("stage" in change) drawAll();
+  else drawToken();
+}
+
+/** Reads what is chosen from the address. Ignores what the page does not have. */
+function readAddress() {
+  const address = new URLSearchParams(location.hash.slice(1));
+  const token = Number(address.get("token") ?? NaN);
+  const stage = Number(address.get("stage") ?? NaN);
+  const head = (address.get("head") ?? "").split(".").map(Number);
+  if (Number.isInteger(token) && token >= 0 && token < n) state.token = token;
+  if (data.stages[stage]) state.stage = stage;
+  if (head.length === 3 && head.every(Number.isInteger)) state.head = head;
+}
+
+readAddress();
+byId("texts").append(...sides((look, run) => makeText(`the text, losses of ${data.runs[run]}`)));
+const differenceText = makeText("the text, differences");
+byId("differences").append(differenceText);
+const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };
+byId("head").append(headText.title, headText.line, headText.text, headText.picture);
+byId("compare").hidden = data.runs.length < 2;
+byId("slider").max = data.stages.length - 1;
+byId("slider").hidden = data.stages.length < 2;
+byId("slider").addEventListener("input", (event) => choose({ stage: Number(event.target.value) }));
+byId("guess").textContent = `${GUESS.toFixed(2)}: a guess among ${data.vocabulary} tokens`;
+byId("first").textContent = `${data.runs[1]} is better`;
+byId("second").textContent = `${data.runs[0]} is better`;
+addEventListener("hashchange", () => { readAddress(); drawAll(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+drawAll();

@@ -1,0 +1,158 @@
+"""Writes records of a text into one HTML file, which needs no network and no other file.
+
+page.html has the parts of the page, page.css their look, and page.js draws the numbers. Arrays are
+stored as base64: losses in float32, and attention in 8 bits, since the eye needs no more.
+"""
+
+import base64
+import html
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plaingpt.look.attention import AttentionCall
+from plaingpt.look.record import BlockOutput, Record
+from plaingpt.look.tokens import name_token, split_text
+
+import numpy as np
+
+# A page has so many bytes of attention at most, or the attention of the last stage only.
+LIMIT = 2**24
+
+
+@dataclass
+class Look:
+    """A record of one model, and what else the page shows of it."""
+
+    record: Record
+    facts: str  # the model, in words
+    sample: str
+
+
+@dataclass
+class Stage:
+    """What the page shows at one place of its slider: one look for each run."""
+
+    name: str  # such as "step 300"
+    looks: list[Look]
+
+
+@dataclass
+class Text:
+    """The text of a page."""
+
+    ids: list[int]
+    counted: list[bool] | None  # for pairs: whether an id belongs to a response
+    note: str = ""  # a sentence about what was left out
+
+
+def build_page(text, stages, runs, tokenizer):
+    """Returns the HTML file, as bytes.
+
+    text: a Text. stages: list of Stages. runs: names of the runs, one or two. tokenizer: that of
+    the ids.
+    """
+    n_bytes = sum(size_of_calls(look.record) for stage in stages for look in stage.looks)
+    packed = []
+    for stage in stages:
+        with_attention = n_bytes <= LIMIT or stage is stages[-1]
+        looks = [pack_look(look, with_attention) for look in stage.looks]
+        packed.append(dict(name=stage.name, looks=looks))
+    data = dict(
+        runs=runs,
+        note=text.note,
+        tokens=split_text(text.ids, tokenizer),
+        counted=text.counted,
+        names={i: name_token(i, tokenizer) for i in find_ids(text, stages)},
+        vocabulary=tokenizer.n_vocab,
+        stages=packed,
+    )
+    return fill_template(" · ".join(runs), data)
+
+
+def fill_template(title, data):
+    """Puts the style, the script, the title and the data into page.html -> bytes."""
+    parts = {name: read_part(name) for name in ("page.html", "page.css", "page.js")}
+    page = parts["page.html"].replace("{{title}}", html.escape(title))
+    page = page.replace("{{style}}", parts["page.css"]).replace("{{script}}", parts["page.js"])
+    # Without "<", no text can end the element <script>. JSON reads the escape as "<". The data come
+    # last, because a text may have any of these marks.
+    written = json.dumps(data).replace("<", r"\u003c")
+    return page.replace("{{data}}", written).encode("utf-8", "backslashreplace")
+
+
+def read_part(name):
+    return Path(__file__).with_name(name).read_text("utf-8")
+
+
+def find_ids(text, stages):
+    """Returns all ids that a page names: those of the text, and those that models predict."""
+    ids = set(text.ids)
+    for stage in stages:
+        for look in stage.looks:
+            ids.update(look.record.prediction.ids.ravel().tolist())
+            for block in look.record.blocks:
+                if block.prediction:
+                    ids.update(block.prediction.ids.ravel().tolist())
+    return sorted(ids)
+
+
+def size_of_calls(record):
+    """Returns how many bytes the attention of a record needs in a page, before base64."""
+    size = 0
+    for call in record.calls:
+        if call.weights is not None:
+            nh, T, _ = call.weights.shape
+            size += nh * T * T // 2
+    return size
+
+
+def pack_look(look, with_attention):
+    """Look -> dict for JSON. with_attention: whether the page has its attention."""
+    record = look.record
+    return dict(
+        facts=look.facts,
+        sample=look.sample,
+        mean=float(record.prediction.losses.mean(dtype=np.float64)),
+        prediction=pack_prediction(record.prediction),
+        blocks=[pack_block(block) for block in record.blocks],
+        calls=[pack_call(call) for call in record.calls] if with_attention else None,
+        error=max(call.error for call in record.calls),
+    )
+
+
+def pack_prediction(prediction):
+    """Prediction -> dict of arrays in base64."""
+    return dict(
+        losses=pack_array(prediction.losses, "<f4"),
+        ranks=pack_array(prediction.ranks, "<u4"),
+        ids=pack_array(prediction.ids, "<u4"),
+        probs=pack_array(prediction.probs, "<f4"),
+        k=prediction.ids.shape[1],
+    )
+
+
+def pack_block(block: BlockOutput):
+    """BlockOutput -> dict for JSON."""
+    if block.fault:
+        return dict(name=block.name, fault=block.fault)
+    prediction = pack_prediction(block.prediction)
+    return dict(name=block.name, prediction=prediction, norms=pack_array(block.norms, "<f4"))
+
+
+def pack_call(call: AttentionCall):
+    """AttentionCall -> dict for JSON. A weight is stored as a whole number from 0 to 255."""
+    if call.fault:
+        return dict(block=call.block + 1, fault=call.fault)
+    weights = (call.weights.cpu().numpy() * 255).round().astype(np.uint8)  # (nh, T, T)
+    # A causal mask leaves only the lower triangle, which is stored row by row.
+    rows, columns = np.tril_indices(weights.shape[1])
+    is_causal = weights.sum(dtype=np.int64) == weights[:, rows, columns].sum(dtype=np.int64)
+    stored = weights[:, rows, columns] if is_causal else weights
+    heads = [pack_array(head, "u1") for head in stored]
+    return dict(block=call.block + 1, causal=bool(is_causal), heads=heads)
+
+
+def pack_array(values, dtype):
+    """Numbers -> base64 of them in this dtype, row by row, as a text."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
