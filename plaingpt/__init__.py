@@ -6,6 +6,7 @@ data           texts, tokens, shards, tokenizers
 weights        checkpoints, and where a run starts
 scoring        benchmarks
 run            the configuration and the log of a training run
+look           what a model does with a text, and the page that shows it
 """
 
 import os

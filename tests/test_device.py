@@ -243,7 +243,7 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
 
 @pytest.mark.parametrize(
     "name",
-    ["bench", "core", "experiment", "export", "fineweb", "generate", "plot", "tokenizer"],
+    ["bench", "core", "experiment", "export", "fineweb", "generate", "look", "plot", "tokenizer"],
 )
 def test_every_program_refuses_a_lone_rank(monkeypatch, name):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -288,7 +288,17 @@ __import__(sys.argv[1])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["train_gpt2", "bench", "generate", "hellaswag", "lambada", "storycloze", "wikitext", "core"],
+    [
+        "train_gpt2",
+        "bench",
+        "generate",
+        "look",
+        "hellaswag",
+        "lambada",
+        "storycloze",
+        "wikitext",
+        "core",
+    ],
 )
 def test_every_program_prepares_the_import_of_torch(name):
     """It sets how threads wait, and imports numpy, so that torch does not ignore Ctrl-C."""

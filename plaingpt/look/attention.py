@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+# The arguments that may be given without their names, in their order.
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # what the weights depend on
 TOLERANCE = 1e-3  # relative; a GPU that multiplies in TF32 makes a smaller difference
 
 
@@ -39,19 +42,22 @@ class AttentionWatch(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function is F.scaled_dot_product_attention and self.block is not None:
-            self.calls.append(check_call(self.block, result, *args, **(kwargs or {})))
+            given = dict(zip(ARGUMENTS, args)) | (kwargs or {})
+            self.calls.append(check_call(self.block, given, result))
         return result
 
 
-def check_call(block, result, query, key, value, *args, **kwargs):
+def check_call(block, given, result):
     """Computes the weights of a call, and compares weights @ v with its result -> AttentionCall.
 
-    block: its number. The others are the result and the arguments of the call.
+    block: its number. given: {name: value} of the arguments. result: (1, nh, T, hs).
     """
+    query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or len(query) != 1 or query.size(2) != key.size(2):
         shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
         return AttentionCall(block, fault=f"its queries and keys have the shapes {shapes}")
-    weights = attention_weights(query, key, *args, **kwargs)  # (1, nh, T, T)
+    options = {name: given[name] for name in OPTIONS & given.keys()}
+    weights = attention_weights(query, key, **options)  # (1, nh, T, T)
     # With enable_gqa, several heads share a value.
     value = value.float().repeat_interleave(weights.size(1) // value.size(1), dim=1)
     difference = (weights @ value - result.float()).abs().max()
@@ -62,9 +68,7 @@ def check_call(block, result, query, key, value, *args, **kwargs):
     return AttentionCall(block, weights[0], error)
 
 
-def attention_weights(
-    query, key, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
+def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """Returns softmax(qkᵀ), as F.scaled_dot_product_attention defines it: (B, nh, T, S), float32.
 
     query: (B, nh, T, hs). key: (B, nh, S, hs), or fewer heads with enable_gqa. The other arguments

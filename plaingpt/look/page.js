@@ -280,7 +280,8 @@ function drawHead() {
   headText.line.textContent = isLast
     ? "The last token is only predicted. The model does not read it, so it looks nowhere."
     : `From token ${state.token}, the weights are: ${describeRow(weights)}`;
-  colour(headText.text, (i) => (isLast || i === n - 1 ? 0 : weights(state.token, i)));
+  // The square root shows small weights, too.
+  colour(headText.text, (i) => (isLast || i === n - 1 ? 0 : Math.sqrt(weights(state.token, i))));
   headText.picture.replaceChildren(drawMatrix(weights, 512, state.token));
 }
 

@@ -14,6 +14,7 @@ RUN_FILES = (
     "run.json",
     "changes.patch",
     "model_*.pt",
+    "look*.html",
     "events.out.tfevents.*",
     "wandb",
 )

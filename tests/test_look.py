@@ -1,0 +1,530 @@
+"""The page of look.py has the numbers of the model."""
+
+import base64
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+
+from plaingpt.base.errors import UserError
+from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.look.attention import attention_weights
+from plaingpt.look.page import fill_template
+from plaingpt.look.record import record_text
+from plaingpt.look.tokens import name_token, split_text
+from plaingpt.scoring.benchmark import load_examples
+from plaingpt.scoring.rows import make_rows
+from plaingpt.scoring.score import score
+from plaingpt.weights.checkpoint import hash_of_model
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ALONE, MODEL, ROOT, apply_patch, fresh, randomise, write_lines
+
+import look
+import model
+import wikitext
+
+TEXT = "MARLOW: The boats 船 came.\n"  # 28 bytes
+BYTES = get_tokenizer("bytes")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def ids_of(text):
+    return [BYTES.end_of_text, *BYTES.encode(text)]
+
+
+def save_model(directory, step, gpt, tokenizer="bytes"):
+    """Writes a checkpoint with what a look needs -> directory."""
+    directory.mkdir(exist_ok=True)
+    saved = dict(
+        model=gpt.state_dict(),
+        model_config=asdict(gpt.config),
+        model_code=hash_of_model(type(gpt)),
+        tokenizer=tokenizer,
+    )
+    torch.save(saved, directory / f"model_{step:06d}.pt")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three checkpoints that differ."""
+    directory = tmp_path_factory.mktemp("look") / "run"
+    gpt = fresh(MODEL)
+    for step in (5, 10, 20):
+        randomise(gpt)
+        gpt.load_state_dict({name: p * step / 40 for name, p in gpt.state_dict().items()})
+        save_model(directory, step, gpt)
+    return directory
+
+
+def look_at(*flags):
+    """Runs look.py in this process."""
+    look.main([*map(str, flags), "--device", "cpu", "--sample_tokens", "4"])
+
+
+def read_page(path):
+    """The data of a page."""
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8")
+    )
+    return json.loads(data)
+
+
+def unpack(text, dtype):
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+def losses_of(packed):
+    return unpack(packed["prediction"]["losses"], "<f4")
+
+
+def weights_of(call, head):
+    """The weights of a head in a page: (T, T)."""
+    stored = unpack(call["heads"][head], np.uint8)
+    T = math.isqrt(2 * len(stored)) if call["causal"] else math.isqrt(len(stored))
+    weights = np.zeros((T, T))
+    weights[np.tril_indices(T) if call["causal"] else np.indices((T, T)).reshape(2, -1)] = stored
+    return weights / 255
+
+
+def test_losses_are_those_of_wikitext(run, tmp_path):
+    (tmp_path / "held.txt").write_text(TEXT, encoding="utf-8")
+    look_at(run, "--text", tmp_path / "held.txt", "--output", tmp_path / "a.html")
+    data = read_page(tmp_path / "a.html")
+    examples = load_examples(wikitext.BENCHMARK, tmp_path / "held.txt")
+    for stage, step in zip(data["stages"], (5, 10, 20), strict=True):
+        assert stage["name"] == f"step {step}"
+        gpt, tokenizer = model.GPT.load(run / f"model_{step:06d}.pt")
+        rows = make_rows(examples, tokenizer, gpt.config)
+        scores = score(gpt.eval(), examples, rows, ALONE, 2048)
+        (packed,) = stage["looks"]
+        assert losses_of(packed).sum(dtype=float) == pytest.approx(
+            -scores.log_likelihood.sum(), abs=1e-5
+        )
+        assert packed["mean"] == pytest.approx(-scores.log_likelihood.sum() / 28, abs=1e-5)
+        idx = torch.tensor([ids_of(TEXT)])
+        logits = gpt(idx[:, :-1])[0][0].detach()  # (T, vocab_size)
+        expected = F.cross_entropy(logits, idx[0, 1:], reduction="none")
+        assert np.allclose(losses_of(packed), expected, atol=1e-5)
+        prediction = packed["prediction"]
+        order = logits.argsort(dim=-1, descending=True)
+        assert (unpack(prediction["ids"], "<u4").reshape(-1, 5) == order[:, :5].numpy()).all()
+        ranks = (order == idx[0, 1:, None]).nonzero()[:, 1] + 1
+        assert (unpack(prediction["ranks"], "<u4") == ranks.numpy()).all()
+        probs = logits.softmax(-1).sort(descending=True).values[:, :5]
+        assert np.allclose(unpack(prediction["probs"], "<f4").reshape(-1, 5), probs, atol=1e-6)
+
+
+def attention_by_hand(gpt, idx):
+    """The attention of model.py, with the formula of the paper -> (n_layer, nh, T, T)."""
+    found = []
+
+    def keep(attn, args):
+        B, T, C = args[0].shape
+        q, k, _ = attn.c_attn(args[0]).split(C, dim=2)
+        q, k = (t.view(T, attn.n_head, -1).transpose(0, 1) for t in (q, k))  # (nh, T, hs) each
+        scores = torch.einsum("hqc,hkc->hqk", q, k) / math.sqrt(C / attn.n_head)
+        exps = scores.exp() * torch.ones(T, T).tril()
+        found.append(exps / exps.sum(dim=-1, keepdim=True))
+
+    hooks = [block.attn.register_forward_pre_hook(keep) for block in gpt.transformer.h]
+    with torch.no_grad():
+        gpt(idx)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found)
+
+
+def test_attention_is_that_of_the_model(run, tmp_path):
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    (packed,) = read_page(tmp_path / "a.html")["stages"][-1]["looks"]
+    gpt, _ = model.GPT.load(run)
+    expected = attention_by_hand(gpt, torch.tensor([ids_of(TEXT)[:-1]]))
+    assert [call["block"] for call in packed["calls"]] == [1, 2]
+    for layer, call in enumerate(packed["calls"]):
+        for head in range(2):
+            weights = weights_of(call, head)
+            assert np.abs(weights - expected[layer, head].numpy()).max() < 0.5 / 255 + 1e-5
+    for call, by_hand in zip(record_text(gpt.eval(), ids_of(TEXT)).calls, expected, strict=True):
+        assert torch.allclose(call.weights, by_hand, atol=1e-5)
+        assert torch.allclose(call.weights.sum(dim=-1), torch.ones(2, 28), atol=1e-5)
+        assert call.error < 1e-5 and not call.fault
+
+
+def patched_model(name, directory):
+    """The module model.py with a patch of experiments/."""
+    directory.mkdir()
+    for file in ("model.py", "train_gpt2.py"):
+        shutil.copy(ROOT / file, directory)
+    apply_patch(name, directory)
+    return load_module(directory / "model.py", f"model_{name}")
+
+
+def load_module(path, name):
+    spec = importlib.util.spec_from_file_location(name.replace("-", "_"), path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["rotary", "qknorm", "value-residual", "rmsnorm"])
+def test_attention_of_a_changed_model(name, tmp_path):
+    """softmax(qkᵀ)·v is what the call returns, and it is not the attention without the change."""
+    gpt = randomise(patched_model(name, tmp_path / "a").GPT(MODEL)).eval()
+    record = record_text(gpt, ids_of(TEXT))
+    assert [call.block for call in record.calls] == [0, 1]
+    for call in record.calls:
+        assert call.error < 1e-5 and not call.fault
+        assert torch.allclose(call.weights.sum(dim=-1), torch.ones(2, 28), atol=1e-5)
+    if name in ("rotary", "qknorm"):
+        by_hand = attention_by_hand(gpt, torch.tensor([ids_of(TEXT)[:-1]]))
+        assert (record.calls[0].weights - by_hand[0]).abs().max() > 0.01
+    last = record.blocks[-1].prediction.losses
+    assert np.allclose(last, record.prediction.losses, atol=1e-5)
+
+
+class OtherAttention(torch.nn.Module):
+    """Attention that a reader may write instead: kind names it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.q = torch.nn.Linear(32, 32)
+        self.kv = torch.nn.Linear(32, 16)
+
+    def forward(self, x, cache=None, mask=None):
+        T = x.size(1)
+        q = self.q(x).view(1, T, 4, 8).transpose(1, 2)
+        k = self.kv(x).view(1, T, 2, 8).transpose(1, 2)
+        places = torch.arange(T)
+        distance = places[:, None] - places
+        options = dict(enable_gqa=True)
+        if self.kind == "window":
+            options.update(attn_mask=(distance >= 0) & (distance < 4), scale=0.2)
+        elif self.kind == "alibi":
+            bias = (-0.5 * distance).masked_fill(distance < 0, -math.inf)
+            options.update(attn_mask=bias)
+        elif self.kind == "prefix":  # the first five tokens see each other
+            options.update(attn_mask=(distance >= 0) | (places < 5))
+        elif self.kind == "dropout":
+            options.update(dropout_p=0.5, is_causal=True)
+        elif self.kind == "keys":  # there is one key more than tokens
+            k = torch.cat([k, k[:, :, :1]], dim=2)
+        if self.kind == "hand":
+            weights = (q @ k.repeat_interleave(2, dim=1).transpose(-2, -1)).softmax(-1)
+            y = weights @ k.repeat_interleave(2, dim=1)
+        else:
+            y = F.scaled_dot_product_attention(query=q, key=k, value=k, **options)
+        return y.transpose(1, 2).flatten(2)
+
+
+def gpt_with(kind):
+    gpt = fresh(MODEL)
+    gpt.transformer.h[1].attn = OtherAttention(kind)
+    return randomise(gpt).eval()
+
+
+@pytest.mark.parametrize("kind", ["window", "alibi", "prefix"])
+def test_attention_with_another_mask(kind):
+    call = record_text(gpt_with(kind), ids_of(TEXT)).calls[1]
+    assert call.error < 1e-5 and not call.fault
+    weights = call.weights
+    assert weights.shape == (4, 28, 28)
+    assert torch.allclose(weights.sum(dim=-1), torch.ones(4, 28), atol=1e-5)
+    sees = {"window": 4, "alibi": 28, "prefix": 28}[kind]
+    assert (weights[:, 27] > 0).sum(dim=-1).tolist() == [sees] * 4
+    assert bool(weights[:, 0, 4].min() > 0) == (kind == "prefix")
+
+
+@pytest.mark.parametrize(
+    "kind, fault",
+    [
+        ("hand", "it makes no call of F.scaled_dot_product_attention"),
+        ("dropout", "softmax(qkᵀ)·v differs from the result of the call by "),
+        ("keys", "its queries and keys have the shapes (1, 4, 28, 8) and (1, 2, 29, 8)"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(kind, fault):
+    calls = record_text(gpt_with(kind), ids_of(TEXT)).calls
+    assert calls[0].weights is not None and not calls[0].fault
+    assert calls[1].weights is None and calls[1].fault.startswith(fault)
+
+
+def reference_cases():
+    T = 6
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    return [
+        dict(is_causal=True),
+        dict(is_causal=True, scale=0.3),
+        dict(attn_mask=(distance >= 0) & (distance < 3)),
+        dict(attn_mask=(distance >= 0)[None, None].repeat(1, 4, 1, 1)),
+        dict(attn_mask=torch.randn(T, T), scale=2.0),
+        dict(attn_mask=(distance > 0)),  # the first token sees nothing
+        dict(),
+    ]
+
+
+@pytest.mark.parametrize("options", reference_cases(), ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("n_kv", [4, 2, 1])
+def test_the_weights_are_those_of_torch(options, n_kv):
+    """With the unit matrix as values, the function returns its weights."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, n_kv, 6, 8)
+    options = dict(options, enable_gqa=n_kv < 4)
+    unit = torch.eye(6).expand(1, n_kv, 6, 6)
+    expected = F.scaled_dot_product_attention(q, k, unit, **options).nan_to_num()
+    assert torch.allclose(attention_weights(q, k, **options), expected, atol=1e-6)
+
+
+def test_what_each_block_adds():
+    gpt = randomise(fresh(MODEL)).eval()
+    record = record_text(gpt, ids_of(TEXT))
+    idx = torch.tensor([ids_of(TEXT)[:-1]])
+    t = gpt.transformer
+    with torch.no_grad():
+        x = t.wte(idx) + t.wpe(torch.arange(28))
+        for i in range(3):
+            logits = gpt.lm_head(t.ln_f(x))[0]
+            probs, ids = logits.softmax(-1).topk(3)
+            block = record.blocks[i]
+            assert block.name == (f"block {i}" if i else "embedding")
+            assert (block.prediction.ids == ids.numpy()).all()
+            assert np.allclose(block.prediction.probs, probs, atol=1e-6)
+            assert np.allclose(block.norms, x[0].norm(dim=-1), rtol=1e-5)
+            x = t.h[i](x) if i < 2 else x
+    assert np.allclose(record.blocks[2].prediction.losses, record.prediction.losses, atol=1e-5)
+
+
+def test_a_block_that_returns_no_stream():
+    class Pair(torch.nn.Module):
+        def forward(self, x, cache=None, mask=None):
+            return x[..., :16], x[..., 16:]
+
+    gpt = randomise(fresh(MODEL)).eval()
+    gpt.transformer.h.append(Pair())
+    gpt.transformer.ln_f.register_forward_pre_hook(
+        lambda norm, args: torch.cat(args[0], -1) if isinstance(args[0], tuple) else None
+    )
+    blocks = record_text(gpt, ids_of(TEXT)).blocks
+    assert [bool(block.fault) for block in blocks] == [False, False, False, True]
+    assert blocks[3].fault == "it returns no tensor (B, T, C)"
+
+
+def test_bytes_of_a_character_are_shown_as_this_character():
+    ids = [*"a é船".encode(), 0xE8, ord("b"), 0xFF, 0xE8]
+    texts = split_text(ids, BYTES)
+    assert texts == ["a", " ", "é", "", "船", "", "", "\ufffd", "b", "\ufffd", "\ufffd"]
+    gpt2 = get_tokenizer("gpt2")
+    text = "Hello 船, 港口 ünï 🚢!"
+    ids = gpt2.encode(text)
+    assert "".join(split_text(ids, gpt2)) == text
+    assert split_text([gpt2.end_of_text, *ids], gpt2)[:2] == ["<|endoftext|>", "Hello"]
+    assert [name_token(i, BYTES) for i in (65, 10, 0xE8)] == ["A", "\n", "<E8>"]
+    assert name_token(gpt2.end_of_text, gpt2) == "<|endoftext|>"
+    assert name_token(50300, gpt2) == "<50300>"  # a padded head may predict it
+
+
+def test_no_text_ends_the_script():
+    evil = "</script><script>alert(1)</script><!-- {{data}} \" ' & \0 \udc80 {{script}}"
+    page = fill_template(evil, dict(text=evil)).decode()
+    assert page.count("</script>") == 2 and "<!--" not in page.partition('id="data"')[2]
+    (data,) = re.findall(r'id="data">(.*?)</script>', page)
+    assert json.loads(data) == dict(text=evil)
+    assert "<title>&lt;/script&gt;" in page
+
+
+def test_two_runs(run, tmp_path, capsys):
+    """They have the steps that are in both, and the text fits the smaller context."""
+    other = randomise(fresh(model.GPTConfig(1, 2, 32, 16, 256)))
+    for step in (10, 20, 30):
+        save_model(tmp_path / "b", step, other)
+    look_at(run, tmp_path / "b", "--text", TEXT, "--output", tmp_path / "a.html")
+    data = read_page(tmp_path / "a.html")
+    assert [stage["name"] for stage in data["stages"]] == ["step 10", "step 20"]
+    assert data["runs"] == [str(run), str(tmp_path / "b")] and len(data["tokens"]) == 17
+    assert data["note"] == "The text has 28 tokens. The page shows the first 16."
+    assert "note: The text has 28 tokens." in capsys.readouterr().out
+    first, second = data["stages"][1]["looks"]
+    assert first["mean"] == pytest.approx(losses_of(first).mean(), abs=1e-5)
+    assert second["mean"] != pytest.approx(first["mean"], abs=1e-3)
+
+
+def test_pairs(run, tmp_path):
+    pairs = [("12+3=", "15"), ("a:", " b"), ("too long to fit" * 3, "x")]
+    records = [dict(prompt=prompt, response=response) for prompt, response in pairs]
+    path = write_lines(tmp_path / "pairs.jsonl", records)
+    look_at(run, "--text", path, "--output", tmp_path / "a.html")
+    data = read_page(tmp_path / "a.html")
+    assert "".join(data["tokens"]) == "\n12+3=15\na: b\n"
+    counted = "".join("x" if each else "." for each in data["counted"])
+    assert counted == "......xxx..xxx"
+    assert data["note"] == "The page shows the first 2 pairs."
+    assert data["stages"][0]["looks"][0]["sample"].startswith("12+3=")
+    with pytest.raises(UserError, match="pairs.jsonl: no first pair of at most 4 tokens"):
+        look_at(run, "--text", path, "--max_tokens", 4)
+
+
+def test_checkpoints_are_chosen_evenly():
+    first = look.Run("a", {str(step): None for step in range(20)}, None)
+    assert look.choose_stages([first], 30) == [str(step) for step in range(20)]
+    assert look.choose_stages([first], 3) == ["0", "10", "19"]
+    assert look.choose_stages([first], 1) == ["19"]
+    second = look.Run("b", {"7": None, "30": None}, None)
+    assert look.choose_stages([first, second], 8) == ["7"]
+    assert look.choose_stages([first, look.Run("c", {"x": None}, None)], 8) == [None]
+
+
+def test_a_large_page_has_the_attention_of_the_last_checkpoint(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("plaingpt.look.page.LIMIT", 1000)
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    looks = [stage["looks"][0] for stage in read_page(tmp_path / "a.html")["stages"]]
+    assert [look["calls"] is None for look in looks] == [True, True, False]
+
+
+def test_own_code(run, tmp_path):
+    """A run of a patch is read with the model.py of its commit and its changes.patch."""
+    rotary = patched_model("rotary", tmp_path / "code")
+    gpt = randomise(rotary.GPT(MODEL))
+    directory = save_model(tmp_path / "rotary", 20, gpt)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    facts = dict(git_commit=f"{commit.stdout.strip()}-dirty")
+    (directory / "run.json").write_text(json.dumps(facts))
+    shutil.copy(ROOT / "experiments/rotary.patch", directory / "changes.patch")
+    with pytest.raises(UserError, match="restore that model.py"):
+        look_at(directory, "--text", TEXT)
+    look_at(directory, "--text", TEXT, "--own_code")
+    (packed,) = read_page(directory / "look.html")["stages"][0]["looks"]
+    assert np.allclose(losses_of(packed), record_text(gpt.eval(), ids_of(TEXT)).prediction.losses)
+    with pytest.raises(UserError, match="run.json names no commit; leave out --own_code"):
+        look_at(run, "--text", TEXT, "--own_code")
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("RUN", 'no text; give --text "a text", or --text FILE'),
+        ("nowhere --text a", "nowhere: has no checkpoint; give a run, such as log/baby"),
+        ("RUN RUN RUN --text a", "3 runs are given; give one or two"),
+        ("RUN --text held.txt", "--text held.txt: no such file; give another one, or a text"),
+        ("RUN --text empty.txt", "--text: has no tokens; give a longer one"),
+        ("RUN --text utf16.txt", "--text utf16.txt: cannot be read"),
+        ("RUN --text a --output no/a.html", "--output no/a.html: cannot write there"),
+        ("RUN --text in.txt --output in.txt", "--output in.txt: is also an input"),
+        ("RUN gpt2ids --text a", "RUN and gpt2ids: have different tokenizers; give"),
+        ("cut --text a", "cut/model_000005.pt: not a readable checkpoint"),
+    ],
+)
+def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").symlink_to(run)
+    (tmp_path / "in.txt").write_text("a")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "utf16.txt").write_text("abc", encoding="utf-16")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/model_000005.pt").write_bytes((run / "model_000005.pt").read_bytes()[:5000])
+    if "gpt2ids" in flags:
+        save_model(tmp_path / "gpt2ids", 5, fresh(model.GPTConfig(1, 1, 2, 32)), "gpt2")
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+        look_at(*flags.split())
+
+
+def test_names_and_texts_of_any_kind(run, tmp_path, monkeypatch):
+    """The default output is in the run, and carries the name of the second one."""
+    monkeypatch.chdir(tmp_path)
+    name = "</script>'\"&\x07 é"
+    shutil.copytree(run, tmp_path / "b")
+    place = tmp_path / name.replace("/", "_")
+    shutil.copytree(run, place)
+    look_at(place, "b", "--text", name * 300, "--max_checkpoints", 1)
+    data = read_page(place / "look-b.html")
+    assert data["runs"] == [str(place), "b"]
+    assert "".join(data["tokens"]) == "\n" + (name * 300).encode()[:32].decode(errors="replace")
+
+
+def dump(path, fragment):
+    """Opens a page in chromium, without a network -> (text of the page, by id; the console)."""
+    done = subprocess.run(
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",  # root has none
+            "--disable-gpu",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={path.parent}/chromium",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            f"{path.as_uri()}#{fragment}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return done.stdout, console
+
+
+def text_of(dom, name):
+    """The text of the element with this id, without its tags, up to the next element with an id."""
+    part = dom.partition(f'id="{name}"')[2]
+    part = re.split(r'<[^>]* id="', part)[0].partition(">")[2]
+    return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", part))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
+def test_a_browser_shows_the_numbers(run, tmp_path):
+    """The address chooses a token, a checkpoint and a head."""
+    evil = "x</script><b>'\"&\x07\u202e" + "船"
+    look_at(run, "--text", evil, "--output", tmp_path / "a.html")
+    tokens = read_page(tmp_path / "a.html")["tokens"]
+    seen = set()
+    for stage, token in ((0, 3), (1, 7), (2, len(tokens) - 2)):
+        dom, console = dump(tmp_path / "a.html", f"token={token}&stage={stage}&head=0.1.0")
+        assert console == []
+        gpt, _ = model.GPT.load(run / f"model_{(5, 10, 20)[stage]:06d}.pt")
+        record = record_text(gpt.eval(), ids_of(evil))
+        prediction = record.prediction
+        card = text_of(dom, "card")
+        loss = prediction.losses[token - 1]
+        assert f"token {token} " in card
+        assert f"loss {loss:.4f}" in card and f"rank {prediction.ranks[token - 1]}" in card
+        for p in prediction.probs[token - 1]:
+            assert f"{100 * p:.1f} %" in card
+        assert f"Mean loss {prediction.losses.mean():.4f}" in text_of(dom, "facts")
+        blocks = text_of(dom, "blocks")
+        for block in record.blocks:
+            assert f"{block.prediction.losses[token - 1]:.4f}" in blocks
+            assert f"{block.norms[token - 1]:.2f}" in blocks
+        largest = record.calls[1].weights[0, token].max().item()
+        found = re.search(r"the weights are: ([\d.]+) token", text_of(dom, "head"))
+        assert abs(float(found[1]) - largest) < 0.5 / 255 + 1e-3
+        seen.add(card)
+    assert len(seen) == 3
+    dom, console = dump(tmp_path / "a.html", "token=999&stage=-1&head=7.x")  # is ignored
+    assert console == [] and "token 1 " in text_of(dom, "card") and "step 20" in dom
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
+def test_a_browser_shows_the_difference_of_two_runs(run, tmp_path):
+    save_model(tmp_path / "b", 20, randomise(fresh(MODEL)))
+    look_at(run, tmp_path / "b", "--text", TEXT, "--output", tmp_path / "a.html")
+    (stage,) = read_page(tmp_path / "a.html")["stages"]
+    a, b = (losses_of(packed).astype(float) for packed in stage["looks"])
+    dom, console = dump(tmp_path / "a.html", "token=2")
+    assert console == []
+    assert f"{b.sum() - a.sum():.4f} nats over the text" in text_of(dom, "sum")
+    rows = re.findall(r"<tr>.*?</tr>", dom.partition('id="largest"')[2].partition("</table>")[0])
+    shown = [float(re.sub("<[^>]*>", " ", row).split()[-1]) for row in rows[1:]]
+    order = np.argsort(-np.abs(b - a), kind="stable")[:20]
+    assert shown == pytest.approx((b - a)[order], abs=1e-4)
