@@ -7,6 +7,7 @@ const n = data.tokens.length;
 const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
 const state = { token: Math.min(1, n - 1), stage: data.stages.length - 1, head: [0, 0, 0] };
 const texts = [];  // the elements with the text: each has a span for each token
+const heads = [];  // the buttons of the heads that are shown
 
 // ---- numbers -----------------------------------------------------------------------------------
 
@@ -76,6 +77,7 @@ function tokenOf(text) {
   return make("span", { className: "token", text: shown });
 }
 
+const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
 const percent = (p) => `${(100 * p).toFixed(1)} %`;
 const nameOf = (i) => data.tokens[i] || "·";  // a byte that continues a character
 
@@ -143,8 +145,9 @@ function sides(makeOne) {
 function drawFacts() {
   const rows = looks().map((look, run) => make("p", {
     text: `${data.runs[run]}, ${data.stages[state.stage].name}: ${look.facts}. `
-      + `Mean loss ${look.mean.toFixed(4)} nats per token over ${n - 1} tokens`
-      + `${data.counted ? `, and ${meanOfResponses(look).toFixed(4)} over the outlined responses` : ""}.`,
+      + `Mean loss ${look.mean.toFixed(4)} nats per token over ${n - 1} tokens, `
+      + `which is a perplexity of ${formatLarge(Math.exp(look.mean))}`
+      + `${data.counted ? `; over the outlined responses, the mean is ${meanOfResponses(look).toFixed(4)}` : ""}.`,
   }));
   if (data.note) rows.push(make("p", { className: "note", text: data.note }));
   byId("facts").replaceChildren(...rows);
@@ -179,8 +182,11 @@ function drawCard(i) {
   const parts = sides((look) => {
     const { loss, rank, likeliest } = predictionAt(look.prediction, i);
     const line = `loss ${loss.toFixed(4)} · probability ${percent(Math.exp(-loss))} · rank ${rank}`;
-    const rows = likeliest.map(([name, p]) => [tokenOf(name), percent(p)]);
-    return make("div", {}, [make("div", { text: line }), makeTable(["likeliest", ""], rows)]);
+    const best = likeliest.map(([name, p]) => make("span", {}, [tokenOf(name), ` ${percent(p)}`]));
+    return make("div", {}, [
+      make("div", { text: line }),
+      make("div", { className: "likeliest" }, ["likeliest:", ...best]),
+    ]);
   });
   byId("card").replaceChildren(title, make("div", { className: "sides" }, parts));
 }
@@ -206,8 +212,9 @@ function rowOfBlock(block) {
   return [block.name, ...best, percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(4), norm.toFixed(2)];
 }
 
-/** Draws all heads, and below each the token that the chosen one looks at most. */
+/** Draws all heads. markHeads() adds what depends on the chosen token. */
 function drawAttention() {
+  heads.length = 0;
   byId("attention").replaceChildren(...sides((look, run) => {
     const part = make("div");
     if (!look.calls) {
@@ -229,17 +236,26 @@ function drawAttention() {
 }
 
 function makeHead(call, place) {
-  const [, , head] = place;
+  const head = place[2];
   const weights = weightsOf(call, head);
-  const label = `block ${call.block}, head ${head + 1}`;
-  const button = make("button", { "aria-label": label, "aria-pressed": String(`${place}` === `${state.head}`) });
-  button.append(drawMatrix(weights, 96, -1), `head ${head + 1}`, make("br"));
-  if (state.token < n - 1) {
-    const [column, weight] = largestOf(weights, state.token);
-    button.append(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
-  }
+  const button = make("button", { "aria-label": `block ${call.block}, head ${head + 1}` });
+  const seen = make("div");
+  button.append(drawMatrix(weights, 96, -1), `head ${head + 1}`, seen);
   button.addEventListener("click", () => choose({ head: place }));
+  heads.push({ button, seen, weights, place });
   return button;
+}
+
+/** Writes below each head the token that the chosen one looks at most, and marks the chosen head. */
+function markHeads() {
+  for (const { button, seen, weights, place } of heads) {
+    button.setAttribute("aria-pressed", String(`${place}` === `${state.head}`));
+    seen.replaceChildren("–");
+    if (state.token < n - 1) {
+      const [column, weight] = largestOf(weights, state.token);
+      seen.replaceChildren(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
+    }
+  }
 }
 
 /** Draws the weights of a head. A pixel of a smaller picture is the largest weight in its square. */
@@ -321,10 +337,13 @@ function contextOf(i) {
 }
 
 function drawChecks() {
-  const errors = looks().map((look) => look.error.toExponential(1));
-  byId("checks").textContent = "Losses are in nats. Attention is what F.scaled_dot_product_attention "
-    + "was given: for each call, softmax(qkᵀ)·v was compared with its result. The largest difference is "
-    + `${errors.join(" and ")}, relative. Weights of attention are stored in 8 bits.`;
+  const errors = looks().filter((look) => look.error !== null).map((look) => look.error.toExponential(1));
+  const checked = errors.length
+    ? "Attention is what F.scaled_dot_product_attention was given: for each head that is shown, "
+      + `softmax(qkᵀ)·v was compared with its result. The largest difference is ${errors.join(" and ")}, `
+      + "relative. Weights of attention are stored in 8 bits."
+    : "";
+  byId("checks").textContent = `Losses are in nats, and probabilities are those of the model. ${checked}`;
 }
 
 // ---- what is chosen ----------------------------------------------------------------------------
@@ -337,7 +356,7 @@ function drawToken() {
   }
   drawCard(state.token);
   drawBlocks();
-  drawAttention();
+  markHeads();
   drawHead();
 }
 
@@ -346,6 +365,7 @@ function drawAll() {
   drawStage();
   drawLosses();
   drawDifference();
+  drawAttention();
   drawToken();
   drawChecks();
 }

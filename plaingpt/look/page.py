@@ -110,6 +110,7 @@ def size_of_calls(record):
 def pack_look(look, with_attention):
     """Look -> dict for JSON. with_attention: whether the page has its attention."""
     record = look.record
+    errors = [call.error for call in record.calls if call.weights is not None]
     return dict(
         facts=look.facts,
         sample=look.sample,
@@ -117,7 +118,7 @@ def pack_look(look, with_attention):
         prediction=pack_prediction(record.prediction),
         blocks=[pack_block(block) for block in record.blocks],
         calls=[pack_call(call) for call in record.calls] if with_attention else None,
-        error=max(call.error for call in record.calls),
+        error=max(errors, default=None),
     )
 
 
