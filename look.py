@@ -62,7 +62,7 @@ class Run:
 
     name: str
     checkpoints: dict  # {name of the stage, such as "step 300": what GPT.load takes}, oldest first
-    directory: Path  # of the run; the current one for a name on the hub
+    directory: Path | None  # of the run; None for a GPT-2 of Hugging Face
     GPT: type = GPT  # the class of its model
 
 
@@ -90,7 +90,7 @@ def find_runs(places, model):
     """
     runs = [find_run(place) for place in places]
     if model:
-        runs.append(Run(model, {"published": model}, Path()))
+        runs.append(Run(model, {"published": model}, None))
     if not runs:
         runs.append(find_run(find_newest_model().parent))
     if len(runs) > 2:
@@ -132,6 +132,14 @@ def own_class(run):
             yield
         finally:
             remove_copies([copy])
+
+
+def changes_model(run):
+    """Returns whether the changes.patch of a run changes model.py."""
+    if run.directory is None:
+        return False
+    patch = run.directory / "changes.patch"
+    return patch.is_file() and b"\n+++ b/model.py" in patch.read_bytes()
 
 
 def import_file(path, name):
@@ -252,7 +260,7 @@ def look_at_all(runs, config, process):
 def default_output(runs):
     """Returns where the page goes: into the first run, with the name of the second one, if any."""
     name = f"look-{Path(runs[1].name).name}.html" if len(runs) > 1 else "look.html"
-    return runs[0].directory / name
+    return (runs[0].directory or Path()) / name
 
 
 def main(argv=None):
@@ -268,8 +276,10 @@ def main(argv=None):
     process = start(config.device, "float32")
     with contextlib.ExitStack() as copies:
         for run in runs:
-            if config.own_code and run.directory != Path():
+            if config.own_code and run.directory:
                 copies.enter_context(own_class(run))
+            elif changes_model(run):
+                print0(f"note: {run.name} has changes of model.py; --own_code reads it with them")
         text, stages, tokenizer = look_at_all(runs, config, process)
     page = build_page(text, stages, [run.name for run in runs], tokenizer)
     with writing(output), replacing(Path(output).resolve()) as file:

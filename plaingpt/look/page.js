@@ -5,6 +5,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const n = data.tokens.length;
 const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
+const WIDEST = 3;  // nats: a larger difference of two losses has the same colour
 const state = { token: Math.min(1, n - 1), stage: data.stages.length - 1, head: [0, 0, 0] };
 const texts = [];  // the elements with the text: each has a span for each token
 const heads = [];  // the buttons of the heads that are shown
@@ -78,17 +79,17 @@ function tokenOf(text) {
 }
 
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
-const percent = (p) => `${(100 * p).toFixed(1)} %`;
+const percent = (p) => (p && p < 0.0005 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
 const nameOf = (i) => data.tokens[i] || "·";  // a byte that continues a character
 
 /** Makes a table. rows: lists of texts, numbers as texts, or elements. */
-function makeTable(heads, rows) {
+function makeTable(titles, rows) {
   const table = make("table");
-  table.append(make("tr", {}, heads.map((text) => make("th", { text }))));
+  table.append(make("tr", {}, titles.map((text) => make("th", { text }))));
   for (const row of rows) {
     const cells = row.map((cell) => {
       const isElement = cell instanceof Element;
-      const isNumber = !isElement && /^[-+]?[\d.]+( %)?$/.test(cell);
+      const isNumber = !isElement && /^[-+<]? ?[\d.]+( %)?$/.test(cell);
       return make("td", isNumber ? { className: "number" } : {}, [cell]);
     });
     table.append(make("tr", {}, cells));
@@ -185,7 +186,7 @@ function drawCard(i) {
     const best = likeliest.map(([name, p]) => make("span", {}, [tokenOf(name), ` ${percent(p)}`]));
     return make("div", {}, [
       make("div", { text: line }),
-      make("div", { className: "likeliest" }, ["likeliest:", ...best]),
+      make("div", { className: "likeliest" }, best),
     ]);
   });
   byId("card").replaceChildren(title, make("div", { className: "sides" }, parts));
@@ -195,10 +196,10 @@ function drawBlocks() {
   for (const element of document.querySelectorAll(".chosen")) {
     element.replaceChildren(`token ${state.token} `, tokenOf(nameOf(state.token)));
   }
-  const heads = ["after", "likeliest", "", "", "right", "loss", "mean loss", "length of x"];
+  const titles = ["after", "likeliest", "", "", "right", "loss", "mean loss", "length of x"];
   byId("blocks").replaceChildren(...sides((look) => {
     const rows = state.token ? look.blocks.map((block) => rowOfBlock(block)) : [];
-    return make("div", { className: "wide" }, [makeTable(heads, rows)]);
+    return make("div", { className: "wide" }, [makeTable(titles, rows)]);
   }));
 }
 
@@ -317,7 +318,7 @@ function drawDifference() {
   const sum = differences.reduce((x, y) => x + y, 0);
   byId("sum").textContent = `Loss of ${data.runs[1]} minus loss of ${data.runs[0]}: `
     + `${sum.toFixed(4)} nats over the text, ${(sum / (n - 1)).toFixed(4)} per token.`;
-  colour(differenceText, (i) => (i ? differences[i - 1] / 3 : 0));
+  colour(differenceText, (i) => (i ? differences[i - 1] / WIDEST : 0));
   const order = differences.map((_, i) => i).sort((i, j) => Math.abs(differences[j]) - Math.abs(differences[i]));
   const rows = order.slice(0, 20).map((i) => [
     contextOf(i + 1), a[i].toFixed(4), b[i].toFixed(4), differences[i].toFixed(4),
@@ -330,7 +331,7 @@ function contextOf(i) {
   const before = data.tokens.slice(Math.max(1, i - 20), i).join("").slice(-30);
   const after = data.tokens.slice(i + 1, i + 21).join("").slice(0, 20);
   const token = tokenOf(nameOf(i));
-  token.style.fontWeight = "bold";
+  token.classList.add("here");
   const button = make("button", {}, [tokenOf(before), token, tokenOf(after)]);
   button.addEventListener("click", () => choose({ token: i }));
   return button;
@@ -401,8 +402,8 @@ byId("slider").max = data.stages.length - 1;
 byId("slider").hidden = data.stages.length < 2;
 byId("slider").addEventListener("input", (event) => choose({ stage: Number(event.target.value) }));
 byId("guess").textContent = `${GUESS.toFixed(2)}: a guess among ${data.vocabulary} tokens`;
-byId("first").textContent = `${data.runs[1]} is better`;
-byId("second").textContent = `${data.runs[0]} is better`;
+byId("first").textContent = `${data.runs[1]} is better by ${WIDEST} nats`;
+byId("second").textContent = `${data.runs[0]} is better by ${WIDEST} nats`;
 addEventListener("hashchange", () => { readAddress(); drawAll(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 drawAll();
