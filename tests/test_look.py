@@ -16,6 +16,7 @@ from plaingpt.look.attention import attention_weights
 from plaingpt.look.page import fill_template
 from plaingpt.look.record import record_text
 from plaingpt.look.tokens import name_token, split_text
+from plaingpt.run.directory import prepare_run_directory
 from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.rows import make_rows
 from plaingpt.scoring.score import score
@@ -448,6 +449,13 @@ def test_names_and_texts_of_any_kind(run, tmp_path, monkeypatch):
     data = read_page(place / "look-b.html")
     assert data["runs"] == [str(place), "b"]
     assert "".join(data["tokens"]) == "\n" + (name * 300).encode()[:32].decode(errors="replace")
+
+
+def test_a_new_run_moves_the_page_of_the_old_one_aside(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/look-b.html").write_text("old")
+    prepare_run_directory(tmp_path / "run", step=0)
+    assert (tmp_path / "run.1/look-b.html").read_text() == "old"
 
 
 def dump(path, fragment):

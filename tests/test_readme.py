@@ -27,6 +27,7 @@ ENGLISH = (
         for name in (
             "lesson",
             "experiments",
+            "look",
             "speed",
             "data",
             "benchmarks",
