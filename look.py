@@ -50,7 +50,7 @@ class LookConfig:
     model: str | None = flag(None, "GPT-2 of Hugging Face: name or directory")
     output: str | None = flag(None, "file to write [look.html in the first run]")
     max_tokens: int = flag(256, "longest text; a page grows with its square", at_least=1)
-    max_checkpoints: int = flag(8, "of a run, from the first to the last", at_least=1)
+    max_checkpoints: int = flag(12, "of a run, from the first to the last", at_least=1)
     sample_tokens: int = flag(200, "tokens that each checkpoint writes", at_least=0)
     own_code: bool = flag(False, "run the model.py of each run: its commit and changes.patch")
     device: str = flag("auto", "cuda, mps or cpu")
