@@ -264,7 +264,7 @@ function drawMatrix(weights, largest, chosen) {
   const T = n - 1;
   const size = Math.min(T, largest);
   const canvas = make("canvas", { width: size, height: size, "aria-hidden": "true" });
-  const [ink, frame] = ["color", "accent-color"].map((name) => rgbOf(name));
+  const [ink, frame] = ["color", "outline-color"].map((name) => rgbOf(name));
   const picture = new ImageData(size, size);
   for (let row = 0; row < T; row++) {
     const y = Math.floor(row * size / T);
@@ -278,7 +278,7 @@ function drawMatrix(weights, largest, chosen) {
   return canvas;
 }
 
-/** Returns a colour of the slider, [red, green, blue], which is that of the light or dark page. */
+/** Returns a colour of the slider as [red, green, blue]. page.css gives it those of the page. */
 function rgbOf(name) {
   return getComputedStyle(byId("slider")).getPropertyValue(name).match(/\d+/g).slice(0, 3).map(Number);
 }
