@@ -522,6 +522,37 @@ def test_a_browser_shows_the_numbers(run, tmp_path):
     assert console == [] and "token 1 " in text_of(dom, "card") and "step 20" in dom
 
 
+# What a user does: chooses the next token, moves the slider, clicks a head, points at a token.
+ACTIONS = """<script>
+const text = document.querySelector(".text");
+text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+text.children[9].click();
+text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
+byId("slider").value = 0;
+byId("slider").dispatchEvent(new Event("input"));
+document.querySelectorAll(".heads button")[3].click();
+document.title = location.hash;
+text.children[2].dispatchEvent(new Event("pointerenter"));
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
+def test_keys_and_clicks(run, tmp_path):
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    with open(tmp_path / "a.html", "a") as file:
+        file.write(ACTIONS)
+    dom, console = dump(tmp_path / "a.html", "")
+    assert console == []
+    assert "<title>#token=8&amp;stage=0&amp;head=0.1.1</title>" in dom
+    assert "token 2 A" in text_of(dom, "card")  # that under the pointer
+    gpt, _ = model.GPT.load(run / "model_000005.pt")
+    losses = record_text(gpt.eval(), ids_of(TEXT)).prediction.losses
+    assert f"Mean loss {losses.mean():.4f}" in text_of(dom, "facts")
+    assert f"loss {losses[1]:.4f}" in text_of(dom, "card")
+    assert f"{losses[7]:.4f}" in text_of(dom, "blocks")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
 def test_a_browser_shows_the_difference_of_two_runs(run, tmp_path):
