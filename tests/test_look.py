@@ -564,6 +564,6 @@ def test_a_browser_shows_the_difference_of_two_runs(run, tmp_path):
     assert console == []
     assert f"{b.sum() - a.sum():.4f} nats over the text" in text_of(dom, "sum")
     rows = re.findall(r"<tr>.*?</tr>", dom.partition('id="largest"')[2].partition("</table>")[0])
-    shown = [float(re.sub("<[^>]*>", " ", row).split()[-1]) for row in rows[1:]]
+    shown = [float(re.sub("<[^>]*>", " ", row).split()[0]) for row in rows[1:]]
     order = np.argsort(-np.abs(b - a), kind="stable")[:20]
     assert shown == pytest.approx((b - a)[order], abs=1e-4)

@@ -321,9 +321,9 @@ function drawDifference() {
   colour(differenceText, (i) => (i ? differences[i - 1] / WIDEST : 0));
   const order = differences.map((_, i) => i).sort((i, j) => Math.abs(differences[j]) - Math.abs(differences[i]));
   const rows = order.slice(0, 20).map((i) => [
-    contextOf(i + 1), a[i].toFixed(4), b[i].toFixed(4), differences[i].toFixed(4),
+    differences[i].toFixed(4), contextOf(i + 1), a[i].toFixed(4), b[i].toFixed(4),
   ]);
-  byId("largest").replaceChildren(...makeTable(["token", ...data.runs, "difference"], rows).children);
+  byId("largest").replaceChildren(...makeTable(["difference", "token", ...data.runs], rows).children);
 }
 
 /** Makes a button with a token and its context, which chooses the token. */
