@@ -1,0 +1,362 @@
+"""Does a change still help when the model grows? Plans a ladder of sizes, and judges its losses.
+
+A difference in loss cannot be compared over sizes: a larger model is at a flatter place of its
+curve, where the same difference costs more compute. So each size has a compute multiplier m: base
+needs m times the compute of the changed model for the same loss. It is a distance between curves:
+
+    loss |  b
+         |     b             b, c: the mean losses of base and of the changed model at each size
+         |  c     b
+         |     c--m--b       ln(m) is the horizontal distance: the loss is equal at both ends
+         |        c     b
+         +------------------ ln(compute)
+
+All logarithms here are natural. x is the logarithm of the compute, and 0 at the largest size.
+"""
+
+import math
+from typing import NamedTuple
+
+from plaingpt.base.errors import UserError
+from plaingpt.run.intervals import t95
+
+import numpy as np
+
+HEAD_SIZE = 32  # channels of a head, at every size: other heads would be another change
+RATE = 1.5  # --max_lr x channels; measured for Muon: twice the width has about half the best rate
+WARMUP_SHARE = 0.1  # of the steps
+MIN_STEPS = 300  # with 165 steps, a change that helps larger models did nothing
+NO_GAIN = math.log(1.1)  # a smaller |ln(m)| does not matter
+MARGIN = math.log(1.5)  # how far a curve may be read beyond the ends of the ladder
+MOST_RUNS = 1000  # at each size; nobody trains more
+
+
+class Rung(NamedTuple):
+    """How one size of the ladder is trained. The names with an underscore are flags."""
+
+    n_embd: int
+    n_head: int
+    weights: int  # those of the matrix products, with the head
+    max_steps: int
+    warmup_steps: int
+    max_lr: float
+    tokens: int  # read in training
+    flops: int  # of training
+
+
+class Estimate(NamedTuple):
+    """A logarithm with its 95 % interval, value ± half. m, low and high are its exponentials."""
+
+    value: float
+    half: float
+    # (sizes,) How much the value changes with the difference in mean loss at each size.
+    weights: np.ndarray
+
+    @property
+    def m(self):
+        return math.exp(self.value)
+
+    @property
+    def low(self):
+        return math.exp(self.value - self.half)
+
+    @property
+    def high(self):
+        return math.exp(self.value + self.half)
+
+
+class Comparison(NamedTuple):
+    """What compare_curves has found."""
+
+    sizes: list[Estimate]  # ln(m) at each size, the smallest first
+    trend: Estimate  # the change of ln(m) per decade (factor of ten) of compute
+    far: Estimate  # ln(m) at `ahead` times the compute of the largest size, if the trend goes on
+    ahead: float
+    x: np.ndarray  # (sizes,) the compute of the changed model where ln(m) was read
+    falls: np.ndarray  # (sizes,) by how much the loss falls there when x grows by 1
+    variances: np.ndarray  # (2, sizes) of the losses of base and of the changed model over seeds
+    counts: np.ndarray  # (2, sizes) their numbers of runs
+
+
+class Distance(NamedTuple):
+    """The horizontal distance between the two curves at one loss."""
+
+    log_m: float
+    x: float  # on the curve of the changed model
+    fall: float
+    outside: float  # how far beyond the ends of the ladder a curve was read; 0: inside
+
+
+def rung(n_embd, n_layer, block_size, total_batch_size, vocab_size, tokens_per_weight=5):
+    """Plans the training of one size -> Rung.
+
+    n_embd: the size, a multiple of 32. The others are the same at all sizes. total_batch_size: in
+    tokens. A model with twice the weights reads twice the tokens, so compute grows by four.
+    """
+    block_weights = 12 * n_layer * n_embd**2
+    weights = block_weights + vocab_size * n_embd
+    max_steps = round(tokens_per_weight * weights / total_batch_size)
+    tokens = max_steps * total_batch_size
+    # These are the FLOPs that GPT.flops_per_token counts. A weight needs 6 for each token, forward
+    # and backward, and the scores of attention need the rest. The loss pads the head to 128 rows.
+    padded_vocab_size = math.ceil(vocab_size / 128) * 128
+    flops_per_weights = 6 * (block_weights + padded_vocab_size * n_embd)
+    flops_of_scores = 12 * n_layer * n_embd * block_size
+    return Rung(
+        n_embd=n_embd,
+        n_head=n_embd // HEAD_SIZE,
+        weights=weights,
+        max_steps=max_steps,
+        warmup_steps=round(WARMUP_SHARE * max_steps),
+        max_lr=RATE / n_embd,
+        tokens=tokens,
+        flops=tokens * (flops_per_weights + flops_of_scores),
+    )
+
+
+def check_ladder(sizes):
+    """Raises UserError if these sizes, in channels, make no ladder."""
+    given = f"--sizes {' '.join(map(str, sizes))}"
+    if len(sizes) < 4:
+        raise UserError(
+            f"{given}: a parabola meets any three points, so only a fourth can show a trend; "
+            "give at least four sizes"
+        )
+    for size, next_size in zip(sizes, sizes[1:]):
+        if next_size <= size:
+            raise UserError(f"{given}: {next_size} comes after {size}; begin with the smallest")
+    for size in sizes:
+        if size % HEAD_SIZE:
+            raise UserError(
+                f"{given}: {size} channels do not make heads of {HEAD_SIZE}; "
+                f"give multiples of {HEAD_SIZE}"
+            )
+
+
+def check_rungs(rungs, tokens_per_weight, n_train_tokens):
+    """Raises UserError if the smallest size has too few steps, or the largest too little data.
+
+    rungs: the smallest first. tokens_per_weight: as for `rung`. n_train_tokens: the training data.
+    """
+    smallest = rungs[0]
+    largest = rungs[-1]
+    if smallest.max_steps < MIN_STEPS:
+        needed = tokens_per_weight * MIN_STEPS / smallest.max_steps
+        raise UserError(
+            f"the smallest size would train for {smallest.max_steps} steps, and below {MIN_STEPS} "
+            f"a change may act in another way; give --tokens_per_weight {math.ceil(needed)}"
+        )
+    if largest.tokens > n_train_tokens:
+        raise UserError(
+            f"the largest size would read {largest.tokens} tokens, but the training data have "
+            f"{n_train_tokens}, and what is read twice is learned in another way; give a larger "
+            "--data"
+        )
+
+
+def compare_curves(base, changed, flops, ahead=10):
+    """Computes what the change is worth in compute, at each size and beyond -> Comparison.
+
+    base, changed: for each size, the smallest first, a list of final losses, one a run, at least
+    two. flops: those of a run of base at each size. Raises UserError if the losses are too far
+    apart.
+
+    The curve of a side is a parabola of its mean losses over x. Straight lines between the sizes
+    run above a curve that is bent, and more so where the sizes are far apart, which makes a trend.
+    """
+    x = np.log(np.divide(flops, flops[-1]))
+    means = [[float(np.mean(losses)) for losses in side] for side in (base, changed)]
+    curves = [np.polyfit(x, side, 2) for side in means]
+    distances = []
+    for i in range(len(x)):
+        distance = measure_distance([side[i] for side in means], curves, x[i], x)
+        if distance is None:
+            raise UserError(
+                f"size {i + 1} of {len(x)}: the losses of both sides are too far apart for these "
+                "sizes; compare them at one size, without --sizes"
+            )
+        distances.append(distance)
+    log_m, x_changed, falls, _ = np.transpose(distances)  # (sizes,) each
+    variances = np.array([[np.var(losses, ddof=1) for losses in side] for side in (base, changed)])
+    counts = np.array([[len(losses) for losses in side] for side in (base, changed)])
+    trend_weights, far_weights = weigh_sizes(x_changed, falls, math.log(ahead))
+
+    def estimate(weights):
+        """The sum of weights x log_m. An error in the loss moves x by the error / fall."""
+        half = half_width(weights / falls, variances, counts)
+        return Estimate(float(weights @ log_m), half, weights / falls)
+
+    return Comparison(
+        sizes=[estimate(weights) for weights in np.eye(len(x))],  # one size each
+        trend=estimate(trend_weights * math.log(10)),  # a decade is ln(10) of x
+        far=estimate(far_weights),
+        ahead=ahead,
+        x=x_changed,
+        falls=falls,
+        variances=variances,
+        counts=counts,
+    )
+
+
+def find_compute(loss, curve):
+    """Finds where a curve reaches a loss -> (x, fall of the loss there when x grows by 1).
+
+    curve: (a, b, c) of the loss a x² + b x + c. Returns (inf, 0) if it does not reach the loss, or
+    if it does not fall at the largest size.
+    """
+    a, b, c = curve
+    # The slope 2 a x + b of a parabola is ± the root of this. Where the loss falls, it is the minus.
+    square = b**2 - 4 * a * (c - loss)
+    if square <= 0 or b >= 0:
+        return math.inf, 0.0
+    fall = math.sqrt(square)
+    # This is (-b - fall) / 2a, with the fraction expanded by (-b + fall): a may be 0, in a line.
+    return 2 * (c - loss) / (fall - b), fall
+
+
+def measure_distance(means, curves, own_x, ladder):
+    """Measures the distance between the curves at one size -> Distance, or None.
+
+    means: the mean losses of base and of the changed model. curves: theirs. own_x: the x of this
+    size. ladder: the x of all sizes. Returns None if neither curve can be read inside the ladder.
+
+    There are two ways: where the change reaches the loss of base, and where base reaches the loss
+    of the change. At the smallest and at the largest size, only one of them is inside the ladder.
+    The other one would be a guess, because no model there was trained.
+    """
+    base_mean, changed_mean = means
+    base_curve, changed_curve = curves
+    # A curve misses its own mean by a little. So both ends are read from the curves, at the same
+    # loss, and equal curves have the distance 0, exactly.
+    base_x, _ = find_compute(base_mean, base_curve)
+    changed_x, fall = find_compute(base_mean, changed_curve)
+    log_m = base_x - changed_x
+    outside = measure_outside(own_x - log_m, ladder)
+    at_base_loss = Distance(log_m, changed_x, fall, outside)
+
+    base_x, fall = find_compute(changed_mean, base_curve)
+    changed_x, _ = find_compute(changed_mean, changed_curve)
+    log_m = base_x - changed_x
+    outside = measure_outside(own_x + log_m, ladder)
+    at_changed_loss = Distance(log_m, changed_x, fall, outside)
+
+    ways = [at_base_loss, at_changed_loss]
+    least = min(way.outside for way in ways)
+    if least > MARGIN:
+        return None
+    best = [way for way in ways if way.outside == least]  # both, if both are inside
+    return Distance(*np.mean(best, axis=0))
+
+
+def measure_outside(x, ladder):
+    """Returns how far x is beyond the ends of the ladder: 0 if it is inside, inf without an x."""
+    if not math.isfinite(x):
+        return math.inf
+    return max(ladder[0] - x, x - ladder[-1], 0.0)
+
+
+def weigh_sizes(x, falls, goal):
+    """Weights of the sizes in two figures -> (those of the slope, those of the value at x = goal).
+
+    Sum over the sizes of weight x ln(m) gives the figure: that of a straight line through the
+    points (x, ln m). x must be the compute of the changed model, because the distance was read
+    there. With the compute of base, a change that fades would be moved along its own trend.
+    """
+    # ln(m) is as uncertain as 1 / fall. A straight line is best with weights of 1 / uncertainty².
+    trust = falls**2 / np.sum(falls**2)
+    center = trust @ x
+    slope = trust * (x - center) / (trust @ (x - center) ** 2)
+    return slope, trust + slope * (goal - center)
+
+
+def half_width(weights, variances, counts):
+    """Half the width of the 95 % interval of a weighted sum of differences between mean losses.
+
+    weights: (sizes,). variances, counts: (2, sizes). It is Welch's for one size. For more, it has
+    the degrees of freedom of Satterthwaite (1946). Each size keeps its own variance: one variance
+    for all would be too small where the runs differ most.
+    """
+    parts = weights**2 * variances / counts  # (2, sizes)
+    variance = parts.sum()
+    df = variance**2 / (parts**2 / (counts - 1)).sum()
+    return float(t95_between(df) * math.sqrt(variance))
+
+
+def t95_between(df):
+    """t95 for a number of degrees of freedom that is not whole: on a line between two that are."""
+    below = math.floor(df)
+    share = df - below
+    return (1 - share) * t95(below) + share * t95(below + 1)
+
+
+def judge(comparison):
+    """Returns (verdict, reason) of a Comparison."""
+    verdict, reason = decide(comparison)
+    if verdict == "undecided":
+        reason = f"{reason}; {describe_runs_needed(comparison)}"
+    return verdict, reason
+
+
+def decide(comparison):
+    """Returns (verdict, reason), from the intervals alone. The first rule that is true decides."""
+    smallest = comparison.sizes[0]
+    largest = comparison.sizes[-1]
+    trend = side_of_zero(comparison.trend)
+    helps = side_of_zero(largest) > 0
+    harms = side_of_zero(largest) < 0
+    ahead = f"{comparison.ahead:g} times the compute"
+    if harms and side_of_zero(smallest) > 0 and trend < 0:
+        return "reverses", "it helps the smallest size, and harms the largest"
+    if abs(largest.value) + largest.half <= NO_GAIN:
+        return "no gain", "at the largest size, the interval is between x1/1.1 and x1.1"
+    if harms:
+        return "worse", "at the largest size, the interval is below x1"
+    if not helps:
+        return "undecided", "at the largest size, the interval contains x1"
+    if trend < 0:
+        return "fades", "it helps the largest size, but less than smaller ones"
+    if trend > 0:
+        return "grows", "it helps the largest size, and more than smaller ones"
+    if side_of_zero(comparison.far) > 0:
+        return "holds", f"it helps the largest size, without a trend, and at {ahead}, too"
+    return "helps here", f"it helps the largest size; at {ahead}, the interval contains x1"
+
+
+def side_of_zero(estimate):
+    """Returns 1 if the interval is above 0, -1 if it is below, 0 if it contains 0."""
+    if abs(estimate.value) <= estimate.half:
+        return 0
+    return 1 if estimate.value > 0 else -1
+
+
+def describe_runs_needed(comparison):
+    """Says how many runs would give a verdict, if values and variances stay as they are."""
+    n_changed = MOST_RUNS + 1
+    n_both = MOST_RUNS + 1
+    for n in range(MOST_RUNS, 1, -1):  # the last n that decides is the smallest one
+        if decide(with_runs(comparison, 0, n))[0] != "undecided":
+            n_changed = n
+        if decide(with_runs(comparison, n, n))[0] != "undecided":
+            n_both = n
+    if n_both > MOST_RUNS:
+        return f"even {MOST_RUNS} runs of both sides at each size do not decide"
+    # The error of base stays, however many runs the change has. Then runs of both are cheaper.
+    if n_changed > 2 * n_both:
+        return f"{n_both} runs of both sides at each size may decide"
+    return f"{n_changed} runs of the change at each size may decide"
+
+
+def with_runs(comparison, n_base, n_changed):
+    """Returns the comparison with the intervals that at least so many runs at each size give."""
+    counts = np.maximum(comparison.counts, [[n_base], [n_changed]])  # (2, sizes)
+
+    def narrow(estimate):
+        half = half_width(estimate.weights, comparison.variances, counts)
+        return estimate._replace(half=half)
+
+    return comparison._replace(
+        sizes=[narrow(estimate) for estimate in comparison.sizes],
+        trend=narrow(comparison.trend),
+        far=narrow(comparison.far),
+        counts=counts,
+    )
