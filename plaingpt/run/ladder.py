@@ -205,7 +205,7 @@ def find_compute(loss, curve):
     if it does not fall at the largest size.
     """
     a, b, c = curve
-    # The slope 2 a x + b of a parabola is ± the root of this. Where the loss falls, it is the minus.
+    # The slope 2 a x + b of a parabola is ± the root of this, and minus where the loss falls.
     square = b**2 - 4 * a * (c - loss)
     if square <= 0 or b >= 0:
         return math.inf, 0.0
@@ -260,7 +260,7 @@ def weigh_sizes(x, falls, goal):
 
     Sum over the sizes of weight x ln(m) gives the figure: that of a straight line through the
     points (x, ln m). x must be the compute of the changed model, because the distance was read
-    there. With the compute of base, a change that fades would be moved along its own trend.
+    there. The compute of base is m times that, so with it the line would have another slope.
     """
     # ln(m) is as uncertain as 1 / fall. A straight line is best with weights of 1 / uncertainty².
     trust = falls**2 / np.sum(falls**2)
@@ -283,7 +283,7 @@ def half_width(weights, variances, counts):
 
 
 def t95_between(df):
-    """t95 for a number of degrees of freedom that is not whole: on a line between two that are."""
+    """Interpolates t95 if df is not a whole number. Delete this once t95 takes such numbers."""
     below = math.floor(df)
     share = df - below
     return (1 - share) * t95(below) + share * t95(below + 1)

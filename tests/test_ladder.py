@@ -1,0 +1,335 @@
+"""plaingpt/run/ladder.py: its plan, its arithmetic on simulated ladders, and its verdicts."""
+
+import math
+from collections import Counter
+
+from plaingpt.base.errors import UserError
+from plaingpt.run.intervals import t95
+from plaingpt.run.ladder import (
+    Comparison,
+    Estimate,
+    check_ladder,
+    check_rungs,
+    compare_curves,
+    decide,
+    half_width,
+    judge,
+    rung,
+    weigh_sizes,
+)
+
+import numpy as np
+import pytest
+
+from model import GPT, GPTConfig
+
+SIZES = [64, 96, 128, 160]
+RUNGS = [rung(size, 2, 64, 1024, 256) for size in SIZES]
+FLOPS = [plan.flops for plan in RUNGS]
+X = np.log(np.divide(FLOPS, FLOPS[-1]))
+SD = np.full(4, 0.0106)  # of the losses over seeds, measured
+UNEVEN = SD * [0.7, 0.7, 1.2, 1.4]
+DECADE = math.log(10)
+LADDERS = 400
+
+# Losses of the seeds 1 to 3, of runs with 48, 64, 96 and 128 channels.
+RECORDED_FLOPS = [80971038720, 225485783040, 996566630400, 2931315179520]
+RECORDED_BASE = [
+    [2.5277, 2.5415, 2.5249],
+    [2.2531, 2.2469, 2.2464],
+    [1.8281, 1.8429, 1.8476],
+    [1.6569, 1.6363, 1.6334],
+]
+RECORDED_ROTARY = [
+    [2.2193, 2.2243, 2.2298],
+    [1.9420, 1.9543, 1.9889],
+    [1.6835, 1.7154, 1.7019],
+    [1.5587, 1.5634, 1.5915],
+]
+
+
+def true_loss(x):
+    """A power law with about the losses that were measured. No parabola has its shape."""
+    return 0.9 + 0.75 * np.exp(-0.22 * x)
+
+
+def simulate(log_m, trend, sd=SD, ratio=1, n=LADDERS):
+    """Yields (base, changed) of n ladders, with 8 and 4 runs at each size.
+
+    log_m: at the largest size; trend: its change per decade. sd: of base, at each size; that of the
+    change is ratio times it.
+    """
+    rng = np.random.default_rng(55)
+    base_means = true_loss(X)[:, None]
+    changed_means = true_loss(X + log_m + trend * X / DECADE)[:, None]
+    sd = np.asarray(sd)[:, None]
+    for _ in range(n):
+        base = base_means + sd * rng.standard_normal((4, 8))
+        changed = changed_means + ratio * sd * rng.standard_normal((4, 4))
+        yield base, changed
+
+
+def contains(estimate, truth):
+    return abs(estimate.value - truth) <= estimate.half
+
+
+@pytest.mark.parametrize("n_embd, vocab_size", [(64, 256), (96, 50257)])
+def test_a_rung_counts_the_flops_of_the_model(n_embd, vocab_size):
+    plan = rung(n_embd, 3, 64, 1024, vocab_size)
+    config = GPTConfig(
+        n_layer=3, n_head=plan.n_head, n_embd=n_embd, block_size=64, vocab_size=vocab_size
+    )
+    assert plan.flops == plan.tokens * GPT(config).flops_per_token()
+
+
+def test_a_rung_by_hand():
+    plan = rung(128, 2, 64, 1024, 256, tokens_per_weight=2.5)
+    assert plan.n_head == 4
+    assert plan.weights == 12 * 2 * 128 * 128 + 256 * 128 == 425_984
+    assert plan.max_steps == 1040 and plan.warmup_steps == 104
+    assert plan.tokens == 1040 * 1024
+    assert plan.max_lr == 1.5 / 128
+    assert plan.flops == RECORDED_FLOPS[3]
+
+
+@pytest.mark.parametrize(
+    "sizes, sentence",
+    [
+        ([64, 96, 128], "--sizes 64 96 128: a parabola meets any three points.*at least four"),
+        ([64, 128, 96, 160], "96 comes after 128; begin with the smallest"),
+        ([64, 96, 96, 160], "96 comes after 96; begin with the smallest"),
+        ([48, 64, 96, 128], "48 channels do not make heads of 32; give multiples of 32"),
+    ],
+)
+def test_sizes_that_make_no_ladder_are_refused(sizes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_ladder(sizes)
+
+
+def test_rungs_with_few_steps_or_little_data_are_refused():
+    check_ladder(SIZES)
+    check_rungs(RUNGS, 5, RUNGS[-1].tokens)
+    with pytest.raises(UserError, match=f"read {RUNGS[-1].tokens} tokens.*give a larger --data"):
+        check_rungs(RUNGS, 5, RUNGS[-1].tokens - 1)
+    short = [rung(size, 2, 64, 1024, 256, tokens_per_weight=2.5) for size in SIZES]
+    with pytest.raises(UserError, match="280 steps.*below 300.*give --tokens_per_weight 3"):
+        check_rungs(short, 2.5, 10**9)
+    assert rung(64, 2, 64, 1024, 256, tokens_per_weight=3).max_steps >= 300
+
+
+def test_no_change_is_exactly_1():
+    for base, _ in simulate(0, 0, n=20):
+        found = compare_curves(base, base, FLOPS)
+        assert [estimate.m for estimate in found.sizes] == [1, 1, 1, 1]
+        assert found.trend.value == 0 and found.far.m == 1
+        assert decide(found)[0] in ("no gain", "undecided")
+
+
+def test_the_interval_of_a_size_is_welchs():
+    """In units of loss. Over the fall of the curve where m was read, it is one of ln(m)."""
+    base, changed = next(simulate(0.2, 0))
+    found = compare_curves(base, changed, FLOPS)
+    for i in range(4):
+        a = np.var(base[i], ddof=1) / 8
+        b = np.var(changed[i], ddof=1) / 4
+        df = (a + b) ** 2 / (a**2 / 7 + b**2 / 3)
+        t = np.interp(df, range(1, 12), [t95(whole) for whole in range(1, 12)])
+        half = t * math.sqrt(a + b) / found.falls[i]
+        assert found.sizes[i].half == pytest.approx(half)
+        assert found.sizes[i].low == pytest.approx(found.sizes[i].m / math.exp(half))
+        assert found.sizes[i].high == pytest.approx(found.sizes[i].m * math.exp(half))
+
+
+@pytest.mark.parametrize(
+    "log_m, trend, sd, ratio",
+    [
+        (0, 0, SD, 1),
+        (0.2, 0, SD, 1),
+        (0.2, -0.15, SD, 1),
+        (0.2, 0.15, SD, 1),
+        (0.6, -0.35, SD, 1),
+        (0.2, 0, UNEVEN, 1),
+        (0.2, -0.15, UNEVEN, 1),
+        (0.2, 0, SD, 2),
+        (0.2, -0.15, SD, 2),
+    ],
+)
+def test_a_known_multiplier_is_found_with_its_interval(log_m, trend, sd, ratio):
+    largest = 0
+    slope = 0
+    far = 0
+    for base, changed in simulate(log_m, trend, sd, ratio):
+        found = compare_curves(base, changed, FLOPS)
+        largest += contains(found.sizes[-1], log_m + trend * found.x[-1] / DECADE)
+        slope += contains(found.trend, trend)
+        far += contains(found.far, log_m + trend)
+    for count in (largest, slope, far):
+        assert 0.93 <= count / LADDERS <= 0.99
+
+
+def compare_lines(base, changed):
+    """As compare_curves, but with straight lines between the mean losses -> Comparison."""
+    base_means = base.mean(1)
+    changed_means = changed.mean(1)
+    log_m = np.empty(4)
+    x_changed = np.empty(4)
+    falls = np.empty(4)
+    for i in range(4):
+        loss = changed_means[i]
+        if changed_means[-1] <= base_means[i] <= changed_means[0]:
+            loss = base_means[i]
+        x_changed[i] = np.interp(-loss, -changed_means, X)  # minus, because interp wants a rise
+        log_m[i] = np.interp(-loss, -base_means, X) - x_changed[i]
+        section = np.clip(np.searchsorted(X, x_changed[i]), 1, 3)
+        fall = changed_means[section - 1] - changed_means[section]
+        falls[i] = fall / (X[section] - X[section - 1])
+    variances = np.array([base.var(1, ddof=1), changed.var(1, ddof=1)])
+    counts = np.array([[8] * 4, [4] * 4])
+    slope, at_goal = weigh_sizes(x_changed, falls, DECADE)
+
+    def estimate(weights):
+        half = half_width(weights / falls, variances, counts)
+        return Estimate(float(weights @ log_m), half, weights / falls)
+
+    sizes = [estimate(weights) for weights in np.eye(4)]
+    trend = estimate(slope * DECADE)
+    return Comparison(sizes, trend, estimate(at_goal), 10, x_changed, falls, variances, counts)
+
+
+def test_straight_lines_instead_of_parabolas_find_a_false_trend():
+    """Trap 1. The curve of loss is bent, and most between the two smallest sizes."""
+    fades = Counter()
+    for base, changed in simulate(0.4, 0):
+        curves = compare_curves(base, changed, FLOPS)
+        lines = compare_lines(base, changed)
+        for way, found in (("curves", curves), ("lines", lines)):
+            fades[way] += decide(found)[0] == "fades"
+    assert fades["curves"] <= 0.05 * LADDERS
+    assert fades["lines"] > 0.3 * LADDERS
+
+
+def test_a_trend_over_the_compute_of_base_is_wrong():
+    """Trap 2. The distance was read at the compute of the changed model, which is less."""
+    right = 0
+    wrong = 0
+    for base, changed in simulate(0.6, -0.35):
+        found = compare_curves(base, changed, FLOPS)
+        right += contains(found.trend, -0.35)
+        log_m = np.array([estimate.value for estimate in found.sizes])
+        slope, _ = weigh_sizes(found.x + log_m, found.falls, DECADE)
+        weights = slope * DECADE / found.falls
+        half = half_width(weights, found.variances, found.counts)
+        wrong += abs(slope @ log_m * DECADE - -0.35) <= half
+    assert right >= 0.93 * LADDERS
+    assert wrong < 0.75 * LADDERS
+
+
+def test_one_standard_deviation_for_all_sizes_is_too_small():
+    """Trap 3. The largest sizes differ most from seed to seed, and those of the change, too."""
+    right = 0
+    wrong = 0
+    for base, changed in simulate(0.2, 0, UNEVEN, ratio=2):
+        found = compare_curves(base, changed, FLOPS)
+        right += contains(found.sizes[-1], 0.2)
+        pooled = np.average(found.variances, weights=found.counts - 1)
+        sd = math.sqrt(pooled * (1 / 8 + 1 / 4))
+        half = t95(4 * 7 + 4 * 3) * sd / found.falls[-1]
+        wrong += abs(found.sizes[-1].value - 0.2) <= half
+    assert right >= 0.93 * LADDERS
+    assert wrong < 0.88 * LADDERS
+
+
+def test_one_rate_for_all_sizes_makes_a_false_trend():
+    """Trap 5. A change without a gain, that only makes a model less sensitive to its rate.
+
+    The best rate is 1.5 / channels, as measured. Away from it, the loss of base rises by 0.12 times
+    the square of the logarithm of the factor (measured), that of the change by a quarter of this.
+    """
+    verdicts = dict(right=Counter(), wrong=Counter())
+    best = np.array([1.5 / size for size in SIZES])
+    rates = dict(right=np.array([plan.max_lr for plan in RUNGS]), wrong=np.full(4, best[0]))
+    for base, changed in simulate(0, 0):
+        for way, rate in rates.items():
+            penalty = 0.12 * np.log(rate / best)[:, None] ** 2
+            found = compare_curves(base + penalty, changed + penalty / 4, FLOPS)
+            verdicts[way][decide(found)[0]] += 1
+    assert verdicts["right"]["grows"] <= 0.05 * LADDERS
+    assert verdicts["wrong"]["grows"] > 0.9 * LADDERS
+
+
+def test_recorded_runs_of_rotary_fade():
+    found = compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS)
+    multipliers = [estimate.m for estimate in found.sizes]
+    assert multipliers == pytest.approx([2.88, 2.75, 2.36, 1.89], abs=0.006)
+    assert found.trend.value == pytest.approx(-0.27, abs=0.006)
+    assert found.far.m == pytest.approx(1.48, abs=0.006)
+    assert judge(found)[0] == "fades"
+
+
+WIDE = (0.3, 0.4)  # value and half: the interval contains 0
+UP = (0.3, 0.1)
+DOWN = (-0.3, 0.1)
+
+
+@pytest.mark.parametrize(
+    "smallest, largest, trend, far, verdict",
+    [
+        (UP, UP, WIDE, UP, "holds"),
+        (UP, UP, UP, UP, "grows"),
+        (UP, UP, DOWN, WIDE, "fades"),
+        (UP, UP, WIDE, WIDE, "helps here"),
+        (UP, (0.05, 0.04), WIDE, WIDE, "no gain"),  # e^0.09 is below 1.1
+        (UP, (0.05, 0.046), WIDE, WIDE, "helps here"),  # e^0.096 is above 1.1
+        (WIDE, DOWN, WIDE, WIDE, "worse"),
+        (UP, DOWN, WIDE, DOWN, "worse"),
+        (UP, DOWN, DOWN, DOWN, "reverses"),
+        (UP, WIDE, UP, UP, "undecided"),
+    ],
+)
+def test_verdicts(smallest, largest, trend, far, verdict):
+    weights = np.full(4, 1.0)
+    figures = [Estimate(*figure, weights) for figure in (smallest, largest, trend, far)]
+    middle = Estimate(0.0, 1.0, weights)
+    sizes = [figures[0], middle, middle, figures[1]]
+    variances = np.full((2, 4), 0.01)
+    counts = np.array([[8] * 4, [4] * 4])
+    found = Comparison(sizes, figures[2], figures[3], 10, None, None, variances, counts)
+    said, reason = judge(found)
+    assert said == verdict
+    assert reason and ("may decide" in reason) == (verdict == "undecided")
+
+
+def runs_with(means, sd, n):
+    """n losses at each size that have exactly this mean and standard deviation."""
+    pattern = np.arange(n) - (n - 1) / 2
+    pattern = pattern / pattern.std(ddof=1)
+    return [mean + sd * pattern for mean in means]
+
+
+@pytest.mark.parametrize(
+    "log_m, sd, side", [(0.08, 0.0106, "the change"), (0.07, 0.02, "both sides")]
+)
+def test_undecided_says_how_many_runs_would_decide(log_m, sd, side):
+    """So many runs with the same means and standard deviations do decide, and one less does not."""
+    means = [true_loss(X), true_loss(X + log_m)]
+
+    def verdict(n_base, n):
+        base = runs_with(means[0], sd, n_base)
+        changed = runs_with(means[1], sd, n)
+        return judge(compare_curves(base, changed, FLOPS))
+
+    said, reason = verdict(8, 4)
+    assert said == "undecided"
+    assert f" runs of {side} at each size may decide" in reason
+    needed = int(reason.split("; ")[1].split()[0])
+    n_base = 8 if side == "the change" else needed
+    assert verdict(n_base, needed)[0] != "undecided"
+    assert verdict(n_base - (side == "both sides"), needed - 1)[0] == "undecided"
+
+
+def test_a_change_that_is_too_large_for_the_ladder_is_refused():
+    base, changed = next(simulate(0, 0))
+    with pytest.raises(UserError, match="size 1 of 4.*without --sizes"):
+        compare_curves(base, changed - 3, FLOPS)
+    with pytest.raises(UserError, match="size 1 of 4.*without --sizes"):
+        compare_curves(base, changed * 0 + 5.5, FLOPS)  # it learns nothing
