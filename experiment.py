@@ -8,6 +8,8 @@
   python experiment.py --base HEAD~3              all changes since that commit
   python experiment.py --confirm                  the same question with seeds
                                                   that no run has had
+  python experiment.py experiments/rotary.patch --sizes 64 96 128 160 \
+      --flags "--data my.txt"                     does it help larger models?
   python experiment.py --list                     what was tried so far
 
 The figure is the mean of the last validation losses with the change, minus that
@@ -22,6 +24,18 @@ editing. Finished runs are used again. The exit status is the verdict:
   6  invalid    the losses in the log are not those of the model
   7  failed     the change does not apply, or a run failed
 
+With --sizes, both programs are trained at each size, on as many tokens as fit
+it. The figure is how much more compute the base needs for the same loss: x1.2
+means 20 % more. A trend is its change for ten times the compute. The verdict is
+about the largest size, and each word has a status of its own:
+
+  0  holds, 10 grows    it helps, and also at ten times the compute; or more and
+                        more
+  11 fades              it helps, but less than smaller models
+  12 helps here         it helps; what follows is unknown
+  3  no gain            less than x1.1, and more than x1/1.1
+  4  worse, 13 reverses it harms; or it helps only small models
+
 Each experiment adds a line to log/experiments/ledger.jsonl.
 """
 
@@ -30,22 +44,16 @@ import hashlib
 import json
 import math
 import os
-import queue
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, run_program
-from plaingpt.base.files import check_output, lock, read_json, write_json
+from plaingpt.base.files import check_output, lock, write_json
 from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.log_file import read_streams
-from plaingpt.base.machine import count_cores
 from plaingpt.base.terminal import print0
 from plaingpt.run.copies import (
     changes_of_clone,
@@ -54,36 +62,42 @@ from plaingpt.run.copies import (
     make_copy,
     remove_copies,
 )
-from plaingpt.run.inputs import find_stream, hash_inputs
 from plaingpt.run.intervals import compare_losses
+from plaingpt.run.ladder import check_ladder, check_rungs, compare_curves, judge, plan_rung
 from plaingpt.run.ledger import add_entry, entry_as_line, read_ledgers
-
-import numpy as np
-import torch
-from tqdm import tqdm
+from plaingpt.run.sides import (
+    LAB,
+    Side,
+    ask,
+    count_slots,
+    find_fault,
+    losses_of,
+    median_tok_s,
+    ratio_of_times,
+    train,
+    train_missing,
+)
 
 ROOT = Path(__file__).resolve().parent
-# Has the program that records what a run reads, and the two programs that compute losses again.
-AUDIT = ROOT / "experiments"
-LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
 # The first ledger has the experiments of docs/experiments.md.
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
-STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
-# Facts in run.json that are not part of a run's identity. Data have a fingerprint, too.
-OTHER_FACTS = (
-    "git_commit",
-    "untracked_files",
-    "started",
-    "origins",
-    "seed",
-    "log_dir",
-    "data",
-    "max_minutes",
-)
-QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
-TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
-LATER_TOLERANCE = 1e-4  # relative; rounding to float32 makes a smaller difference
-SEEN_TOLERANCE = 0.02  # of the validation sequences; some texts have repetitions
+STATUS = {
+    "better": 0,
+    "equal": 3,
+    "worse": 4,
+    "undecided": 5,
+    "invalid": 6,
+    "failed": 7,
+    "holds": 0,
+    "grows": 10,
+    "fades": 11,
+    "helps here": 12,
+    "no gain": 3,
+    "reverses": 13,
+}
+UNCHANGED = "only comments, layout or docstrings have changed"
+# What a ladder sets at each size.
+SET_BY_SIZE = ("n_embd", "n_head", "max_steps", "warmup_steps", "max_lr")
 
 
 @dataclass
@@ -94,95 +108,13 @@ class ExperimentConfig:
     confirm: bool = flag(False, "take seeds that no run of both programs has had")
     rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
     delta: float = flag(0.01, "a smaller difference does not matter", above=0)
+    sizes: list[int] | None = flag(None, "channels of the models of a ladder", above=0)
+    tokens_per_weight: float = flag(5.0, "of a ladder: training tokens", above=0)
+    rate_factors: list[float] | None = flag(None, "of a ladder: rates to choose from", above=0)
     base: str = flag("HEAD", "commit to compare with")
     name: str | None = flag(None, "what --list calls the change [patch and flags]")
     json: str | None = flag(None, "also write the verdict to this file")
     list: bool = flag(False, "print the experiments so far")
-
-
-@dataclass
-class Side:
-    """The program without or with the change, in a copy, and its flags."""
-
-    name: str  # "base" or "changed", also of the copy in LAB
-    flags: list[str]
-    facts: dict | None = None  # those of run.json, from `ask`
-    key: str = ""  # a hash of the facts: runs with the same key differ only in their seed
-    stream: str = "val"  # in the log, the loss on the validation data of the base
-
-    def directory(self, run):
-        return LAB / "runs" / f"{self.key}-{run}" if self.key else LAB / self.name / "log" / run
-
-    def read(self, run, stream):
-        """The values of a stream in a run's log: {step: value}."""
-        return read_streams(self.directory(run) / "log.txt").get(stream, {})
-
-    def last(self, run, stream=None):
-        """The value after the last step, by default the validation loss, or None."""
-        return self.read(run, stream or self.stream).get(self.facts["max_steps"])
-
-
-def train(runs, title="training; after Ctrl-C, the same command continues"):
-    """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
-
-    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. Ctrl-C reaches
-    the runs, too: each saves a checkpoint. title: what the progress bar says.
-    """
-    n_gpus = torch.cuda.device_count()
-    # An even number: runs of the same seed go at the same time, under the same load.
-    slots = max(1, (n_gpus or count_cores()) // 2 * 2)
-    free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
-    for i in range(slots):
-        free.put(["--device", f"cuda:{i}"] if n_gpus else [])
-
-    def train_one(run):
-        side, name, flags = run
-        place = side.directory(name)
-        place.mkdir(parents=True, exist_ok=True)
-        program = LAB / side.name / "train_gpt2.py"
-        output = place / "output.txt"
-        device = free.get()
-        recorder = [sys.executable, AUDIT / "record_run.py", place]
-        command = [*recorder, program, *device, *side.flags, *flags, *QUIET]
-        try:
-            with open(output, "w") as file:
-                done = subprocess.run([*command, "--log_dir", place], stdout=file, stderr=file)
-        finally:
-            free.put(device)
-        if done.returncode:
-            lines = output.read_text("utf-8", "replace").splitlines()
-            raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
-
-    # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
-    with ThreadPoolExecutor(slots) as pool:
-        list(tqdm(pool.map(train_one, runs), title, len(runs)))  # waits for each run
-
-
-def ask(sides):
-    """Completes the sides: each program runs one step, and writes its facts. Raises UserError."""
-    train([(side, "asked", ["--max_minutes", "1e-4"]) for side in sides], "one step")
-    for side in sides:
-        said = read_json(side.directory("asked") / "run.json")
-        train_config = said.pop("train_config")
-        # `said` is last: it has the device and the dtype that were chosen, not "auto" or "cuda:1".
-        side.facts = train_config | said["model_config"] | said["fingerprints"] | said
-        files = read_json(side.directory("asked") / "read.json")["files"]
-        side.facts |= hash_inputs(files, LAB / side.name, ROOT, side.facts)
-        known = {name: value for name, value in side.facts.items() if name not in OTHER_FACTS}
-        side.key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    base, changed = sides
-    changed.stream = find_stream(base.facts, changed.facts)
-    differ = []
-    for name in ("val_tokens", "val_spread", "block_size"):
-        if base.facts.get(name) != changed.facts.get(name):
-            differ.append(name)
-    if changed.stream is None:
-        differ.insert(0, "validation split")
-    if differ:
-        raise UserError(
-            f"the losses do not compare: the change has another {differ[0]}; "
-            "leave this out, or give both runs the same"
-        )
 
 
 def choose_rates(sides, rates):
@@ -199,8 +131,7 @@ def choose_rates(sides, rates):
     for side in sides:
         losses = {}
         for rate in rates:
-            loss = side.last(f"rate{rate}") or math.inf
-            losses[rate] = min(math.inf, loss)  # inf instead of NaN, which is not below it
+            losses[rate] = finite_loss(side, f"rate{rate}")
         best = min(losses, key=losses.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
         print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
@@ -208,98 +139,21 @@ def choose_rates(sides, rates):
     ask(sides)
 
 
-def audit(side, base, places):
-    """Computes the validation losses of a side's runs again -> subprocess.CompletedProcess.
-
-    Adds three streams to each log: audit, the loss; later, by how much later tokens change the
-    logits; and seen, the share of the validation sequences that were trained. Only the models come
-    from the code of the side: they are in a process of their own, in its copy. All else comes from
-    the code of the base. places: the run directories.
-    """
-    # Python imports from the directory of a program, so each program goes into its copy. This comes
-    # after the runs, which write down all files that git does not know.
-    losses = shutil.copy(AUDIT / "audit_losses.py", LAB / base.name)
-    shutil.copy(AUDIT / "record_run.py", LAB / base.name)  # audit_losses.py imports it
-    logits = shutil.copy(AUDIT / "audit_logits.py", LAB / side.name)
-    facts = dict(base.facts, max_steps=side.facts["max_steps"])
-    given = json.dumps(dict(facts=facts, program=logits, places=places))
-    return subprocess.run([sys.executable, losses], input=given, capture_output=True, text=True)
-
-
-def fault_of_run(side, base, seed):
-    """Returns why the loss in the log of a run does not count, or None. See audit.
-
-    The run of the base with this seed must have been audited.
-    """
-    logged = side.last(seed)
-    computed = side.last(seed, "audit")
-    # A comparison with NaN is false, so NaN is a fault, too.
-    if computed is None or not abs(computed - logged) <= TOLERANCE * computed:
-        return f"the log has a loss of {logged:.4f}, but the logits give {computed or 0:.4f}"
-    if not side.last(seed, "later") <= LATER_TOLERANCE:
-        return "the logits of a position depend on later tokens"
-    seen = side.last(seed, "seen")
-    if not seen - base.last(seed, "seen") <= SEEN_TOLERANCE:
-        return f"the change trains on {seen:.0%} of the validation sequences"
-    return None
-
-
-def find_fault(side, base, seeds):
-    """Returns why the losses of a side's runs do not count, or None. Audits those with a fault."""
-    # A run with a fault is computed again, because the base may be another one by now.
-    places = [str(side.directory(seed)) for seed in seeds if fault_of_run(side, base, seed)]
-    if places:
-        done = audit(side, base, places)
-        if done.returncode:
-            lines = done.stderr.splitlines() or ["killed"]
-            return f"the base cannot score a model ({lines[-1]})"
-    for seed in seeds:
-        if fault := fault_of_run(side, base, seed):
-            return fault
-    return None
-
-
-def choose_seeds(sides, config, ledger):
+def choose_seeds(keys, config, ledger):
     """Returns the seeds of the runs: (those of the base, those of the change), both as ranges.
 
-    They begin at 1, and with --confirm behind the last seed that the ledger has for one of the two
+    They begin at 1, and with --confirm behind the last seed that the ledger has for one of the
     programs. Seeds of an experiment that was stopped are not in the ledger, so the same command
-    continues it.
+    continues it. keys: those of all sides.
     """
     first = 1
     if config.confirm:
-        keys = {side.key for side in sides}
         for entry in ledger:
-            if keys & set(entry.get("keys", [])):
+            if set(keys) & set(entry.get("keys", [])):
                 # The entries of older versions have pairs, and no last_seed.
                 first = max(first, entry.get("last_seed", entry.get("n", 0)) + 1)
     n_base = max(config.base_seeds, config.seeds)
     return range(first, first + n_base), range(first, first + config.seeds)
-
-
-def train_missing(sides, seeds):
-    """Trains the runs that earlier experiments have not trained -> these runs, as in `train`.
-
-    seeds: those of each side.
-    """
-    runs = []
-    for seed in seeds[0]:  # the base has all seeds of the change
-        for side, own in zip(sides, seeds):
-            if seed in own and side.last(seed) is None:
-                runs.append((side, seed, ["--seed", str(seed)]))
-    train(runs)
-    return runs
-
-
-def losses_of(side, seeds):
-    """Returns the last validation losses of a side's runs. Raises UserError if one has none."""
-    losses = np.array([side.last(seed) for seed in seeds], float)
-    if not np.isfinite(losses).all():
-        raise UserError(
-            "a run was stopped, or its loss is not finite; run the same command again, "
-            "or give a lower --max_lr"
-        )
-    return losses.tolist()
 
 
 def compare_sides(sides, config, ledger):
@@ -312,50 +166,196 @@ def compare_sides(sides, config, ledger):
         parameters=[side.facts["parameters"] for side in sides],
     )
     if sides[0].key == sides[1].key:
-        facts.update(
-            verdict="equal",
-            difference=0.0,
-            half=0.0,
-            n=0,
-            reason="only comments, layout or docstrings have changed",
-        )
+        facts.update(verdict="equal", difference=0.0, half=0.0, n=0, base_n=0, reason=UNCHANGED)
         return facts
-    seeds = choose_seeds(sides, config, ledger)
-    runs = train_missing(sides, seeds)
+    seeds = choose_seeds(facts["keys"], config, ledger)
+    runs = train_missing([sides], seeds)
     losses = [losses_of(side, own) for side, own in zip(sides, seeds)]
     facts.update(compare_losses(*losses, config.delta))
     facts.update(base_losses=losses[0], losses=losses[1], last_seed=seeds[0][-1])
     facts.update(time_ratio=ratio_of_times(runs))
     if sides[0].facts["training split"] != sides[1].facts["training split"]:
         facts["reason"] += "; other training data"
-    print0("computing the losses again")
-    for side, own in zip(sides, seeds):
-        if reason := find_fault(side, sides[0], own):
-            facts.update(verdict="invalid", reason=reason)
-            return facts  # keeps the models, see find_fault
-        for seed in own[1:]:  # the models of the first seed stay: look.py can compare them
-            for path in side.directory(seed).glob("model_*.pt"):
-                path.unlink()
+    if reason := check_losses(sides, seeds):
+        facts.update(verdict="invalid", reason=reason)
+    else:
+        show_look(sides, seeds)
     return facts
 
 
-def ratio_of_times(runs):
-    """Returns the time of a step with the change over that without it, or None if it is unknown.
+def check_losses(sides, seeds):
+    """Computes the losses of both sides again -> why they do not count, or None.
 
-    runs: those that were just trained, as in train.
+    If they count, deletes the models of all seeds but the first, which look.py can compare.
     """
-    ratios = []
-    # Two runs of the same seed follow each other in the list, and went side by side. A run whose
-    # partner was trained earlier does not count.
-    for (base, seed, _), (changed, next_seed, _) in zip(runs, runs[1:]):
-        if seed == next_seed:
-            ratios.append(median_tok_s(base, seed) / median_tok_s(changed, seed))
-    return float(np.median(ratios)) if ratios else None
+    print0("computing the losses again")
+    for side, own in zip(sides, seeds):
+        if reason := find_fault(side, sides[0], own):
+            return reason  # keeps the models, see find_fault
+        for seed in own[1:]:
+            for path in side.directory(seed).glob("model_*.pt"):
+                path.unlink()
+    return None
 
 
-def median_tok_s(side, seed):
-    """Returns the median of a run's tokens per second."""
-    return np.median(list(side.read(seed, "tok_s").values()))
+def show_look(sides, seeds):
+    """Prints the command that compares the models of the first seed, token by token."""
+    places = [os.path.relpath(side.directory(seeds[0][0])) for side in sides]
+    print0(f"python look.py {' '.join(places)} --own_code --text FILE  shows where they differ")
+
+
+def compare_ladder(flags, more, config, ledger):
+    """Trains both programs at each size -> the facts of the verdict. Raises UserError.
+
+    flags: those of all runs. more: those of the changed program.
+    """
+    check_ladder(config.sizes)
+    check_ladder_flags(config, more)
+    flags = ["--val_every", "0", *flags]
+    sides = [Side("base", flags), Side("changed", flags + more)]
+    ask(sides)
+    check_same_shape(sides)
+    if sides[0].key == sides[1].key:
+        return dict(keys=[side.key for side in sides], verdict="no gain", reason=UNCHANGED)
+    rungs = plan_rungs(sides[0].facts, config)
+    factors, note = [1.0, 1.0], ""
+    if config.rate_factors:
+        factors, note = choose_factors(sides, rungs[:2], config.rate_factors)
+    ladder = [sides_of_rung(sides, rung, factors) for rung in rungs]
+    keys = [side.key for pair in ladder for side in pair]
+    seeds = choose_seeds(keys, config, ledger)
+    show_minutes(ladder, rungs, seeds)
+    runs = train_missing(ladder, seeds)
+    base = [losses_of(pair[0], seeds[0]) for pair in ladder]  # a list for each size
+    changed = [losses_of(pair[1], seeds[1]) for pair in ladder]
+    facts = describe_ladder(compare_curves(base, changed, [rung.flops for rung in rungs]))
+    facts["reason"] += note
+    facts.update(keys=keys, n=len(seeds[1]), base_n=len(seeds[0]), last_seed=seeds[0][-1])
+    facts.update(base_losses=base, losses=changed, time_ratio=ratio_of_times(runs))
+    facts.update(flops=[rung.flops for rung in rungs])
+    for pair in ladder:
+        if reason := check_losses(pair, seeds):
+            facts.update(verdict="invalid", reason=reason)
+            return facts
+    show_look(ladder[-1], seeds)
+    return facts
+
+
+def check_ladder_flags(config, more):
+    """Raises UserError if a flag contradicts --sizes."""
+    if config.rates:
+        raise UserError("--rates: are for one size; give --rate_factors, such as 0.5 1 2")
+    given = more
+    if config.flags != ExperimentConfig.flags:  # the default has steps
+        given = more + shlex.split(config.flags)
+    for name in SET_BY_SIZE:
+        if any(each.partition("=")[0] == f"--{name}" for each in given):
+            raise UserError(f"--{name}: follows from --sizes; leave it out")
+
+
+def check_same_shape(sides):
+    """Raises UserError if the change has another depth, width, context or vocabulary."""
+    base, changed = [side.facts["model_config"] for side in sides]
+    for name, value in base.items():
+        if changed.get(name) != value and name != "dropout":
+            raise UserError(
+                f"the change has another {name}, {changed.get(name)} instead of {value}, so its "
+                "sizes are not those of the base; compare it at one size, without --sizes"
+            )
+
+
+def plan_rungs(facts, config):
+    """Plans the training of each size -> list of Rung. facts: of the base. Raises UserError."""
+    shape = facts["model_config"]
+    rungs = []
+    for n_embd in config.sizes:
+        rungs.append(
+            plan_rung(
+                n_embd,
+                shape["n_layer"],
+                shape["block_size"],
+                facts["total_batch_size"],
+                shape["vocab_size"],
+                config.tokens_per_weight,
+            )
+        )
+    check_rungs(rungs, config.tokens_per_weight, facts["train_tokens"])
+    return rungs
+
+
+def sides_of_rung(sides, rung, factors):
+    """Returns both sides at one size, asked. factors: each multiplies the rate of a side."""
+    found = []
+    for side, factor in zip(sides, factors):
+        flags = list(side.flags)
+        for name in SET_BY_SIZE:
+            value = getattr(rung, name)
+            flags += [f"--{name}", str(factor * value if name == "max_lr" else value)]
+        found.append(Side(side.name, flags))
+    ask(found)
+    return found
+
+
+def choose_factors(sides, rungs, factors):
+    """Chooses the best factor of the rate for each side -> (factors, a note, which may be empty).
+
+    The two smallest sizes decide, with the seed 0. If they disagree, or the best factor is at the
+    edge, the rate may not fit the larger sizes, and the note says so.
+    """
+    losses = [[{}, {}], [{}, {}]]  # [side][size]: {factor: loss}
+    for k, rung in enumerate(rungs):
+        for factor in factors:
+            pair = sides_of_rung(sides, rung, [factor, factor])
+            with contextlib.suppress(UserError):  # a large rate may diverge
+                train_missing([pair], ([0], [0]))
+            for i, side in enumerate(pair):
+                losses[i][k][factor] = finite_loss(side, 0)
+    chosen = []
+    note = ""
+    for side, own in zip(sides, losses):
+        best = [min(each, key=each.get) for each in own]
+        print0(f"{side.name}: losses of the rate factors {own}; the best ones are {best}")
+        if best[0] != best[1] or best[1] in (min(factors), max(factors)):
+            note = "; rate not transferred"
+        chosen.append(best[1])
+    return chosen, note
+
+
+def finite_loss(side, run):
+    """Returns the last loss of a run, or inf if there is none, or if it is NaN."""
+    return min(math.inf, side.last(run) or math.inf)  # NaN is not below inf
+
+
+def show_minutes(ladder, rungs, seeds):
+    """Prints how long the training takes, from the measured speed of a few steps of the base."""
+    middle = len(rungs) // 2
+    side, rung = ladder[middle][0], rungs[middle]
+    train([(side, "timed", ["--max_minutes", "0.1"])], "measuring the speed")
+    flops_per_second = median_tok_s(side, "timed") * rung.flops / rung.tokens
+    minutes = []  # of each side
+    for i, own in enumerate(seeds):
+        flops = 0
+        for pair, rung in zip(ladder, rungs):
+            missing = [seed for seed in own if pair[i].last(seed) is None]
+            flops += rung.flops * len(missing)
+        minutes.append(flops / flops_per_second / 60 / count_slots())
+    print0(f"about {minutes[0]:.0f} minutes for the base, and {minutes[1]:.0f} for the change")
+
+
+def describe_ladder(comparison):
+    """Returns the figures and the verdict of a Comparison as facts."""
+    verdict, reason = judge(comparison)
+    multipliers = [[size.m, size.low, size.high] for size in comparison.sizes]
+    far = comparison.far
+    return dict(
+        verdict=verdict,
+        reason=reason,
+        multipliers=multipliers,
+        trend=comparison.trend.value,
+        trend_half=comparison.trend.half,
+        ahead=comparison.ahead,
+        far=[far.m, far.low, far.high],
+    )
 
 
 def main():
@@ -396,15 +396,18 @@ def main():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with explaining(f"--flags {config.flags}", "correct it", ValueError):
         flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
-    sides = [Side("base", flags), Side("changed", flags + more)]
     try:
         make_copy(LAB / "base", commit)
         make_copy(LAB / "changed", commit, changes, files)
-        entry.update(compare_sides(sides, config, ledger))
+        if config.sizes:
+            entry.update(compare_ladder(flags, more, config, ledger))
+        else:
+            sides = [Side("base", flags), Side("changed", flags + more)]
+            entry.update(compare_sides(sides, config, ledger))
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:
-        remove_copies([LAB / side.name for side in sides])
+        remove_copies([LAB / "base", LAB / "changed"])
     # How many times this pair of programs was compared, with this time. A failure has no keys.
     entry["looks"] = 1
     for old in ledger:

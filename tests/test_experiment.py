@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from plaingpt.base.log_file import read_streams
+from plaingpt.run import sides
 from plaingpt.run.intervals import compare_losses, t95, welch_interval
 from plaingpt.run.ledger import add_entry, read_ledgers
 
@@ -388,7 +389,7 @@ def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
 
 
 def test_a_diverged_rate_is_not_the_best(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab, "LAB", tmp_path)
+    monkeypatch.setattr(sides, "LAB", tmp_path)
     monkeypatch.setattr(lab, "ask", lambda sides: None)
     for rate, loss in ((1.0, "nan"), (0.5, "2.0")):
         (tmp_path / "runs" / f"key-rate{rate}").mkdir(parents=True)
@@ -400,8 +401,8 @@ def test_a_diverged_rate_is_not_the_best(tmp_path, monkeypatch):
 
 def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     """The first run takes longer than the three others, which come one after the other."""
-    monkeypatch.setattr(lab, "LAB", tmp_path)
-    monkeypatch.setattr(lab.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sides, "LAB", tmp_path)
+    monkeypatch.setattr(sides.torch.cuda, "device_count", lambda: 2)
     others_are_done = threading.Event()
     devices = {}
 

@@ -14,7 +14,7 @@ from plaingpt.run.ladder import (
     decide,
     half_width,
     judge,
-    rung,
+    plan_rung,
     weigh_sizes,
 )
 
@@ -24,7 +24,7 @@ import pytest
 from model import GPT, GPTConfig
 
 SIZES = [64, 96, 128, 160]
-RUNGS = [rung(size, 2, 64, 1024, 256) for size in SIZES]
+RUNGS = [plan_rung(size, 2, 64, 1024, 256) for size in SIZES]
 FLOPS = [plan.flops for plan in RUNGS]
 X = np.log(np.divide(FLOPS, FLOPS[-1]))
 SD = np.full(4, 0.0106)  # of the losses over seeds, measured
@@ -75,7 +75,7 @@ def contains(estimate, truth):
 
 @pytest.mark.parametrize("n_embd, vocab_size", [(64, 256), (96, 50257)])
 def test_a_rung_counts_the_flops_of_the_model(n_embd, vocab_size):
-    plan = rung(n_embd, 3, 64, 1024, vocab_size)
+    plan = plan_rung(n_embd, 3, 64, 1024, vocab_size)
     config = GPTConfig(
         n_layer=3, n_head=plan.n_head, n_embd=n_embd, block_size=64, vocab_size=vocab_size
     )
@@ -83,7 +83,7 @@ def test_a_rung_counts_the_flops_of_the_model(n_embd, vocab_size):
 
 
 def test_a_rung_by_hand():
-    plan = rung(128, 2, 64, 1024, 256, tokens_per_weight=2.5)
+    plan = plan_rung(128, 2, 64, 1024, 256, tokens_per_weight=2.5)
     assert plan.n_head == 4
     assert plan.weights == 12 * 2 * 128 * 128 + 256 * 128 == 425_984
     assert plan.max_steps == 1040 and plan.warmup_steps == 104
@@ -111,10 +111,10 @@ def test_rungs_with_few_steps_or_little_data_are_refused():
     check_rungs(RUNGS, 5, RUNGS[-1].tokens)
     with pytest.raises(UserError, match=f"read {RUNGS[-1].tokens} tokens.*give a larger --data"):
         check_rungs(RUNGS, 5, RUNGS[-1].tokens - 1)
-    short = [rung(size, 2, 64, 1024, 256, tokens_per_weight=2.5) for size in SIZES]
+    short = [plan_rung(size, 2, 64, 1024, 256, tokens_per_weight=2.5) for size in SIZES]
     with pytest.raises(UserError, match="280 steps.*below 300.*give --tokens_per_weight 3"):
         check_rungs(short, 2.5, 10**9)
-    assert rung(64, 2, 64, 1024, 256, tokens_per_weight=3).max_steps >= 300
+    assert plan_rung(64, 2, 64, 1024, 256, tokens_per_weight=3).max_steps >= 300
 
 
 def test_no_change_is_exactly_1():

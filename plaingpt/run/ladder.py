@@ -87,7 +87,7 @@ class Distance(NamedTuple):
     outside: float  # how far beyond the ends of the ladder a curve was read; 0: inside
 
 
-def rung(n_embd, n_layer, block_size, total_batch_size, vocab_size, tokens_per_weight=5):
+def plan_rung(n_embd, n_layer, block_size, total_batch_size, vocab_size, tokens_per_weight=5):
     """Plans the training of one size -> Rung.
 
     n_embd: the size, a multiple of 32. The others are the same at all sizes. total_batch_size: in
@@ -136,7 +136,8 @@ def check_ladder(sizes):
 def check_rungs(rungs, tokens_per_weight, n_train_tokens):
     """Raises UserError if the smallest size has too few steps, or the largest too little data.
 
-    rungs: the smallest first. tokens_per_weight: as for `rung`. n_train_tokens: the training data.
+    rungs: the smallest first. tokens_per_weight: as for `plan_rung`. n_train_tokens: how many
+    tokens the training data have.
     """
     smallest = rungs[0]
     largest = rungs[-1]
@@ -150,7 +151,7 @@ def check_rungs(rungs, tokens_per_weight, n_train_tokens):
         raise UserError(
             f"the largest size would read {largest.tokens} tokens, but the training data have "
             f"{n_train_tokens}, and what is read twice is learned in another way; give a larger "
-            "--data"
+            "--data, such as the text that experiments/write_torch_text.py writes"
         )
 
 
@@ -279,14 +280,7 @@ def half_width(weights, variances, counts):
     parts = weights**2 * variances / counts  # (2, sizes)
     variance = parts.sum()
     df = variance**2 / (parts**2 / (counts - 1)).sum()
-    return float(t95_between(df) * math.sqrt(variance))
-
-
-def t95_between(df):
-    """Interpolates t95 if df is not a whole number. Delete this once t95 takes such numbers."""
-    below = math.floor(df)
-    share = df - below
-    return (1 - share) * t95(below) + share * t95(below + 1)
+    return float(t95(df) * math.sqrt(variance))
 
 
 def judge(comparison):

@@ -9,14 +9,37 @@ from plaingpt.base.terminal import print0
 def entry_as_line(entry):
     """Returns an experiment of the ledger as one line, for a person."""
     figures = ""
-    if "n" in entry:
+    if "multipliers" in entry:
+        figures = ladder_as_text(entry)
+    elif "n" in entry:
         runs = f"{entry['n']} pairs"  # of an older version
         if "base_n" in entry:
             runs = f"{entry['n']} runs against {entry['base_n']}"
         figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {runs}; "
-        if entry.get("confirm"):
-            figures = f"confirmation with new seeds; {figures}"
+    if figures and entry.get("confirm"):
+        figures = f"confirmation with new seeds; {figures}"
     return f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}"
+
+
+def ladder_as_text(entry):
+    """Returns the figures of a ladder: what the change is worth in compute at each size."""
+    found = []
+    for i, (m, low, high) in enumerate(entry["multipliers"]):
+        interval = ""
+        if i in (0, len(entry["multipliers"]) - 1):
+            interval = f" [{low:.2f}, {high:.2f}]"
+        found.append(f"x{m:.2f}{interval}")
+    sizes = ", ".join(map(str, entry["sizes"]))
+    m, low, high = entry["far"]
+    text = (
+        f"{', '.join(found)} in compute at {sizes} channels; "
+        f"{entry['trend']:+.2f} ± {entry['trend_half']:.2f} a decade; "
+        f"x{m:.2f} [{low:.2f}, {high:.2f}] at {entry['ahead']:g} times the largest, if the trend "
+        "goes on; "
+    )
+    if entry["time_ratio"]:
+        text += f"time x{entry['time_ratio']:.2f}; "
+    return text
 
 
 def read_ledgers(paths):
