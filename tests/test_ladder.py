@@ -1,5 +1,6 @@
 """plaingpt/run/ladder.py: its plan, its arithmetic on simulated ladders, and its verdicts."""
 
+import json
 import math
 from collections import Counter
 
@@ -17,10 +18,13 @@ from plaingpt.run.ladder import (
     plan_rung,
     weigh_sizes,
 )
+from plaingpt.run.ledger import entry_as_line
+from plaingpt.run.sides import Side
 
 import numpy as np
 import pytest
 
+import experiment as lab
 from model import GPT, GPTConfig
 
 SIZES = [64, 96, 128, 160]
@@ -333,3 +337,81 @@ def test_a_change_that_is_too_large_for_the_ladder_is_refused():
         compare_curves(base, changed - 3, FLOPS)
     with pytest.raises(UserError, match="size 1 of 4.*without --sizes"):
         compare_curves(base, changed * 0 + 5.5, FLOPS)  # it learns nothing
+
+
+def sides_with(changed_shape=(), **facts):
+    """Both sides of experiment.py, as `ask` leaves them."""
+    shape = dict(n_layer=2, n_embd=128, n_head=2, block_size=64, vocab_size=256, dropout=0.0)
+    common = dict(total_batch_size=1024, train_tokens=10**8, max_steps=9, **facts)
+    base = Side("base", ["--seed", "5"], common | dict(model_config=shape), "a")
+    changed = common | dict(model_config=shape | dict(changed_shape))
+    return [base, Side("changed", ["--seed", "5", "--optimizer", "adamw"], changed, "b")]
+
+
+@pytest.mark.parametrize(
+    "settings, more, sentence",
+    [
+        (dict(rates=[1.0]), [], "--rates: are for one size; give --rate_factors"),
+        (dict(flags="--n_embd=64"), [], "--n_embd: follows from --sizes; leave it out"),
+        (dict(flags="--data a b --max_steps 9"), [], "--max_steps: follows from --sizes"),
+        ({}, ["--max_lr", "1"], "--max_lr: follows from --sizes; leave it out"),
+    ],
+)
+def test_flags_that_a_ladder_sets(settings, more, sentence):
+    config = lab.ExperimentConfig(sizes=list(SIZES), **settings)
+    with pytest.raises(UserError, match=sentence):
+        lab.check_ladder_flags(config, more)
+    lab.check_ladder_flags(lab.ExperimentConfig(sizes=list(SIZES)), ["--optimizer", "lion"])
+
+
+def test_a_change_of_the_shape_has_no_ladder():
+    lab.check_same_shape(sides_with(dict(dropout=0.1)))
+    with pytest.raises(UserError, match="another n_layer, 3 instead of 2, .* without --sizes"):
+        lab.check_same_shape(sides_with(dict(n_layer=3)))
+
+
+def test_the_flags_of_a_size(monkeypatch):
+    """Each side keeps its own flags. The rate is that of the size times a factor."""
+    monkeypatch.setattr(lab, "ask", lambda sides: None)
+    base, changed = lab.sides_of_rung(sides_with(), plan_rung(96, 2, 64, 1024, 256), [1.0, 2.0])
+    assert " ".join(base.flags) == (
+        "--seed 5 --n_embd 96 --n_head 3 --max_steps 1200 --warmup_steps 120 --max_lr 0.015625"
+    )
+    assert changed.flags[:4] == ["--seed", "5", "--optimizer", "adamw"]
+    assert changed.flags[-1] == "0.03125"
+
+
+@pytest.mark.parametrize(
+    "best, factors, note",
+    [
+        ({"base": (1, 1), "changed": (1, 1)}, [1, 1], ""),
+        ({"base": (1, 1), "changed": (0.5, 1)}, [1, 1], "; rate not transferred"),
+        ({"base": (1, 1), "changed": (2, 2)}, [1, 2], "; rate not transferred"),  # at the edge
+    ],
+)
+def test_the_best_rate_factor_of_each_side(monkeypatch, best, factors, note):
+    """The losses are parabolas over the factor. A rate that diverges has none."""
+    rungs = RUNGS[:2]
+
+    def make_sides(sides, rung, given):
+        return [(side.name, rungs.index(rung), factor) for side, factor in zip(sides, given)]
+
+    def loss(side, run):
+        name, k, factor = side
+        return math.inf if (name, factor) == ("base", 2) else (factor - best[name][k]) ** 2
+
+    monkeypatch.setattr(lab, "sides_of_rung", make_sides)
+    monkeypatch.setattr(lab, "train_missing", lambda ladder, seeds: None)
+    monkeypatch.setattr(lab, "finite_loss", loss)
+    assert lab.choose_factors(sides_with(), rungs, [0.5, 1, 2]) == (factors, note)
+
+
+def test_a_ladder_in_the_ledger():
+    """The line that a person reads has the figures of the trial with rotary."""
+    facts = lab.describe_ladder(compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS))
+    entry = dict(facts, date="today", change="rotary", sizes=[48, 64, 96, 128], time_ratio=1.07)
+    line = entry_as_line(entry)
+    assert line.startswith("today  rotary: fades; x2.88 [2.")
+    assert "] in compute at 48, 64, 96, 128 channels; -0.2" in line
+    assert "at 10 times the largest, if the trend goes on; time x1.07; it helps" in line
+    json.dumps(facts, allow_nan=False)
