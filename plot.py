@@ -3,13 +3,14 @@
   python plot.py log/baby log/baby-wide           writes plot.png
   python plot.py log/base-? log/rms-?             draws two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
+  python plot.py verdict.json                     the ladder of experiment.py
+                                                  --sizes --json verdict.json
 
 Runs form a group if their names differ only in the number after a last "-" or
 "_", and their settings only in --seed, or in flags that do not change losses. A
 line shows the mean of a group, and a band its mean ± standard deviation. The
 table compares each group with the first one. The 95 % interval of the
-difference is Student's, and uses the deviations of both groups. A group of one
-run has no deviation of its own.
+difference is Welch's. It needs two runs in each group.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
@@ -21,10 +22,12 @@ from pathlib import Path
 from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
+from plaingpt.base.files import read_json
 from plaingpt.base.flags import flag, flags_of, parse_flags
 from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.run.intervals import welch_interval
+from plaingpt.run.ladder_picture import draw_ladder
 
 import numpy as np
 
@@ -287,11 +290,16 @@ def main(argv=None):
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
         raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
-    runs = {directory: read_run(directory) for directory in directories}
-    figure = draw(runs, config.x)
+    rows = []
+    if directories[0].endswith(".json"):
+        place = Path(directories[0])
+        figure = draw_ladder(read_json(place), place)
+    else:
+        runs = {directory: read_run(directory) for directory in directories}
+        figure = draw(runs, config.x)
+        rows = compare_groups(group_runs(runs))
     with explaining(f"--output {config.output}: cannot write", "give another file"):
         figure.savefig(config.output)
-    rows = compare_groups(group_runs(runs))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print0("  ".join(map(str.ljust, row, widths)).rstrip())

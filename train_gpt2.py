@@ -49,7 +49,7 @@ The order of a run, which is the order of main:
  10. the gradients are clipped, and the optimizers change the weights
  11. the figures of the step are logged
 
-lesson/09_muon.py trains the same model with the same losses, in 311 lines.
+lesson/09_muon.py trains the same model with the same losses, in 317 lines.
 This program adds (docs/lesson.md has the files, and the reasons):
 
   flags, presets                       TrainConfig

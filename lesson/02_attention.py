@@ -62,8 +62,8 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of C products. Divided by the root of C, it does not grow with C. Softmax
-        # gives one large score all the weight, and then has almost no gradient.
+        # It is a sum of C products of random signs, so its size is about sqrt(C). Softmax would
+        # give one large score all the weight, and then have almost no gradient. So divide by it.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0

@@ -66,8 +66,8 @@ class CausalSelfAttention(nn.Module):
         # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products. Divided by the root of hs, it does not grow with hs. Softmax
-        # gives one large score all the weight, and then has almost no gradient.
+        # It is a sum of hs products of random signs, so its size is about sqrt(hs). Softmax would
+        # give one large score all the weight, and then have almost no gradient. So divide by it.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -92,7 +92,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
+    """Attention and MLP. A LayerNorm comes before each.
+
+    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
+    channel by learned numbers.
+    """
 
     def __init__(self):
         super().__init__()

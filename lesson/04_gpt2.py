@@ -64,8 +64,8 @@ class CausalSelfAttention(nn.Module):
         # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products. Divided by the root of hs, it does not grow with hs. Softmax
-        # gives one large score all the weight, and then has almost no gradient.
+        # It is a sum of hs products of random signs, so its size is about sqrt(hs). Softmax would
+        # give one large score all the weight, and then have almost no gradient. So divide by it.
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -90,7 +90,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
+    """Attention and MLP. A LayerNorm comes before each.
+
+    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
+    channel by learned numbers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -120,7 +124,7 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # again, because making the layers took random numbers
+        torch.manual_seed(seed)  # here, because making the layers also took random numbers
         for name, p in self.named_parameters():  # the shared matrix comes once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -129,7 +133,7 @@ class GPT(nn.Module):
                 # the root, the variance of the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)  # OpenAI chose it for 768 channels
+                nn.init.normal_(p, std=0.02)  # OpenAI's, for 768 channels: 128 need lesson 5
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""

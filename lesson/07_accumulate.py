@@ -99,7 +99,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
+    """Attention and MLP. A LayerNorm comes before each.
+
+    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
+    channel by learned numbers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -129,7 +133,7 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # again, because making the layers took random numbers
+        torch.manual_seed(seed)  # here, because making the layers also took random numbers
         for name, p in self.named_parameters():  # the shared matrix comes once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -138,16 +142,18 @@ class GPT(nn.Module):
                 # the root, the variance of the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)  # OpenAI chose it for 768 channels
+                nn.init.normal_(p, std=0.02)  # OpenAI's, for 768 channels: 128 need lesson 5
 
     def configure_optimizers(self):
         """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        vectors = [p for p in self.parameters() if p.dim() == 1]  # biases and LayerNorms
+        vectors = [p for p in self.parameters() if p.dim() == 1]  # LayerNorms should not go to 0
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
+        # AdamW divides a mean of recent gradients by the root of a mean of their squares. betas say
+        # how far these means go back; eps avoids a division by 0. fused: one kernel does it all.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 data = "input.txt"  # a text, or a directory of shards
-vocab_size = 256  # a token is a byte; in shards, it is one of 50257
+vocab_size = 256  # a token is a byte; set it to 50257 for shards of GPT-2's tokens
 block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
 n_head = 2  # attention heads, nh: a position can look at two places at a time
@@ -33,7 +33,7 @@ rank = int(os.environ.get("RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # the GPU of this process
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # its number on this machine
 if world_size > 1:
     # The processes find each other. nccl sends tensors between GPUs, gloo between CPUs.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -70,7 +70,7 @@ class DataLoaderLite:
     def batch(self, position, B):
         """Reads B sequences from a position on -> x, y: (B, T)."""
         rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
-        rows = rows.long().to(device)  # only a batch is there
+        rows = rows.long().to(device)  # which holds a batch, not all tokens
         return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
 
 
@@ -84,16 +84,16 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         (group,) = self.param_groups  # there is one
         for p in group["params"]:
-            if not self.state[p]:  # in the first step
+            if not self.state[p]:  # a dict of the Optimizer, which is empty in the first step
                 self.state[p]["momentum"] = torch.zeros_like(p)
             # a.lerp(b, w) is a + w (b - a). momentum is a mean of recent gradients. Nesterov's idea
             # is to give the newest one a little more weight.
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonalize(p.grad.lerp(momentum, 0.95))
             p.mul_(1 - group["lr"] * weight_decay)
-            # In r rows of c >= r columns, r singular values of 1 have squares that add up to r, as
-            # the squares of all r c numbers do. So a number is about 1 / sqrt(c), and a parameter
-            # moves by about 0.2 lr, as with AdamW (Liu et al. 2025).
+            # In any matrix, the squares of all numbers have the sum of the squares of its singular
+            # values. Here, that is about r, over r rows of c >= r columns. So a number is about
+            # 1 / sqrt(c), and a parameter moves by about 0.2 lr, as with AdamW (Liu et al. 2025).
             p.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
 
 
@@ -108,7 +108,7 @@ def orthogonalize(x):
     x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
     for _ in range(5):
         gram = x @ x.T  # (rows, rows)
-        # gram @ x has the singular vectors of x, with the values s^3. So here, s becomes
+        # gram has the squares s^2 of the singular values, so gram @ x has s^3. So here, s becomes
         # 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al. chose these numbers so that five rounds
         # bring s between 0 and 1 near 1.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
@@ -155,7 +155,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Before each, a LayerNorm gives the channels mean 0 and variance 1."""
+    """Attention and MLP. A LayerNorm comes before each.
+
+    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
+    channel by learned numbers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -185,7 +189,7 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # again, because making the layers took random numbers
+        torch.manual_seed(seed)  # here, because making the layers also took random numbers
         for name, p in self.named_parameters():  # the shared matrix comes once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -194,17 +198,19 @@ class GPT(nn.Module):
                 # the root, the variance of the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)  # OpenAI chose it for 768 channels
+                nn.init.normal_(p, std=0.02)  # OpenAI's, for 768 channels: 128 need lesson 5
 
     def configure_optimizers(self):
-        """Muon for the matrices of the blocks, AdamW for the embeddings and for all vectors."""
+        """Muon for the matrices of the blocks, AdamW for vectors and embeddings, tables of rows."""
         of_muon = [p for p in self.h.parameters() if p.dim() == 2]
         matrices = [self.wte.weight, self.wpe.weight]
-        vectors = [p for p in self.parameters() if p.dim() == 1]  # biases and LayerNorms
+        vectors = [p for p in self.parameters() if p.dim() == 1]  # LayerNorms should not go to 0
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
+        # AdamW divides a mean of recent gradients by the root of a mean of their squares. betas say
+        # how far these means go back; eps avoids a division by 0. fused: one kernel does it all.
         adamw = torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
         return [Muon(of_muon, lr=max_lr), adamw]
 

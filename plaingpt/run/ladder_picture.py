@@ -1,0 +1,36 @@
+"""Draws the ladder of an experiment: the losses of both sides, and what the change is worth."""
+
+from plaingpt.base.errors import UserError, require
+
+import numpy as np
+
+
+def draw_ladder(entry, place):
+    """Draws the JSON of experiment.py --sizes -> a matplotlib Figure.
+
+    On the left, the loss of each run over the compute of the base, and the curve of each side. On
+    the right, the compute multiplier of each size with its 95 % interval. place: the file, for
+    messages. Raises UserError if the JSON has no ladder.
+    """
+    if "multipliers" not in entry:
+        raise UserError(f"{place}: has no ladder; give the --json of experiment.py --sizes")
+    figure = require("matplotlib.figure").Figure((10, 4), dpi=120, layout="constrained")
+    losses, multipliers = figure.subplots(1, 2)
+    x = np.log10(entry["flops"])
+    for i, (side, name) in enumerate((("base_losses", "base"), ("losses", entry["change"]))):
+        for flops, values in zip(entry["flops"], entry[side]):
+            losses.plot([flops] * len(values), values, ".", color=f"C{i}", alpha=0.5)
+        curve = np.polyfit(x, [np.mean(values) for values in entry[side]], 2)
+        fine = np.linspace(x[0], x[-1], 100)
+        label = name.replace("$", r"\$")
+        losses.plot(10**fine, np.polyval(curve, fine), color=f"C{i}", label=label)
+    losses.set(xscale="log", xlabel="FLOPs of the training", ylabel="loss (nats per token)")
+    losses.legend()
+    m, low, high = np.transpose(entry["multipliers"])
+    multipliers.errorbar(entry["sizes"], m, (m - low, high - m), fmt="o", capsize=4, color="C1")
+    multipliers.axhline(1, color="black", linestyle=":", linewidth=1)
+    multipliers.set(xlabel="channels", ylabel="compute multiplier", title=entry["verdict"])
+    multipliers.set_xticks(entry["sizes"])
+    for panel in (losses, multipliers):
+        panel.grid(alpha=0.25)
+    return figure
