@@ -2,7 +2,10 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.run.intervals import t95
@@ -18,13 +21,17 @@ from plaingpt.run.ladder import (
     plan_rung,
     weigh_sizes,
 )
+from plaingpt.run.ladder_picture import draw_ladder
 from plaingpt.run.ledger import entry_as_line
 from plaingpt.run.sides import Side
 
 import numpy as np
 import pytest
+import torch
+from conftest import ROOT
 
 import experiment as lab
+import plot
 from model import GPT, GPTConfig
 
 SIZES = [64, 96, 128, 160]
@@ -415,3 +422,31 @@ def test_a_ladder_in_the_ledger():
     assert "] in compute at 48, 64, 96, 128 channels; -0.2" in line
     assert "at 10 times the largest, if the trend goes on; time x1.07; it helps" in line
     json.dumps(facts, allow_nan=False)
+
+
+def test_the_picture_of_a_ladder(tmp_path):
+    """It has each run, and each multiplier with its interval."""
+    facts = lab.describe_ladder(compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS))
+    entry = dict(facts, change="rotary", sizes=[48, 64, 96, 128], flops=RECORDED_FLOPS)
+    entry.update(base_losses=RECORDED_BASE, losses=RECORDED_ROTARY)
+    losses, multipliers = draw_ladder(entry, "verdict.json").axes
+    drawn = sorted(y for line in losses.lines if line.get_marker() == "." for y in line.get_ydata())
+    assert drawn == sorted(sum(RECORDED_BASE + RECORDED_ROTARY, []))
+    points = multipliers.containers[0].lines[0].get_ydata()
+    assert points.tolist() == [m for m, _, _ in facts["multipliers"]]
+    place = tmp_path / "verdict.json"
+    place.write_text("{}")
+    with pytest.raises(UserError, match="has no ladder; give the --json of experiment.py --sizes"):
+        plot.main([str(place), "--output", str(tmp_path / "a.png")])
+
+
+@pytest.mark.slow
+def test_the_text_that_everybody_has(tmp_path):
+    """It has each Python file of torch once, and neighbours are of different directories."""
+    path = tmp_path / "torch_py.txt"
+    subprocess.run([sys.executable, ROOT / "experiments/write_torch_text.py", path], check=True)
+    files = [file.read_bytes() for file in Path(torch.__file__).parent.rglob("*.py")]
+    text = path.read_bytes()
+    assert len(text) == sum(map(len, files)) > 10**7
+    places = [text.find(file) for file in files[:50] if file]
+    assert min(places) >= 0 and places != sorted(places)

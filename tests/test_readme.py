@@ -152,9 +152,12 @@ def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
         real(*args, **kwargs)
         sys.exit("flags are right")
 
-    found = [
-        (name, *command) for name in ENGLISH for command in commands(name) if command[0] != "rhymes"
-    ]  # the example of a benchmark of one's own
+    found = []
+    for name in ENGLISH:
+        for command in commands(name):
+            # The first is the example of a benchmark of one's own. The second has no flags.
+            if command[0] not in ("rhymes", "write_torch_text"):
+                found.append((name, *command))
     for _, name, flags in found:
         runpy.run_path(str(ROOT / f"{name}.py"))  # imports the modules that are patched next
         for module in list(sys.modules.values()):
