@@ -113,6 +113,7 @@ class ExperimentConfig:
     rate_factors: list[float] | None = flag(None, "of a ladder: rates to choose from", above=0)
     base: str = flag("HEAD", "commit to compare with")
     name: str | None = flag(None, "what --list calls the change [patch and flags]")
+    why: str | None = flag(None, "your reason to try it, for the ledger")
     json: str | None = flag(None, "also write the verdict to this file")
     list: bool = flag(False, "print the experiments so far")
 

@@ -243,7 +243,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     models = (clone / "log/experiments/runs").glob("*/model_*.pt")
     assert {path.parent.name.rpartition("-")[2] for path in models} == {"1"}
     # A confirmation takes seeds after those of both programs, and more runs of the base if asked.
-    found = experiment(clone, "worse", "--confirm", "--base_seeds", 3, "log/my.patch")
+    confirm = ["--confirm", "--base_seeds", 3, "--why", "it was worse"]
+    found = experiment(clone, "worse", *confirm, "log/my.patch")
     assert (found["n"], found["base_n"], found["last_seed"]) == (2, 3, 6)
     assert found["looks"] == 3 and {f"{found['keys'][1]}-{seed}" for seed in (4, 5)} <= {
         *runs(clone)
@@ -257,6 +258,7 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
         "worse",
     ]
     assert "; confirmation with new seeds; +" in out and " in 2 runs against 3; " in out
+    assert out.endswith(" (tried because: it was worse)\n")
 
 
 # Reads every text as the same few ids.

@@ -18,7 +18,10 @@ def entry_as_line(entry):
         figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {runs}; "
     if figures and entry.get("confirm"):
         figures = f"confirmation with new seeds; {figures}"
-    return f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}"
+    why = f" (tried because: {entry['why']})" if entry.get("why") else ""
+    return (
+        f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}{why}"
+    )
 
 
 def ladder_as_text(entry):
