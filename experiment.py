@@ -8,8 +8,8 @@
   python experiment.py --base HEAD~3              all changes since that commit
   python experiment.py --confirm                  the same question with seeds
                                                   that no run has had
-  python experiment.py experiments/rotary.patch --sizes 64 96 128 160 \
-      --flags "--data my.txt"                     does it help larger models?
+  python experiment.py --sizes 64 96 128 160 --flags "--data my.txt"
+                                                  does it help larger models?
   python experiment.py --list                     what was tried so far
 
 The figure is the mean of the last validation losses with the change, minus that

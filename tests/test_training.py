@@ -11,6 +11,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -26,13 +27,12 @@ from conftest import (
     program,
     read_log,
     spawn,
-    text_batch,
     train,
     wait_for,
 )
 
 import train_gpt2
-from train_gpt2 import DataLoaderLite, TrainConfig, get_lr
+from train_gpt2 import TrainConfig, get_lr
 
 # Processes
 
@@ -56,15 +56,20 @@ def test_two_processes_of_torchrun_match_one_process(tmp_path, whole):
 
 @pytest.mark.slow
 def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
-    """27 sequences, always computed as 64. Two processes have 8 of a step, even if B is larger."""
+    """27 sequences, always computed as 64. Two processes have 8 of a step, even if B is larger.
+
+    They are spread over the held-out text, at equal distances.
+    """
     model, shapes = fresh(MODEL), set()
     model.loss_fn.register_forward_pre_hook(lambda _, args: shapes.add(tuple(args[2].shape)))
     val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
-    loader = DataLoaderLite([val], [1], 32, shuffle=False)
     config = TrainConfig(val_tokens=32 * 27)
+    loader = train_gpt2.make_val_loader(val, 32, config)
     found, _ = train_gpt2.estimate_loss(model, loader, torch.ones(256), config, ALONE)
     assert shapes == {(64, 32)}  # torch.compile would compile a second one
-    assert found == pytest.approx(model(*text_batch("val", 27, shuffle=False))[1].item(), rel=1e-5)
+    distance = (len(val) - 1) // 32 // 27 * 32
+    rows = np.stack([val.read_sequence(i * distance, 32) for i in range(27)], axis=1)
+    assert found == pytest.approx(model(*torch.from_numpy(rows))[1].item(), rel=1e-5)
     for name, (B, processes) in dict(b=(1, 1), c=(2, 2), d=(64, 2)).items():
         train(
             "--log_dir",
