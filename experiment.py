@@ -219,7 +219,8 @@ def compare_ladder(flags, more, config, ledger):
     if sides[0].key == sides[1].key:
         return dict(keys=[side.key for side in sides], verdict="no gain", reason=UNCHANGED)
     rungs = plan_rungs(sides[0].facts, config)
-    factors, note = [1.0, 1.0], ""
+    factors = [1.0, 1.0]
+    note = ""
     if config.rate_factors:
         factors, note = choose_factors(sides, rungs[:2], config.rate_factors)
     ladder = [sides_of_rung(sides, rung, factors) for rung in rungs]
@@ -329,17 +330,19 @@ def finite_loss(side, run):
 
 def show_minutes(ladder, rungs, seeds):
     """Prints how long the training takes, from the measured speed of a few steps of the base."""
+    missing = []  # FLOPs of each side
+    for i, own in enumerate(seeds):
+        flops = 0
+        for pair, rung in zip(ladder, rungs):
+            flops += rung.flops * sum(pair[i].last(seed) is None for seed in own)
+        missing.append(flops)
+    if not any(missing):
+        return
     middle = len(rungs) // 2
     side, rung = ladder[middle][0], rungs[middle]
     train([(side, "timed", ["--max_minutes", "0.1"])], "measuring the speed")
     flops_per_second = median_tok_s(side, "timed") * rung.flops / rung.tokens
-    minutes = []  # of each side
-    for i, own in enumerate(seeds):
-        flops = 0
-        for pair, rung in zip(ladder, rungs):
-            missing = [seed for seed in own if pair[i].last(seed) is None]
-            flops += rung.flops * len(missing)
-        minutes.append(flops / flops_per_second / 60 / count_slots())
+    minutes = [flops / flops_per_second / 60 / count_slots() for flops in missing]
     print0(f"about {minutes[0]:.0f} minutes for the base, and {minutes[1]:.0f} for the change")
 
 

@@ -413,6 +413,24 @@ def test_the_best_rate_factor_of_each_side(monkeypatch, best, factors, note):
     assert lab.choose_factors(sides_with(), rungs, [0.5, 1, 2]) == (factors, note)
 
 
+def test_the_minutes_before_it_starts(monkeypatch, capsys):
+    """From a measured speed of 1e9 FLOPs a second, on two slots, for the runs that are missing."""
+    trained = []
+    monkeypatch.setattr(lab, "train", lambda runs, title: trained.extend(runs))
+    monkeypatch.setattr(lab, "count_slots", lambda: 2)
+    monkeypatch.setattr(lab, "median_tok_s", lambda *_: 1e9 * RUNGS[2].tokens / RUNGS[2].flops)
+    ladder = [sides_with() for _ in RUNGS]
+    for base, changed in ladder:
+        monkeypatch.setattr(base, "last", lambda seed: 1.0 if seed > 2 else None)
+        monkeypatch.setattr(changed, "last", lambda seed: None)
+    lab.show_minutes(ladder, RUNGS, (range(1, 9), range(1, 5)))
+    minutes = sum(FLOPS) / 1e9 / 60  # two runs of the base at each size, on two slots
+    expected = f"about {minutes:.0f} minutes for the base, and {2 * minutes:.0f} for the change\n"
+    assert capsys.readouterr().out == expected and len(trained) == 1
+    lab.show_minutes(ladder, RUNGS, (range(3, 9), []))
+    assert capsys.readouterr().out == "" and len(trained) == 1
+
+
 def test_a_ladder_in_the_ledger():
     """The line that a person reads has the figures of the trial with rotary."""
     facts = lab.describe_ladder(compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS))
