@@ -67,6 +67,7 @@ from plaingpt.run.ladder import check_ladder, check_rungs, compare_curves, judge
 from plaingpt.run.ledger import add_entry, entry_as_line, read_ledgers
 from plaingpt.run.sides import (
     LAB,
+    ROOT,
     Side,
     ask,
     count_slots,
@@ -78,7 +79,6 @@ from plaingpt.run.sides import (
     train_missing,
 )
 
-ROOT = Path(__file__).resolve().parent
 # The first ledger has the experiments of docs/experiments.md.
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = {
@@ -230,11 +230,11 @@ def compare_ladder(flags, more, config, ledger):
     runs = train_missing(ladder, seeds)
     base = [losses_of(pair[0], seeds[0]) for pair in ladder]  # a list for each size
     changed = [losses_of(pair[1], seeds[1]) for pair in ladder]
-    facts = describe_ladder(compare_curves(base, changed, [rung.flops for rung in rungs]))
+    flops = [rung.flops for rung in rungs]
+    facts = describe_ladder(compare_curves(base, changed, flops))
     facts["reason"] += note
     facts.update(keys=keys, n=len(seeds[1]), base_n=len(seeds[0]), last_seed=seeds[0][-1])
-    facts.update(base_losses=base, losses=changed, time_ratio=ratio_of_times(runs))
-    facts.update(flops=[rung.flops for rung in rungs])
+    facts.update(base_losses=base, losses=changed, time_ratio=ratio_of_times(runs), flops=flops)
     for pair in ladder:
         if reason := check_losses(pair, seeds):
             facts.update(verdict="invalid", reason=reason)

@@ -214,13 +214,17 @@ def write_sample(model, tokenizer, text, n):
     return tokenizer.decode(ids[1:n_prompt]) + sample
 
 
+def find_source(run, stage):
+    """Returns what GPT.load takes for a stage of a run; without that stage, for its last one."""
+    return run.checkpoints.get(stage, list(run.checkpoints.values())[-1])
+
+
 def load(run, stage, process):
     """Loads a checkpoint of a run -> (GPT, Tokenizer), ready for the device. Raises UserError.
 
-    stage: its name. If the run does not have it, this is the last one.
+    stage: its name, as in find_source.
     """
-    source = run.checkpoints.get(stage, list(run.checkpoints.values())[-1])
-    model, tokenizer = run.GPT.load(str(source))
+    model, tokenizer = run.GPT.load(str(find_source(run, stage)))
     return model.to(process.device).eval(), tokenizer
 
 
@@ -246,8 +250,9 @@ def look_at_all(runs, config, process):
     stages = []
     for i, name in enumerate(names, start=1):
         looks = []
-        for run in runs:
-            model, _ = load(run, name, process)
+        for run, (model, _) in zip(runs, newest):
+            if find_source(run, name) != find_source(run, None):
+                model, _ = load(run, name, process)
             looks.append(look_at(model, tokenizer, text, config.sample_tokens))
         title = name or "the last checkpoints"
         stages.append(Stage(title, looks))

@@ -27,7 +27,7 @@ from plaingpt.base.flags import flag, flags_of, parse_flags
 from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.run.intervals import welch_interval
-from plaingpt.run.ladder_picture import draw_ladder
+from plaingpt.run.ladder_picture import draw_ladder, legend_label
 
 import numpy as np
 
@@ -235,9 +235,7 @@ def draw(runs, x):
     for i, (name, group) in enumerate(group_runs(runs).items()):
         if x == "tokens" and "tokens" not in group[0]:
             raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
-        # A legend leaves out names that begin with "_", and reads "$" as the start of a formula.
-        label = re.sub("^_", "./_", name).replace("$", r"\$")
-        draw_group(panels, label, f"C{i}", group, x)
+        draw_group(panels, legend_label(name), f"C{i}", group, x)
     # The published losses are those of FineWeb-Edu.
     is_fineweb = all(reads_fineweb(facts) for _, facts in runs.values())
     for name, panel in panels.items():

@@ -43,14 +43,15 @@ def welch_interval(base, changed):
 def welch_half(variances, sizes):
     """Returns half the width of the interval of a difference of two means.
 
-    variances: of a single value, in each group. sizes: the number of values, 2 or more.
+    variances: of a single value, in each group. sizes: the number of values, 2 or more. There may
+    be more groups: it is then the interval of a sum of means, and of their differences.
     """
     parts = [variance / n for variance, n in zip(variances, sizes)]  # variances of the means
     total = sum(parts)
     if total == 0:
         return 0.0
-    # The degrees of freedom by Satterthwaite (1946). They are between those of the smaller group
-    # and the sum of both.
+    # The degrees of freedom by Satterthwaite (1946). They are between those of the smallest group
+    # and the sum of all.
     df = total**2 / sum(part**2 / (n - 1) for part, n in zip(parts, sizes))
     return float(t95(df) * total**0.5)
 

@@ -18,7 +18,7 @@ import math
 from typing import NamedTuple
 
 from plaingpt.base.errors import UserError
-from plaingpt.run.intervals import t95
+from plaingpt.run.intervals import welch_half
 
 import numpy as np
 
@@ -277,10 +277,7 @@ def half_width(weights, variances, counts):
     the degrees of freedom of Satterthwaite (1946). Each size keeps its own variance: one variance
     for all would be too small where the runs differ most.
     """
-    parts = weights**2 * variances / counts  # (2, sizes)
-    variance = parts.sum()
-    df = variance**2 / (parts**2 / (counts - 1)).sum()
-    return float(t95(df) * math.sqrt(variance))
+    return welch_half((weights**2 * variances).ravel(), counts.ravel())
 
 
 def judge(comparison):

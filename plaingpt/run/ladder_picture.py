@@ -1,8 +1,18 @@
 """Draws the ladder of an experiment: the losses of both sides, and what the change is worth."""
 
+import re
+
 from plaingpt.base.errors import UserError, require
 
 import numpy as np
+
+
+def legend_label(name):
+    """Returns a name as matplotlib's legend shows it.
+
+    A legend leaves out names that begin with "_", and reads "$" as the start of a formula.
+    """
+    return re.sub("^_", "./_", name).replace("$", r"\$")
 
 
 def draw_ladder(entry, place):
@@ -22,8 +32,7 @@ def draw_ladder(entry, place):
             losses.plot([flops] * len(values), values, ".", color=f"C{i}", alpha=0.5)
         curve = np.polyfit(x, [np.mean(values) for values in entry[side]], 2)
         fine = np.linspace(x[0], x[-1], 100)
-        label = name.replace("$", r"\$")
-        losses.plot(10**fine, np.polyval(curve, fine), color=f"C{i}", label=label)
+        losses.plot(10**fine, np.polyval(curve, fine), color=f"C{i}", label=legend_label(name))
     losses.set(xscale="log", xlabel="FLOPs of the training", ylabel="loss (nats per token)")
     losses.legend()
     m, low, high = np.transpose(entry["multipliers"])

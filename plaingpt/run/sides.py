@@ -8,10 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_json
+from plaingpt.base.git import CLONE
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.machine import count_cores
 from plaingpt.run.inputs import find_stream, hash_inputs
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = CLONE.resolve()
 # Has the program that records what a run reads, and the two programs that compute losses again.
 AUDIT = ROOT / "experiments"
 LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
