@@ -42,7 +42,6 @@ Each experiment adds a line to log/experiments/ledger.jsonl.
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shlex
 import signal
@@ -63,18 +62,19 @@ from plaingpt.run.copies import (
     remove_copies,
 )
 from plaingpt.run.intervals import compare_losses
-from plaingpt.run.ladder import check_ladder, check_rungs, compare_curves, judge, plan_rung
-from plaingpt.run.ledger import add_entry, entry_as_line, read_ledgers
+from plaingpt.run.ladder_runs import SET_BY_SIZE, compare_ladder
+from plaingpt.run.ledger import add_entry, choose_seeds, entry_as_line, read_ledgers
 from plaingpt.run.sides import (
     LAB,
     ROOT,
+    UNCHANGED,
     Side,
     ask,
-    count_slots,
-    find_fault,
+    check_losses,
+    finite_loss,
     losses_of,
-    median_tok_s,
     ratio_of_times,
+    show_look,
     train,
     train_missing,
 )
@@ -95,9 +95,6 @@ STATUS = {
     "no gain": 3,
     "reverses": 13,
 }
-UNCHANGED = "only comments, layout or docstrings have changed"
-# What a ladder sets at each size.
-SET_BY_SIZE = ("n_embd", "n_head", "max_steps", "warmup_steps", "max_lr")
 
 
 @dataclass
@@ -140,23 +137,6 @@ def choose_rates(sides, rates):
     ask(sides)
 
 
-def choose_seeds(keys, config, ledger):
-    """Returns the seeds of the runs: (those of the base, those of the change), both as ranges.
-
-    They begin at 1, and with --confirm behind the last seed that the ledger has for one of the
-    programs. Seeds of an experiment that was stopped are not in the ledger, so the same command
-    continues it. keys: those of all sides.
-    """
-    first = 1
-    if config.confirm:
-        for entry in ledger:
-            if set(keys) & set(entry.get("keys", [])):
-                # The entries of older versions have pairs, and no last_seed.
-                first = max(first, entry.get("last_seed", entry.get("n", 0)) + 1)
-    n_base = max(config.base_seeds, config.seeds)
-    return range(first, first + n_base), range(first, first + config.seeds)
-
-
 def compare_sides(sides, config, ledger):
     """Trains the runs -> the facts of the verdict. Raises UserError if a run fails."""
     ask(sides)
@@ -184,65 +164,6 @@ def compare_sides(sides, config, ledger):
     return facts
 
 
-def check_losses(sides, seeds):
-    """Computes the losses of both sides again -> why they do not count, or None.
-
-    If they count, deletes the models of all seeds but the first, which look.py can compare.
-    """
-    print0("computing the losses again")
-    for side, own in zip(sides, seeds):
-        if reason := find_fault(side, sides[0], own):
-            return reason  # keeps the models, see find_fault
-        for seed in own[1:]:
-            for path in side.directory(seed).glob("model_*.pt"):
-                path.unlink()
-    return None
-
-
-def show_look(sides, seeds):
-    """Prints the command that compares the models of the first seed, token by token."""
-    places = [os.path.relpath(side.directory(seeds[0][0])) for side in sides]
-    print0(f"python look.py {' '.join(places)} --own_code --text FILE  shows where they differ")
-
-
-def compare_ladder(flags, more, config, ledger):
-    """Trains both programs at each size -> the facts of the verdict. Raises UserError.
-
-    flags: those of all runs. more: those of the changed program.
-    """
-    check_ladder(config.sizes)
-    check_ladder_flags(config, more)
-    flags = ["--val_every", "0", *flags]
-    sides = [Side("base", flags), Side("changed", flags + more)]
-    ask(sides)
-    check_same_shape(sides)
-    if sides[0].key == sides[1].key:
-        return dict(keys=[side.key for side in sides], verdict="no gain", reason=UNCHANGED)
-    rungs = plan_rungs(sides[0].facts, config)
-    factors = [1.0, 1.0]
-    note = ""
-    if config.rate_factors:
-        factors, note = choose_factors(sides, rungs[:2], config.rate_factors)
-    ladder = [sides_of_rung(sides, rung, factors) for rung in rungs]
-    keys = [side.key for pair in ladder for side in pair]
-    seeds = choose_seeds(keys, config, ledger)
-    show_minutes(ladder, rungs, seeds)
-    runs = train_missing(ladder, seeds)
-    base = [losses_of(pair[0], seeds[0]) for pair in ladder]  # a list for each size
-    changed = [losses_of(pair[1], seeds[1]) for pair in ladder]
-    flops = [rung.flops for rung in rungs]
-    facts = describe_ladder(compare_curves(base, changed, flops))
-    facts["reason"] += note
-    facts.update(keys=keys, n=len(seeds[1]), base_n=len(seeds[0]), last_seed=seeds[0][-1])
-    facts.update(base_losses=base, losses=changed, time_ratio=ratio_of_times(runs), flops=flops)
-    for pair in ladder:
-        if reason := check_losses(pair, seeds):
-            facts.update(verdict="invalid", reason=reason)
-            return facts
-    show_look(ladder[-1], seeds)
-    return facts
-
-
 def check_ladder_flags(config, more):
     """Raises UserError if a flag contradicts --sizes."""
     if config.rates:
@@ -253,113 +174,6 @@ def check_ladder_flags(config, more):
     for name in SET_BY_SIZE:
         if any(each.partition("=")[0] == f"--{name}" for each in given):
             raise UserError(f"--{name}: follows from --sizes; leave it out")
-
-
-def check_same_shape(sides):
-    """Raises UserError if the change has another depth, width, context or vocabulary."""
-    base, changed = [side.facts["model_config"] for side in sides]
-    for name, value in base.items():
-        if changed.get(name) != value and name != "dropout":
-            raise UserError(
-                f"the change has another {name}, {changed.get(name)} instead of {value}, so its "
-                "sizes are not those of the base; compare it at one size, without --sizes"
-            )
-
-
-def plan_rungs(facts, config):
-    """Plans the training of each size -> list of Rung. facts: of the base. Raises UserError."""
-    shape = facts["model_config"]
-    rungs = []
-    for n_embd in config.sizes:
-        rungs.append(
-            plan_rung(
-                n_embd,
-                shape["n_layer"],
-                shape["block_size"],
-                facts["total_batch_size"],
-                shape["vocab_size"],
-                config.tokens_per_weight,
-            )
-        )
-    check_rungs(rungs, config.tokens_per_weight, facts["train_tokens"])
-    return rungs
-
-
-def sides_of_rung(sides, rung, factors):
-    """Returns both sides at one size, asked. factors: each multiplies the rate of a side."""
-    found = []
-    for side, factor in zip(sides, factors):
-        flags = list(side.flags)
-        for name in SET_BY_SIZE:
-            value = getattr(rung, name)
-            flags += [f"--{name}", str(factor * value if name == "max_lr" else value)]
-        found.append(Side(side.name, flags))
-    ask(found)
-    return found
-
-
-def choose_factors(sides, rungs, factors):
-    """Chooses the best factor of the rate for each side -> (factors, a note, which may be empty).
-
-    The two smallest sizes decide, with the seed 0. If they disagree, or the best factor is at the
-    edge, the rate may not fit the larger sizes, and the note says so.
-    """
-    losses = [[{}, {}], [{}, {}]]  # [side][size]: {factor: loss}
-    for k, rung in enumerate(rungs):
-        for factor in factors:
-            pair = sides_of_rung(sides, rung, [factor, factor])
-            with contextlib.suppress(UserError):  # a large rate may diverge
-                train_missing([pair], ([0], [0]))
-            for i, side in enumerate(pair):
-                losses[i][k][factor] = finite_loss(side, 0)
-    chosen = []
-    note = ""
-    for side, own in zip(sides, losses):
-        best = [min(each, key=each.get) for each in own]
-        print0(f"{side.name}: losses of the rate factors {own}; the best ones are {best}")
-        if best[0] != best[1] or best[1] in (min(factors), max(factors)):
-            note = "; rate not transferred"
-        chosen.append(best[1])
-    return chosen, note
-
-
-def finite_loss(side, run):
-    """Returns the last loss of a run, or inf if there is none, or if it is NaN."""
-    return min(math.inf, side.last(run) or math.inf)  # NaN is not below inf
-
-
-def show_minutes(ladder, rungs, seeds):
-    """Prints how long the training takes, from the measured speed of a few steps of the base."""
-    missing = []  # FLOPs of each side
-    for i, own in enumerate(seeds):
-        flops = 0
-        for pair, rung in zip(ladder, rungs):
-            flops += rung.flops * sum(pair[i].last(seed) is None for seed in own)
-        missing.append(flops)
-    if not any(missing):
-        return
-    middle = len(rungs) // 2
-    side, rung = ladder[middle][0], rungs[middle]
-    train([(side, "timed", ["--max_minutes", "0.1"])], "measuring the speed")
-    flops_per_second = median_tok_s(side, "timed") * rung.flops / rung.tokens
-    minutes = [flops / flops_per_second / 60 / count_slots() for flops in missing]
-    print0(f"about {minutes[0]:.0f} minutes for the base, and {minutes[1]:.0f} for the change")
-
-
-def describe_ladder(comparison):
-    """Returns the figures and the verdict of a Comparison as facts."""
-    verdict, reason = judge(comparison)
-    multipliers = [[size.m, size.low, size.high] for size in comparison.sizes]
-    far = comparison.far
-    return dict(
-        verdict=verdict,
-        reason=reason,
-        multipliers=multipliers,
-        trend=comparison.trend.value,
-        trend_half=comparison.trend.half,
-        ahead=comparison.ahead,
-        far=[far.m, far.low, far.high],
-    )
 
 
 def main():
@@ -404,6 +218,7 @@ def main():
         make_copy(LAB / "base", commit)
         make_copy(LAB / "changed", commit, changes, files)
         if config.sizes:
+            check_ladder_flags(config, more)
             entry.update(compare_ladder(flags, more, config, ledger))
         else:
             sides = [Side("base", flags), Side("changed", flags + more)]

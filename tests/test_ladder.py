@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
+from plaingpt.run import ladder_runs
 from plaingpt.run.intervals import t95
 from plaingpt.run.ladder import (
     Comparison,
@@ -372,15 +373,17 @@ def test_flags_that_a_ladder_sets(settings, more, sentence):
 
 
 def test_a_change_of_the_shape_has_no_ladder():
-    lab.check_same_shape(sides_with(dict(dropout=0.1)))
+    ladder_runs.check_same_shape(sides_with(dict(dropout=0.1)))
     with pytest.raises(UserError, match="another n_layer, 3 instead of 2, .* without --sizes"):
-        lab.check_same_shape(sides_with(dict(n_layer=3)))
+        ladder_runs.check_same_shape(sides_with(dict(n_layer=3)))
 
 
 def test_the_flags_of_a_size(monkeypatch):
     """Each side keeps its own flags. The rate is that of the size times a factor."""
-    monkeypatch.setattr(lab, "ask", lambda sides: None)
-    base, changed = lab.sides_of_rung(sides_with(), plan_rung(96, 2, 64, 1024, 256), [1.0, 2.0])
+    monkeypatch.setattr(ladder_runs, "ask", lambda sides: None)
+    base, changed = ladder_runs.sides_of_rung(
+        sides_with(), plan_rung(96, 2, 64, 1024, 256), [1.0, 2.0]
+    )
     assert " ".join(base.flags) == (
         "--seed 5 --n_embd 96 --n_head 3 --max_steps 1200 --warmup_steps 120 --max_lr 0.015625"
     )
@@ -407,33 +410,37 @@ def test_the_best_rate_factor_of_each_side(monkeypatch, best, factors, note):
         name, k, factor = side
         return math.inf if (name, factor) == ("base", 2) else (factor - best[name][k]) ** 2
 
-    monkeypatch.setattr(lab, "sides_of_rung", make_sides)
-    monkeypatch.setattr(lab, "train_missing", lambda ladder, seeds: None)
-    monkeypatch.setattr(lab, "finite_loss", loss)
-    assert lab.choose_factors(sides_with(), rungs, [0.5, 1, 2]) == (factors, note)
+    monkeypatch.setattr(ladder_runs, "sides_of_rung", make_sides)
+    monkeypatch.setattr(ladder_runs, "train_missing", lambda ladder, seeds: None)
+    monkeypatch.setattr(ladder_runs, "finite_loss", loss)
+    assert ladder_runs.choose_factors(sides_with(), rungs, [0.5, 1, 2]) == (factors, note)
 
 
 def test_the_minutes_before_it_starts(monkeypatch, capsys):
     """From a measured speed of 1e9 FLOPs a second, on two slots, for the runs that are missing."""
     trained = []
-    monkeypatch.setattr(lab, "train", lambda runs, title: trained.extend(runs))
-    monkeypatch.setattr(lab, "count_slots", lambda: 2)
-    monkeypatch.setattr(lab, "median_tok_s", lambda *_: 1e9 * RUNGS[2].tokens / RUNGS[2].flops)
+    monkeypatch.setattr(ladder_runs, "train", lambda runs, title: trained.extend(runs))
+    monkeypatch.setattr(ladder_runs, "count_slots", lambda: 2)
+    monkeypatch.setattr(
+        ladder_runs, "median_tok_s", lambda *_: 1e9 * RUNGS[2].tokens / RUNGS[2].flops
+    )
     ladder = [sides_with() for _ in RUNGS]
     for base, changed in ladder:
         monkeypatch.setattr(base, "last", lambda seed: 1.0 if seed > 2 else None)
         monkeypatch.setattr(changed, "last", lambda seed: None)
-    lab.show_minutes(ladder, RUNGS, (range(1, 9), range(1, 5)))
+    ladder_runs.show_minutes(ladder, RUNGS, (range(1, 9), range(1, 5)))
     minutes = sum(FLOPS) / 1e9 / 60  # two runs of the base at each size, on two slots
     expected = f"about {minutes:.0f} minutes for the base, and {2 * minutes:.0f} for the change\n"
     assert capsys.readouterr().out == expected and len(trained) == 1
-    lab.show_minutes(ladder, RUNGS, (range(3, 9), []))
+    ladder_runs.show_minutes(ladder, RUNGS, (range(3, 9), []))
     assert capsys.readouterr().out == "" and len(trained) == 1
 
 
 def test_a_ladder_in_the_ledger():
     """The line that a person reads has the figures of the trial with rotary."""
-    facts = lab.describe_ladder(compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS))
+    facts = ladder_runs.describe_ladder(
+        compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS)
+    )
     entry = dict(facts, date="today", change="rotary", sizes=[48, 64, 96, 128], time_ratio=1.07)
     line = entry_as_line(entry)
     assert line.startswith("today  rotary: fades; x2.88 [2.")
@@ -444,7 +451,9 @@ def test_a_ladder_in_the_ledger():
 
 def test_the_picture_of_a_ladder(tmp_path):
     """It has each run, and each multiplier with its interval."""
-    facts = lab.describe_ladder(compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS))
+    facts = ladder_runs.describe_ladder(
+        compare_curves(RECORDED_BASE, RECORDED_ROTARY, RECORDED_FLOPS)
+    )
     entry = dict(facts, change="rotary", sizes=[48, 64, 96, 128], flops=RECORDED_FLOPS)
     entry.update(base_losses=RECORDED_BASE, losses=RECORDED_ROTARY)
     losses, multipliers = draw_ladder(entry, "verdict.json").axes

@@ -72,3 +72,20 @@ def add_entry(path, entry):
         if file.read()[-1:] not in (b"", b"\n"):
             file.write(b"\n")
         file.write(json.dumps(entry).encode() + b"\n")
+
+
+def choose_seeds(keys, config, ledger):
+    """Returns the seeds of the runs: (those of the base, those of the change), both as ranges.
+
+    They begin at 1, and with --confirm behind the last seed that the ledger has for one of the
+    programs. Seeds of an experiment that was stopped are not in the ledger, so the same command
+    continues it. keys: those of all sides.
+    """
+    first = 1
+    if config.confirm:
+        for entry in ledger:
+            if set(keys) & set(entry.get("keys", [])):
+                # The entries of older versions have pairs, and no last_seed.
+                first = max(first, entry.get("last_seed", entry.get("n", 0)) + 1)
+    n_base = max(config.base_seeds, config.seeds)
+    return range(first, first + n_base), range(first, first + config.seeds)

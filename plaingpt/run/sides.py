@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import os
 import queue
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ from plaingpt.base.files import read_json
 from plaingpt.base.git import CLONE
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.machine import count_cores
+from plaingpt.base.terminal import print0
 from plaingpt.run.inputs import find_stream, hash_inputs
 
 import numpy as np
@@ -35,6 +38,7 @@ OTHER_FACTS = (
     "data",
     "max_minutes",
 )
+UNCHANGED = "only comments, layout or docstrings have changed"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
 TOLERANCE = 2e-3  # relative; rounding to bfloat16 makes a smaller difference
 LATER_TOLERANCE = 1e-4  # relative; rounding to float32 makes a smaller difference
@@ -229,3 +233,29 @@ def find_fault(side, base, seeds):
         if fault := fault_of_run(side, base, seed):
             return fault
     return None
+
+
+def check_losses(sides, seeds):
+    """Computes the losses of both sides again -> why they do not count, or None.
+
+    If they count, deletes the models of all seeds but the first, which look.py can compare.
+    """
+    print0("computing the losses again")
+    for side, own in zip(sides, seeds):
+        if reason := find_fault(side, sides[0], own):
+            return reason  # keeps the models, see find_fault
+        for seed in own[1:]:
+            for path in side.directory(seed).glob("model_*.pt"):
+                path.unlink()
+    return None
+
+
+def show_look(sides, seeds):
+    """Prints the command that compares the models of the first seed, token by token."""
+    places = [os.path.relpath(side.directory(seeds[0][0])) for side in sides]
+    print0(f"python look.py {' '.join(places)} --own_code --text FILE  shows where they differ")
+
+
+def finite_loss(side, run):
+    """Returns the last loss of a run, or inf if there is none, or if it is NaN."""
+    return min(math.inf, side.last(run) or math.inf)  # NaN is not below inf
