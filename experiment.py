@@ -62,6 +62,7 @@ from plaingpt.run.copies import (
     remove_copies,
 )
 from plaingpt.run.intervals import compare_losses
+from plaingpt.run.ladder import check_ladder
 from plaingpt.run.ladder_runs import SET_BY_SIZE, compare_ladder
 from plaingpt.run.ledger import add_entry, choose_seeds, entry_as_line, read_ledgers
 from plaingpt.run.sides import (
@@ -164,13 +165,13 @@ def compare_sides(sides, config, ledger):
     return facts
 
 
-def check_ladder_flags(config, more):
-    """Raises UserError if a flag contradicts --sizes."""
+def check_ladder_flags(config, flags, more):
+    """Raises UserError if a flag contradicts --sizes. flags: of all runs. more: of the change."""
     if config.rates:
         raise UserError("--rates: are for one size; give --rate_factors, such as 0.5 1 2")
     given = more
     if config.flags != ExperimentConfig.flags:  # the default has steps
-        given = more + shlex.split(config.flags)
+        given = flags + more
     for name in SET_BY_SIZE:
         if any(each.partition("=")[0] == f"--{name}" for each in given):
             raise UserError(f"--{name}: follows from --sizes; leave it out")
@@ -200,6 +201,11 @@ def main():
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
+    with explaining(f"--flags {config.flags}", "correct it", ValueError):
+        flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
+    if config.sizes:
+        check_ladder(config.sizes)
+        check_ladder_flags(config, flags, more)
     entry = dict(
         date=time.strftime("%Y-%m-%d %H:%M"),
         commit=commit,
@@ -212,13 +218,10 @@ def main():
     lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with explaining(f"--flags {config.flags}", "correct it", ValueError):
-        flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
     try:
         make_copy(LAB / "base", commit)
         make_copy(LAB / "changed", commit, changes, files)
         if config.sizes:
-            check_ladder_flags(config, more)
             entry.update(compare_ladder(flags, more, config, ledger))
         else:
             sides = [Side("base", flags), Side("changed", flags + more)]

@@ -513,6 +513,11 @@ def test_a_patch_changes_what_is_committed(clone):
             ["--flags", "--data 'a", "--", "--seed", "3"],
             "--flags --data 'a (No closing quotation);",
         ),
+        (["--sizes", "64", "96", "--", "--seed", "3"], "give at least four sizes"),
+        (
+            ["--sizes", "64", "96", "128", "160", "--flags", "--n_embd 64", "--", "--seed", "3"],
+            "--n_embd: follows from --sizes; leave it out",
+        ),
     ],
 )
 def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):

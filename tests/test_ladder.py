@@ -368,8 +368,9 @@ def sides_with(changed_shape=(), **facts):
 def test_flags_that_a_ladder_sets(settings, more, sentence):
     config = lab.ExperimentConfig(sizes=list(SIZES), **settings)
     with pytest.raises(UserError, match=sentence):
-        lab.check_ladder_flags(config, more)
-    lab.check_ladder_flags(lab.ExperimentConfig(sizes=list(SIZES)), ["--optimizer", "lion"])
+        lab.check_ladder_flags(config, config.flags.split(), more)
+    config = lab.ExperimentConfig(sizes=list(SIZES))
+    lab.check_ladder_flags(config, config.flags.split(), ["--optimizer", "lion"])
 
 
 def test_a_change_of_the_shape_has_no_ladder():

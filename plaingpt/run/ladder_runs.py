@@ -4,7 +4,7 @@ import contextlib
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
-from plaingpt.run.ladder import check_ladder, check_rungs, compare_curves, judge, plan_rung
+from plaingpt.run.ladder import check_rungs, compare_curves, judge, plan_rung
 from plaingpt.run.ledger import choose_seeds
 from plaingpt.run.sides import (
     UNCHANGED,
@@ -30,7 +30,6 @@ def compare_ladder(flags, more, config, ledger):
 
     flags: those of all runs. more: those of the changed program.
     """
-    check_ladder(config.sizes)
     flags = ["--val_every", "0", *flags]
     sides = [Side("base", flags), Side("changed", flags + more)]
     ask(sides)
