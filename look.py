@@ -214,27 +214,27 @@ def write_sample(model, tokenizer, text, n):
     return tokenizer.decode(ids[1:n_prompt]) + sample
 
 
-def find_source(run, stage):
-    """Returns what GPT.load takes for a stage of a run; without that stage, for its last one."""
-    return run.checkpoints.get(stage, list(run.checkpoints.values())[-1])
+def find_own_stage(run, stage):
+    """Returns the name of a stage, or that of the last one of the run if it does not have it."""
+    return stage if stage in run.checkpoints else list(run.checkpoints)[-1]
 
 
 def load(run, stage, process):
     """Loads a checkpoint of a run -> (GPT, Tokenizer), ready for the device. Raises UserError.
 
-    stage: its name, as in find_source.
+    stage: its name, as in find_own_stage.
     """
-    model, tokenizer = run.GPT.load(str(find_source(run, stage)))
+    model, tokenizer = run.GPT.load(str(run.checkpoints[find_own_stage(run, stage)]))
     return model.to(process.device).eval(), tokenizer
 
 
-def look_at(model, tokenizer, text, n):
-    """Records what a model does with the text -> Look. n: tokens that it writes."""
+def describe(run, stage, model):
+    """Returns which model of a run this is, in words. stage: its name, as in find_own_stage."""
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
-    facts = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
-    record = record_text(model, text.ids)
-    return Look(record, facts, write_sample(model, tokenizer, text, n))
+    size = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
+    change = ", trained with a changed model.py" if changes_model(run) else ""
+    return f"{find_own_stage(run, stage)}, {size}{change}"
 
 
 def look_at_all(runs, config, process):
@@ -251,13 +251,16 @@ def look_at_all(runs, config, process):
     for i, name in enumerate(names, start=1):
         looks = []
         for run, (model, _) in zip(runs, newest):
-            if find_source(run, name) != find_source(run, None):
+            if find_own_stage(run, name) != find_own_stage(run, None):
                 model, _ = load(run, name, process)
-            looks.append(look_at(model, tokenizer, text, config.sample_tokens))
+            record = record_text(model, text.ids)
+            sample = write_sample(model, tokenizer, text, config.sample_tokens)
+            looks.append(Look(record, describe(run, name, model), sample))
         title = name or "the last checkpoints"
         stages.append(Stage(title, looks))
-        means = [f"{look.record.prediction.losses.mean():.4f}" for look in looks]
-        print0(f"{title}: mean loss {', '.join(means)} nats per token")
+        means = [f"{text.mean_of(look.record.prediction.losses):.4f}" for look in looks]
+        of_what = " of the responses" if text.counted else ""
+        print0(f"{title}: mean loss {', '.join(means)} nats per token{of_what}")
         show_progress(i, len(names), "checkpoints")
     return text, stages, tokenizer
 

@@ -2,13 +2,16 @@
 
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+from plaingpt.base.flags import parse_flags
 from plaingpt.base.log_file import read_streams
 from plaingpt.run import sides
 from plaingpt.run.intervals import compare_losses, t95, welch_interval
@@ -21,6 +24,7 @@ from forked import forking_python
 from test_experiments import copy_program
 
 import experiment as lab
+import look
 
 FLAGS = (
     "--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
@@ -111,6 +115,18 @@ def test_verdict(differences, verdict):
     found = compare_losses(base, 1.5 + np.array(differences), delta=0.02)
     assert found["verdict"] == verdict, found
     json.dumps(found, allow_nan=False)
+
+
+def test_the_printed_command_for_look_runs_as_it_is(capsys):
+    found = [
+        SimpleNamespace(directory=lambda seed: Path(f"log/a-{seed}")),
+        SimpleNamespace(directory=lambda seed: Path(f"log/b-{seed}")),
+    ]
+    lab.show_look(found, [[1, 2], [1]])
+    python, file, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    given = parse_flags(look.__doc__, look.LookConfig, argv=flags, rest="RUN")
+    assert (python, file, given["RUN"]) == ("python", "look.py", ["log/a-1", "log/b-1"])
+    assert given["own_code"] and given["text"] == "MARLOW: The boats came home."
 
 
 def test_a_ledger_survives_half_a_line(tmp_path, capsys):

@@ -110,7 +110,9 @@ def test_losses_are_those_of_wikitext(run, tmp_path):
         assert losses_of(packed).sum(dtype=float) == pytest.approx(
             -scores.log_likelihood.sum(), abs=1e-5
         )
-        assert packed["mean"] == pytest.approx(-scores.log_likelihood.sum() / 28, abs=1e-5)
+        assert packed["prediction"]["mean"] == pytest.approx(
+            -scores.log_likelihood.sum() / 28, abs=1e-5
+        )
         idx = torch.tensor([ids_of(TEXT)])
         logits = gpt(idx[:, :-1])[0][0].detach()  # (T, vocab_size)
         expected = F.cross_entropy(logits, idx[0, 1:], reduction="none")
@@ -355,16 +357,26 @@ def test_two_runs(run, tmp_path, capsys):
     assert data["note"] == "The text has 28 tokens. The page shows the first 16."
     assert "note: The text has 28 tokens." in capsys.readouterr().out
     first, second = data["stages"][1]["looks"]
-    assert first["mean"] == pytest.approx(losses_of(first).mean(), abs=1e-5)
-    assert second["mean"] != pytest.approx(first["mean"], abs=1e-3)
+    means = [packed["prediction"]["mean"] for packed in (first, second)]
+    assert means[0] == pytest.approx(losses_of(first).mean(), abs=1e-5)
+    assert means[1] != pytest.approx(means[0], abs=1e-3)
+    assert first["facts"] == "step 20, 34,688 parameters, 2 blocks of 2 heads"
 
 
-def test_pairs(run, tmp_path):
+def test_pairs(run, tmp_path, capsys):
     pairs = [("12+3=", "15"), ("a:", " b"), ("too long to fit" * 3, "x")]
     records = [dict(prompt=prompt, response=response) for prompt, response in pairs]
     path = write_lines(tmp_path / "pairs.jsonl", records)
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
+    # The training counts responses only, so the mean does, too.
+    (packed,) = data["stages"][-1]["looks"]
+    mean = losses_of(packed)[np.array(data["counted"][1:])].mean()
+    assert packed["prediction"]["mean"] == pytest.approx(mean)
+    assert mean != pytest.approx(losses_of(packed).mean(), abs=1e-5)
+    assert (
+        f"step 20: mean loss {mean:.4f} nats per token of the responses" in capsys.readouterr().out
+    )
     assert "".join(data["tokens"]) == "\n12+3=15\na: b\n"
     counted = "".join("x" if each else "." for each in data["counted"])
     assert counted == "......xxx..xxx"
@@ -405,6 +417,7 @@ def test_own_code(run, tmp_path):
     look_at(directory, "--text", TEXT, "--own_code")
     (packed,) = read_page(directory / "look.html")["stages"][0]["looks"]
     assert np.allclose(losses_of(packed), record_text(gpt.eval(), ids_of(TEXT)).prediction.losses)
+    assert packed["facts"].endswith(" of 2 heads, trained with a changed model.py")
     with pytest.raises(UserError, match="run.json names no commit; leave out --own_code"):
         look_at(run, "--text", TEXT, "--own_code")
 
@@ -519,7 +532,9 @@ def test_a_browser_shows_the_numbers(run, tmp_path):
         seen.add(card)
     assert len(seen) == 3
     dom, console = dump(tmp_path / "a.html", "token=999&stage=-1&head=7.x")  # is ignored
-    assert console == [] and "token 1 " in text_of(dom, "card") and "step 20" in dom
+    assert (
+        console == [] and f"token {len(tokens) // 2} " in text_of(dom, "card") and "step 20" in dom
+    )
 
 
 # What a user does: chooses the next token, moves the slider, clicks a head, points at a token.
@@ -551,6 +566,22 @@ def test_keys_and_clicks(run, tmp_path):
     assert f"Mean loss {losses.mean():.4f}" in text_of(dom, "facts")
     assert f"loss {losses[1]:.4f}" in text_of(dom, "card")
     assert f"{losses[7]:.4f}" in text_of(dom, "blocks")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
+def test_a_browser_shows_pairs(run, tmp_path):
+    """The first token of a response is chosen, and prompts have no colour."""
+    path = write_lines(tmp_path / "pairs.jsonl", [dict(prompt="12+3=", response="15")])
+    look_at(run, "--text", path, "--output", tmp_path / "a.html")
+    dom, console = dump(tmp_path / "a.html", "")
+    assert console == [] and "token 6 1 " in text_of(dom, "card")
+    assert " over 3 tokens of the responses" in text_of(dom, "facts")
+    text = dom.partition('aria-label="the text, losses of run"')[2].partition("</div>")[0]
+    colours = [weight != "0" for weight in re.findall(r"--weight: (\d+)%", text)]
+    assert colours == [False] * 6 + [True] * 3
+    dom, console = dump(tmp_path / "a.html", "token=0")
+    assert console == [] and "Nothing stands before it" in text_of(dom, "blocks")
 
 
 @pytest.mark.slow

@@ -6,9 +6,18 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const n = data.tokens.length;
 const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
 const WIDEST = 3;  // nats: a larger difference of two losses has the same colour
-const state = { token: Math.min(1, n - 1), stage: data.stages.length - 1, head: [0, 0, 0] };
+// At first, the middle of the text is chosen, or the first token of a response.
+const FIRST = data.counted ? data.counted.indexOf(true) : Math.floor(n / 2);
+const state = { token: FIRST, stage: data.stages.length - 1, head: [0, 0, 0] };
+const names = nameRuns();
 const texts = [];  // the elements with the text: each has a span for each token
 const heads = [];  // the buttons of the heads that are shown
+
+/** Returns short names of the runs: the last parts of their paths, if these differ. */
+function nameRuns() {
+  const ends = data.runs.map((run) => run.replace(/\/+$/, "").split("/").pop());
+  return new Set(ends).size < ends.length ? data.runs : ends;
+}
 
 // ---- numbers -----------------------------------------------------------------------------------
 
@@ -24,6 +33,8 @@ function unpack(text, Type) {
 }
 
 const looks = () => data.stages[state.stage].looks;
+const isCounted = (i) => i > 0 && (!data.counted || data.counted[i]);  // whether its loss counts
+const counted = data.tokens.map((_, i) => i).filter(isCounted);
 const lossesOf = (prediction) => unpack(prediction.losses, Float32Array);
 
 /** Returns what a prediction says of token i: its loss, its rank, and the likeliest tokens. */
@@ -72,10 +83,11 @@ function visible(text) {
     `<${letter.charCodeAt(0).toString(16).toUpperCase().padStart(2, "0")}>`);
 }
 
+const onOneLine = (text) => visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+
 /** A token in a table: spaces are visible, too. */
 function tokenOf(text) {
-  const shown = visible(text).replace(/ /g, "␣").replace(/\n/g, "⏎").replace(/\t/g, "⇥");
-  return make("span", { className: "token", text: shown });
+  return make("span", { className: "token", text: onOneLine(text).replace(/ /g, "␣") });
 }
 
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
@@ -103,15 +115,19 @@ function makeTable(titles, rows) {
 function makeText(label) {
   const element = make("div", { className: "text", role: "listbox", tabindex: "0", "aria-label": label });
   data.tokens.forEach((text, i) => {
-    const shown = visible(text || "·").replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t");
-    const span = make("span", { text: shown, role: "option" });
+    const span = make("span", { text: onOneLine(text || "·"), role: "option" });
     if (!text) span.className = "part";
     if (i === 0) span.className = "special";
     if (data.counted && data.counted[i]) span.classList.add("counted");
     span.addEventListener("pointerenter", () => drawCard(i));
     span.addEventListener("click", () => choose({ token: i }));
-    element.append(span);
+    // The line ends after the span, because the frame of a chosen token is on one line only.
+    element.append(span, "\n".repeat(text.split("\n").length - 1));
   });
+  // Until a text is used, the card stays below it, and does not cover it on a small screen.
+  for (const use of ["pointerenter", "focus"]) {
+    element.addEventListener(use, () => byId("card").classList.add("sticky"));
+  }
   element.addEventListener("pointerleave", () => drawCard(state.token));
   element.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1, Home: -n, End: n }[event.key];
@@ -138,25 +154,20 @@ function colour(element, weightOf) {
 /** Two runs stand side by side, each below its name. makeOne(look, number of the run). */
 function sides(makeOne) {
   return looks().map((look, run) => {
-    const title = data.runs.length > 1 ? [make("h3", { text: data.runs[run] })] : [];
+    const title = data.runs.length > 1 ? [make("h3", { text: names[run] })] : [];
     return make("div", { className: "side" }, [...title, makeOne(look, run)]);
   });
 }
 
 function drawFacts() {
+  const what = `${counted.length} tokens${data.counted ? " of the responses" : ""}`;
   const rows = looks().map((look, run) => make("p", {
-    text: `${data.runs[run]}, ${data.stages[state.stage].name}: ${look.facts}. `
-      + `Mean loss ${look.mean.toFixed(4)} nats per token over ${n - 1} tokens, `
-      + `which is a perplexity of ${formatLarge(Math.exp(look.mean))}`
-      + `${data.counted ? `; over the outlined responses, the mean is ${meanOfResponses(look).toFixed(4)}` : ""}.`,
+    text: `${data.runs[run]}: ${look.facts}. `
+      + `Mean loss ${look.prediction.mean.toFixed(4)} nats per token over ${what}, `
+      + `which is a perplexity of ${formatLarge(Math.exp(look.prediction.mean))}.`,
   }));
   if (data.note) rows.push(make("p", { className: "note", text: data.note }));
   byId("facts").replaceChildren(...rows);
-}
-
-function meanOfResponses(look) {
-  const own = Array.from(lossesOf(look.prediction)).filter((_, i) => data.counted[i + 1]);
-  return own.reduce((a, b) => a + b, 0) / own.length;
 }
 
 function drawStage() {
@@ -169,13 +180,20 @@ function drawStage() {
 function drawLosses() {
   looks().forEach((look, run) => {
     const losses = lossesOf(look.prediction);
-    colour(texts[run], (i) => (i ? losses[i - 1] / GUESS : 0));
+    colour(texts[run], (i) => (isCounted(i) ? losses[i - 1] / GUESS : 0));
   });
+}
+
+/** Makes a list of the likeliest tokens with their probabilities. */
+function listLikeliest(likeliest) {
+  const parts = likeliest.map(([name, p]) => make("span", {}, [tokenOf(name), ` ${percent(p)}`]));
+  return make("div", { className: "likeliest" }, parts);
 }
 
 /** Shows what the models predict for token i. */
 function drawCard(i) {
   const title = make("div", {}, [`token ${i} `, tokenOf(nameOf(i))]);
+  if (!data.tokens[i]) title.append(" belongs to ", tokenOf(data.tokens.slice(0, i).findLast(Boolean)));
   if (i === 0) {
     byId("card").replaceChildren(title, "It stands before the text, and is not predicted.");
     return;
@@ -183,11 +201,7 @@ function drawCard(i) {
   const parts = sides((look) => {
     const { loss, rank, likeliest } = predictionAt(look.prediction, i);
     const line = `loss ${loss.toFixed(4)} · probability ${percent(Math.exp(-loss))} · rank ${rank}`;
-    const best = likeliest.map(([name, p]) => make("span", {}, [tokenOf(name), ` ${percent(p)}`]));
-    return make("div", {}, [
-      make("div", { text: line }),
-      make("div", { className: "likeliest" }, best),
-    ]);
+    return make("div", {}, [make("div", { text: line }), listLikeliest(likeliest)]);
   });
   byId("card").replaceChildren(title, make("div", { className: "sides" }, parts));
 }
@@ -196,9 +210,13 @@ function drawBlocks() {
   for (const element of document.querySelectorAll(".chosen")) {
     element.replaceChildren(`token ${state.token} `, tokenOf(nameOf(state.token)));
   }
-  const titles = ["after", "likeliest", "", "", "right", "loss", "mean loss", "length of x"];
+  if (state.token === 0) {
+    byId("blocks").replaceChildren("Nothing stands before it, so it is not predicted.");
+    return;
+  }
+  const titles = ["after", "likeliest", "right", "loss", "mean loss", "length of x"];
   byId("blocks").replaceChildren(...sides((look) => {
-    const rows = state.token ? look.blocks.map((block) => rowOfBlock(block)) : [];
+    const rows = look.blocks.map((block) => rowOfBlock(block));
     return make("div", { className: "wide" }, [makeTable(titles, rows)]);
   }));
 }
@@ -206,11 +224,10 @@ function drawBlocks() {
 function rowOfBlock(block) {
   if (block.fault) return [block.name, `not shown: ${block.fault}`];
   const { loss, likeliest } = predictionAt(block.prediction, state.token);
-  const losses = lossesOf(block.prediction);
-  const mean = losses.reduce((a, b) => a + b, 0) / losses.length;
-  const best = likeliest.map(([name, p]) => make("span", {}, [tokenOf(name), ` ${percent(p)}`]));
+  const { mean } = block.prediction;
   const norm = unpack(block.norms, Float32Array)[state.token - 1];
-  return [block.name, ...best, percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(4), norm.toFixed(2)];
+  const numbers = [percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(2), norm.toFixed(2)];
+  return [block.name, listLikeliest(likeliest), ...numbers];
 }
 
 /** Draws all heads. markHeads() adds what depends on the chosen token. */
@@ -291,23 +308,25 @@ function drawHead() {
   byId("head").hidden = !isShown;
   if (!isShown) return;
   const weights = weightsOf(call, head);
-  const name = `${data.runs.length > 1 ? `${data.runs[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
+  const name = `${data.runs.length > 1 ? `${names[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
   const isLast = state.token === n - 1;
   headText.title.textContent = name;
-  headText.line.textContent = isLast
-    ? "The last token is only predicted. The model does not read it, so it looks nowhere."
-    : `From token ${state.token}, the weights are: ${describeRow(weights)}`;
+  headText.line.replaceChildren(...(isLast
+    ? ["The last token is only predicted. The model does not read it, so it looks nowhere."]
+    : [`From token ${state.token}, where token ${state.token + 1} is predicted, the weights are: `,
+      ...describeRow(weights)]));
   // The square root shows small weights, too.
   colour(headText.text, (i) => (isLast || i === n - 1 ? 0 : Math.sqrt(weights(state.token, i))));
   headText.picture.replaceChildren(drawMatrix(weights, 512, state.token));
 }
 
-/** Lists the largest weights of the chosen token. */
+/** Makes a list of the largest weights of the chosen token. */
 function describeRow(weights) {
   const columns = Array.from({ length: n - 1 }, (_, column) => [weights(state.token, column), column]);
   columns.sort((a, b) => b[0] - a[0]);
   const shown = columns.slice(0, 5).filter(([weight]) => weight > 0);
-  return shown.map(([weight, i]) => `${weight.toFixed(3)} token ${i} ${tokenOf(nameOf(i)).textContent}`).join(", ");
+  return shown.map(([weight, i]) =>
+    make("span", { className: "weight" }, [`${weight.toFixed(3)} token ${i} `, tokenOf(nameOf(i))]));
 }
 
 /** Shows where the two runs differ. */
@@ -315,24 +334,25 @@ function drawDifference() {
   if (data.runs.length < 2) return;
   const [a, b] = looks().map((look) => lossesOf(look.prediction));
   const differences = Array.from(b, (loss, i) => loss - a[i]);
-  const sum = differences.reduce((x, y) => x + y, 0);
-  byId("sum").textContent = `Loss of ${data.runs[1]} minus loss of ${data.runs[0]}: `
-    + `${sum.toFixed(4)} nats over the text, ${(sum / (n - 1)).toFixed(4)} per token.`;
-  colour(differenceText, (i) => (i ? differences[i - 1] / WIDEST : 0));
-  const order = differences.map((_, i) => i).sort((i, j) => Math.abs(differences[j]) - Math.abs(differences[i]));
+  const sum = counted.reduce((x, i) => x + differences[i - 1], 0);
+  byId("sum").textContent = `Loss of ${names[1]} minus loss of ${names[0]}: `
+    + `${sum.toFixed(4)} nats over the ${data.counted ? "responses" : "text"}, `
+    + `${(sum / counted.length).toFixed(4)} per token.`;
+  colour(differenceText, (i) => (isCounted(i) ? differences[i - 1] / WIDEST : 0));
+  const size = (i) => Math.abs(differences[i - 1]);
+  const order = [...counted].sort((i, j) => size(j) - size(i));
   const rows = order.slice(0, 20).map((i) => [
-    differences[i].toFixed(4), contextOf(i + 1), a[i].toFixed(4), b[i].toFixed(4),
+    differences[i - 1].toFixed(4), contextOf(i), a[i - 1].toFixed(4), b[i - 1].toFixed(4),
   ]);
-  byId("largest").replaceChildren(...makeTable(["difference", "token", ...data.runs], rows).children);
+  byId("largest").replaceChildren(...makeTable(["difference", "token", ...names], rows).children);
 }
 
 /** Makes a button with a token and its context, which chooses the token. */
 function contextOf(i) {
-  const before = data.tokens.slice(Math.max(1, i - 20), i).join("").slice(-30);
-  const after = data.tokens.slice(i + 1, i + 21).join("").slice(0, 20);
-  const token = tokenOf(nameOf(i));
-  token.classList.add("here");
-  const button = make("button", {}, [tokenOf(before), token, tokenOf(after)]);
+  const before = onOneLine(data.tokens.slice(Math.max(1, i - 16), i).join("")).slice(-16);
+  const after = onOneLine(data.tokens.slice(i + 1, i + 17).join("")).slice(0, 16);
+  const parts = [make("span", { className: "before", text: before }), tokenOf(nameOf(i)), after];
+  const button = make("button", {}, parts);
   button.addEventListener("click", () => choose({ token: i }));
   return button;
 }
@@ -392,18 +412,19 @@ function readAddress() {
 }
 
 readAddress();
-byId("texts").append(...sides((look, run) => makeText(`the text, losses of ${data.runs[run]}`)));
+byId("texts").append(...sides((look, run) => makeText(`the text, losses of ${names[run]}`)));
 const differenceText = makeText("the text, differences");
 byId("differences").append(differenceText);
 const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };
 byId("head").append(headText.title, headText.line, headText.text, headText.picture);
 byId("compare").hidden = data.runs.length < 2;
+byId("outlined").hidden = !data.counted;
 byId("slider").max = data.stages.length - 1;
-byId("slider").hidden = data.stages.length < 2;
+byId("stages").hidden = data.stages.length < 2;
 byId("slider").addEventListener("input", (event) => choose({ stage: Number(event.target.value) }));
 byId("guess").textContent = `${GUESS.toFixed(2)}: a guess among ${data.vocabulary} tokens`;
-byId("first").textContent = `${data.runs[1]} is better by ${WIDEST} nats`;
-byId("second").textContent = `${data.runs[0]} is better by ${WIDEST} nats`;
+byId("first").textContent = `${names[1]} is better by ${WIDEST} nats`;
+byId("second").textContent = `${names[0]} is better by ${WIDEST} nats`;
 addEventListener("hashchange", () => { readAddress(); drawAll(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 drawAll();

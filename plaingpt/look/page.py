@@ -25,7 +25,7 @@ class Look:
     """A record of one model, and what else the page shows of it."""
 
     record: Record
-    facts: str  # the model, in words
+    facts: str  # which model it is, in words
     sample: str
 
 
@@ -45,6 +45,12 @@ class Text:
     counted: list[bool] | None  # for pairs: whether an id belongs to a response
     note: str = ""  # a sentence about what was left out
 
+    def mean_of(self, losses):
+        """Returns the mean of the losses, (n); for pairs, that of the responses, which count."""
+        if self.counted is not None:
+            losses = losses[np.array(self.counted[1:])]
+        return float(losses.mean(dtype=np.float64))
+
 
 def build_page(text, stages, runs, tokenizer):
     """Returns the HTML file, as bytes.
@@ -56,7 +62,7 @@ def build_page(text, stages, runs, tokenizer):
     packed = []
     for stage in stages:
         with_attention = n_bytes <= LIMIT or stage is stages[-1]
-        looks = [pack_look(look, with_attention) for look in stage.looks]
+        looks = [pack_look(look, text, with_attention) for look in stage.looks]
         packed.append(dict(name=stage.name, looks=looks))
     data = dict(
         runs=runs,
@@ -107,24 +113,24 @@ def size_of_calls(record):
     return size
 
 
-def pack_look(look, with_attention):
-    """Look -> dict for JSON. with_attention: whether the page has its attention."""
+def pack_look(look, text, with_attention):
+    """Look -> dict for JSON. text: the Text. with_attention: whether the page has its attention."""
     record = look.record
     errors = [call.error for call in record.calls if call.weights is not None]
     return dict(
         facts=look.facts,
         sample=look.sample,
-        mean=float(record.prediction.losses.mean(dtype=np.float64)),
-        prediction=pack_prediction(record.prediction),
-        blocks=[pack_block(block) for block in record.blocks],
+        prediction=pack_prediction(record.prediction, text),
+        blocks=[pack_block(block, text) for block in record.blocks],
         calls=[pack_call(call) for call in record.calls] if with_attention else None,
         error=max(errors, default=None),
     )
 
 
-def pack_prediction(prediction):
-    """Prediction -> dict of arrays in base64."""
+def pack_prediction(prediction, text):
+    """Prediction -> dict of arrays in base64, and of the mean loss. text: the Text."""
     return dict(
+        mean=text.mean_of(prediction.losses),
         losses=pack_array(prediction.losses, "<f4"),
         ranks=pack_array(prediction.ranks, "<u4"),
         ids=pack_array(prediction.ids, "<u4"),
@@ -133,11 +139,11 @@ def pack_prediction(prediction):
     )
 
 
-def pack_block(block: BlockOutput):
-    """BlockOutput -> dict for JSON."""
+def pack_block(block: BlockOutput, text):
+    """BlockOutput -> dict for JSON. text: the Text."""
     if block.fault:
         return dict(name=block.name, fault=block.fault)
-    prediction = pack_prediction(block.prediction)
+    prediction = pack_prediction(block.prediction, text)
     return dict(name=block.name, prediction=prediction, norms=pack_array(block.norms, "<f4"))
 
 

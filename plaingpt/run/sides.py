@@ -253,7 +253,8 @@ def check_losses(sides, seeds):
 def show_look(sides, seeds):
     """Prints the command that compares the models of the first seed, token by token."""
     places = [os.path.relpath(side.directory(seeds[0][0])) for side in sides]
-    print0(f"python look.py {' '.join(places)} --own_code --text FILE  shows where they differ")
+    print0("a page with the losses of both models, first that without the change, on any text:")
+    print0(f'python look.py {" ".join(places)} --own_code --text "MARLOW: The boats came home."')
 
 
 def finite_loss(side, run):
