@@ -23,6 +23,12 @@ def imported_by(source):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", ["experiment", "fineweb", "tokenizer"])
+def test_programs_that_compute_nothing_import_no_torch(program):
+    assert "torch" not in imported_by(f"import {program}")
+
+
+@pytest.mark.slow
 def test_loading_a_model_imports_no_compiler(tmp_path):
     checkpoint = dict(model=GPT(TINY_GPT).state_dict(), model_config=vars(TINY_GPT))
     torch.save(checkpoint | dict(tokenizer="bytes"), tmp_path / "model.pt")
