@@ -420,7 +420,7 @@ def test_a_diverged_rate_is_not_the_best(tmp_path, monkeypatch):
 def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     """The first run takes longer than the three others, which come one after the other."""
     monkeypatch.setattr(sides, "LAB", tmp_path)
-    monkeypatch.setattr(sides.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sides, "count_gpus", lambda: 2)
     others_are_done = threading.Event()
     devices = {}
 

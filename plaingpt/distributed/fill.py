@@ -5,6 +5,20 @@ from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.pipeline import own_gpt
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+
+class SkipNormal(TorchFunctionMode):
+    """A context in which nn.init.normal_, which nn.Embedding calls, does nothing.
+
+    Without memory, there are no values to draw. But for this call, PyTorch would import its
+    compiler, which takes as long as the import of torch itself.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.init.normal_:
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
@@ -12,7 +26,7 @@ def make_whole_gpt(GPT, config, activation_checkpointing=False):
 
     GPT: the class of model.py.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), SkipNormal():
         return GPT(config, activation_checkpointing)
 
 

@@ -15,12 +15,11 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_json
 from plaingpt.base.git import CLONE
 from plaingpt.base.log_file import read_streams
-from plaingpt.base.machine import count_cores
+from plaingpt.base.machine import count_cores, count_gpus
 from plaingpt.base.terminal import print0
 from plaingpt.run.inputs import find_stream, hash_inputs
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 ROOT = CLONE.resolve()
@@ -72,7 +71,7 @@ def count_slots():
 
     It is an even number: runs of the same seed go at the same time, under the same load.
     """
-    return max(1, (torch.cuda.device_count() or count_cores()) // 2 * 2)
+    return max(1, (count_gpus() or count_cores()) // 2 * 2)
 
 
 def train(runs, title="training; after Ctrl-C, the same command continues"):
@@ -81,7 +80,7 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
     runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. Ctrl-C reaches
     the runs, too: each saves a checkpoint. title: what the progress bar says.
     """
-    n_gpus = torch.cuda.device_count()
+    n_gpus = count_gpus()
     slots = count_slots()
     free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
     for i in range(slots):
