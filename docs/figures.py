@@ -230,7 +230,9 @@ def tokenizer():
         ("english.jsonl", 10 * 10**6, 40 * 10**6),
         ("chinese.txt", 2 * 10**6, 10 * 10**6),
     ):
-        command = f"python tokenizer.py --input {FOLDER}/{name} --vocab_size 2000 --output {FOLDER}/{name}.json"
+        text = f"{FOLDER}/{name}"
+        output = f"{FOLDER}/vocabulary.json"
+        command = f"python tokenizer.py --input {text} --vocab_size 2000 --output {output}"
         command += " --sample_bytes"
         growth = run(f"{command} {large}").memory - run(f"{command} {small}").memory
         figure = f"{growth / (large - small):.1f} bytes of memory for a byte of text"

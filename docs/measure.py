@@ -23,7 +23,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
