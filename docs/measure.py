@@ -82,14 +82,22 @@ def measure(name, nanogpt):
     """Measures a table, prints it and keeps it. nanogpt: the Path of a clone, or None."""
     function, _ = ALL[name]
     rows = function(nanogpt.resolve()) if name in BESIDE_NANOGPT else function()
-    lines = ["| what | figure | command", "|---|---|---"]
-    for what, figure, command in rows:
-        if nanogpt:
-            command = command.replace(str(nanogpt.resolve()), "nanoGPT")
-        lines.append(f"| {what} | {figure} | `{command}`")
-    table = "\n".join(lines) + "\n"
+    table = make_table(rows)
+    if nanogpt:
+        table = table.replace(str(nanogpt.resolve()), "nanoGPT")
     print(f"\n{name}, {describe_machine()}\n\n{table}", flush=True)
     path_of(name).write_text(f"{describe_machine()}\n{table}", encoding="utf-8")
+
+
+def make_table(rows):
+    """Makes a table of Markdown. A command that repeats the one above it is left out."""
+    table = "| what | figure | command\n|---|---|---\n"
+    above = ""
+    for what, figure, command in rows:
+        cell = "" if command == above else f" `{command}`"
+        table += f"| {what} | {figure} |{cell}\n"
+        above = command
+    return table
 
 
 def fill_page(page, tables):
