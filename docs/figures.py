@@ -29,6 +29,7 @@ ROUNDS = 3
 
 
 def baby():
+    """Measures the losses and the times of the baby's recipe with both optimizers."""
     commands = {
         "the baby, Muon": f"{TRAIN} --log_dir {FOLDER}/muon",
         "the same with AdamW": f"{TRAIN} --optimizer adamw --log_dir {FOLDER}/adamw",
@@ -37,6 +38,7 @@ def baby():
 
 
 def mini():
+    """Measures the loss and the time of the preset mini."""
     commands = {"`mini`": f"{TRAIN} --preset mini --log_dir {FOLDER}/mini"}
     return rows_of_runs(commands, in_turn(commands, train, 1))
 
@@ -53,6 +55,7 @@ def rows_of_runs(commands, results):
 
 
 def pairs():
+    """Measures how many answers are right after training on pairs."""
     made_up.write_pairs(ROOT / FOLDER, "sums", made_up.sums())
     made_up.write_pairs(ROOT / FOLDER, "reversed", made_up.reversed_words())
     train(f"{TRAIN} --max_steps 1000 --log_dir {FOLDER}/base")
@@ -80,10 +83,12 @@ def answers(what, data, flags):
 
 
 def step():
+    """Measures a step of GPT-2 124M in bfloat16."""
     return bench_rows("bfloat16")
 
 
 def step_float32():
+    """Measures a step of GPT-2 124M in float32."""
     return bench_rows("float32")
 
 
@@ -105,6 +110,7 @@ def bench_rows(dtype):
 
 
 def checkpointing():
+    """Measures a step of GPT-2 124M with and without activation checkpointing."""
     bench = "python bench.py --preset gpt2 --batch_size 4 --steps 3"
     commands = {
         "all activations in memory": bench,
@@ -129,6 +135,7 @@ def make_gpt2():
 
 
 def generation():
+    """Measures how long 128 tokens of GPT-2 124M take, here and with transformers."""
     make_gpt2()
     rows = []
     for dtype in ("float32", "bfloat16"):
@@ -145,6 +152,7 @@ def generation():
 
 
 def scoring():
+    """Measures how long 200 examples of HellaSwag take, here and with transformers."""
     make_gpt2()
     data = f"{FOLDER}/hellaswag.jsonl"
     made_up.write_hellaswag(ROOT / data, (ROOT / "input.txt").read_text(), 201)
@@ -182,6 +190,7 @@ def rows_of_differences(commands, flag, n):
 
 
 def busy():
+    """Measures a step of the baby, alone and beside a process that is always busy."""
     short = f"{TRAIN} --max_steps 80 --val_tokens 1024 --sample_every 0 --log_dir {FOLDER}/busy"
     # 300,000 is the default of GCC's OpenMP, and plaingpt/__init__.py sets 10,000.
     commands = {
@@ -202,6 +211,7 @@ def busy():
 
 
 def layouts():
+    """Measures the memory of one of two processes."""
     sizes = "--n_layer 16 --n_head 6 --n_embd 384 --block_size 8 --batch_size 1"
     length = "--total_batch_size 16 --max_steps 2 --val_tokens 8 --sample_tokens 1"
     settings = "--optimizer adamw --dtype float32 --device cpu"
@@ -241,6 +251,7 @@ def tokenizer():
 
 
 def shards():
+    """Measures how fast fineweb.py is, and its memory, for a small and a large file."""
     text = (ROOT / "input.txt").read_text()
     rows = []
     for size in (50, 500):
@@ -259,6 +270,7 @@ def shards():
 
 
 def look():
+    """Measures the sizes of pages of look.py."""
     make_gpt2()
     three = f"{FOLDER}/three"
     train(f"{TRAIN} --max_steps 3 --save_every 1 --keep 0 --sample_every 0 --log_dir {three}")
@@ -338,10 +350,12 @@ def start(nanogpt):
 
 
 def tests():
+    """Measures the time of all tests."""
     return [time_of("all tests", "pytest")]
 
 
 def quick_tests():
+    """Measures the time of the quick tests."""
     return [time_of("quick tests", 'pytest -m "not slow"')]
 
 

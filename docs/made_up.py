@@ -15,10 +15,10 @@ def write_lines(path, records):
 
 
 def sums():
-    """Returns pairs: sums of two numbers below 100, each once, in a random order."""
+    """Returns pairs: sums of two numbers of two digits, each once, in a random order."""
     pairs = []
-    for a in range(100):
-        for b in range(100):
+    for a in range(10, 100):
+        for b in range(10, 100):
             pairs.append(dict(prompt=f"{a}+{b}=", response=str(a + b)))
     random.Random(1).shuffle(pairs)
     return pairs[: N_TRAIN + N_TEST]

@@ -34,6 +34,7 @@ PAGE = ROOT / "docs" / "measurements.md"
 
 
 def read_arguments():
+    """Reads the command line. Ends the program if it is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
