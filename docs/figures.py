@@ -200,8 +200,10 @@ def busy():
     }
     alone = in_turn(commands, train, ROUNDS)
     endless = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    beside = in_turn(commands, train, ROUNDS)
-    endless.kill()
+    try:
+        beside = in_turn(commands, train, ROUNDS)
+    finally:
+        endless.kill()
     rows = []
     for results, where in ((alone, "alone"), (beside, "beside a busy process")):
         for name, runs in results.items():

@@ -38,12 +38,14 @@ def read_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*ALL, []])
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--list", action="store_true", help="show the names")
     parser.add_argument("--page", action="store_true", help="write docs/measurements.md")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a clone of nanoGPT")
     arguments = parser.parse_args()
     for name in arguments.names:
+        if name not in ALL:
+            parser.error(f"{name}: must be one of {', '.join(ALL)}")
         if name in BESIDE_NANOGPT and not arguments.nanogpt:
             parser.error(f"{name}: needs --nanogpt DIR, a clone of github.com/karpathy/nanoGPT")
     return arguments
