@@ -10,7 +10,7 @@ First: pip install -r requirements-dev.txt
 
 Use a machine that does nothing else. Commands that are compared take turns; the
 figure is the median of the rounds, and behind it stand the smallest and the
-largest one. The data are made up by docs/made_up.py. Each table is kept in
+largest one. The data are made up by docs/measuring/made_up.py. Each table is kept in
 log/measure/NAME.md, so the first command goes on after an interruption. mini
 and the tests are only measured if they are named. shakespeare and start need a
 clone of github.com/karpathy/nanoGPT:
@@ -27,8 +27,8 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from commands import FOLDER, ROOT, environment
-from figures import ALL, BESIDE_NANOGPT, USUAL
+from measuring.commands import FOLDER, ROOT, environment
+from measuring.figures import ALL, BESIDE_NANOGPT, USUAL
 
 PAGE = ROOT / "docs" / "measurements.md"
 

@@ -11,9 +11,8 @@ from test_readme import PAGES, prose, read
 import bench
 
 sys.path.append(str(ROOT / "docs"))
-import commands
-import figures
 import measure
+from measuring import commands, figures
 
 LINK = re.compile(r"\[([^][]*)\]\((?:docs/)?measurements\.md\)")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")

@@ -9,8 +9,8 @@ import statistics
 import subprocess
 import sys
 
-import made_up
-from commands import (
+from measuring import made_up
+from measuring.commands import (
     FOLDER,
     ROOT,
     in_turn,
@@ -145,7 +145,7 @@ def generation():
                 f"generate.py, {dtype}, texts: {n}": (
                     f"python generate.py --temperature 0 --ignore_end --model {flags}"
                 ),
-                "transformers": f"python docs/peers.py generate {flags}",
+                "transformers": f"python docs/measuring/peers.py generate {flags}",
             }
             rows += rows_of_differences(commands, "--max_new_tokens", 129)
     return rows
@@ -159,7 +159,7 @@ def scoring():
     flags = f"{HF} --data {data} --dtype float32"
     commands = {
         "hellaswag.py": f"python hellaswag.py --model {flags}",
-        "transformers, one example at a time": f"python docs/peers.py hellaswag {flags}",
+        "transformers, one example at a time": f"python docs/measuring/peers.py hellaswag {flags}",
     }
     rows = rows_of_differences(commands, "--limit", 201)
     figures = []

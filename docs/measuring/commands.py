@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "log/measure"  # of the tables, the data and the runs
 BENCH_ROW = re.compile(
     r"^(?:(\w+) )?(?:eager|compiled) .* \| ([\d,]+) ms \(([\d,]+)-([\d,]+)\) \|"

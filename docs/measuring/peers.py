@@ -1,7 +1,7 @@
 """Does with Hugging Face transformers what programs of this repository do.
 
-  python docs/peers.py generate my-gpt2 --max_new_tokens 128 --num_samples 8
-  python docs/peers.py hellaswag my-gpt2 --data examples.jsonl --limit 200
+  python docs/measuring/peers.py generate my-gpt2 --max_new_tokens 128 --num_samples 8
+  python docs/measuring/peers.py hellaswag my-gpt2 --data examples.jsonl --limit 200
 
 my-gpt2 is a directory of export.py. docs/measure.py measures how long they take.
 First: pip install transformers
