@@ -83,29 +83,28 @@ def answers(what, data, flags):
 
 
 def step():
-    """Measures a step of GPT-2 124M in bfloat16."""
-    return bench_rows("bfloat16")
+    """Measures a step of GPT-2 124M in bfloat16, eager and compiled."""
+    eager = bench_rows("bfloat16", "--peer transformers plain", "eager")
+    return eager + bench_rows("bfloat16", "--peer transformers --compile", "compiled")
 
 
 def step_float32():
-    """Measures a step of GPT-2 124M in float32."""
-    return bench_rows("float32")
+    """Measures a compiled step of GPT-2 124M in float32."""
+    return bench_rows("float32", "--peer transformers --compile", "compiled")
 
 
-def bench_rows(dtype):
-    """Times a step of GPT-2 124M and of its peers, eager and compiled -> rows."""
+def bench_rows(dtype, flags, kind):
+    """Times a step of GPT-2 124M and of its peers -> rows. kind: eager or compiled."""
+    command = f"python bench.py --preset gpt2 --batch_size 4 --steps 3 --dtype {dtype} {flags}"
+    found = read_bench(run(command).output)
+    ours = found["plaingpt"].ms
     rows = []
-    for flags in ("--peer transformers plain", "--peer transformers --compile"):
-        command = f"python bench.py --preset gpt2 --batch_size 4 --steps 3 --dtype {dtype} {flags}"
-        kind = "compiled" if "--compile" in flags else "eager"
-        found = read_bench(run(command).output)
-        ours = found["plaingpt"].ms
-        for name, row in found.items():
-            figure = f"{show(row.ms)} ms ({show(row.fastest)} to {show(row.slowest)})"
-            if name != "plaingpt":
-                figure += f", {row.ms / ours:.2f} times ours"
-            figure += f"; {row.memory:.2f} GB; first step {row.first:.0f} s"
-            rows.append((f"{name}, {kind}", figure, command))
+    for name, row in found.items():
+        figure = f"{show(row.ms)} ms ({show(row.fastest)} to {show(row.slowest)})"
+        if name != "plaingpt":
+            figure += f", {row.ms / ours:.2f} times ours"
+        figure += f"; {row.memory:.2f} GB; first step {row.first:.0f} s"
+        rows.append((f"{name}, {kind}", figure, command))
     return rows
 
 
@@ -152,16 +151,16 @@ def generation():
 
 
 def scoring():
-    """Measures how long 200 examples of HellaSwag take, here and with transformers."""
+    """Measures how long 100 examples of HellaSwag take, here and with transformers."""
     make_gpt2()
     data = f"{FOLDER}/hellaswag.jsonl"
-    made_up.write_hellaswag(ROOT / data, (ROOT / "input.txt").read_text(), 201)
+    made_up.write_hellaswag(ROOT / data, (ROOT / "input.txt").read_text(), 101)
     flags = f"{HF} --data {data} --dtype float32"
     commands = {
         "hellaswag.py": f"python hellaswag.py --model {flags}",
         "transformers, one example at a time": f"python docs/measuring/peers.py hellaswag {flags}",
     }
-    rows = rows_of_differences(commands, "--limit", 201)
+    rows = rows_of_differences(commands, "--limit", 101)
     figures = []
     for name, command in commands.items():
         right = re.search(r"^acc_norm_token +(\S+)", run(command).output, re.M)[1]
@@ -371,10 +370,10 @@ USUAL = {
     "baby": (baby, 5),
     "pairs": (pairs, 6),
     "step": (step, 7),
-    "step_float32": (step_float32, 12),
+    "step_float32": (step_float32, 6),
     "checkpointing": (checkpointing, 5),
     "generation": (generation, 9),
-    "scoring": (scoring, 8),
+    "scoring": (scoring, 4),
     "busy": (busy, 4),
     "layouts": (layouts, 2),
     "tokenizer": (tokenizer, 2),
