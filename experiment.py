@@ -155,7 +155,7 @@ def compare_sides(sides, config, ledger):
     losses = [losses_of(side, own) for side, own in zip(sides, seeds)]
     facts.update(compare_losses(*losses, config.delta))
     facts.update(base_losses=losses[0], losses=losses[1], last_seed=seeds[0][-1])
-    facts.update(time_ratio=ratio_of_times(runs))
+    facts.update(time_ratio=ratio_of_times(sides, runs))
     if sides[0].facts["training split"] != sides[1].facts["training split"]:
         facts["reason"] += "; other training data"
     if reason := check_losses(sides, seeds):
@@ -187,6 +187,9 @@ def main():
     if config.list:
         print0("\n".join(map(entry_as_line, ledger)))
         return
+    check_output("--json", config.json)
+    if config.json:  # a program must not read an older verdict after an error
+        Path(config.json).unlink(missing_ok=True)
     for path in patches:
         if not Path(path).is_file():
             raise UserError(f"{path}: no such patch; give a file")
@@ -213,7 +216,6 @@ def main():
         change=config.name or " ".join([*names, *more]),
         patch=hashlib.sha256(changes).hexdigest()[:12],
     )
-    check_output("--json", config.json)
     LAB.mkdir(parents=True, exist_ok=True)
     lock(LAB, "experiments in")  # until the program ends
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
 from plaingpt.base.log_file import read_streams
 from plaingpt.run import sides
 from plaingpt.run.intervals import compare_losses, t95, welch_interval
-from plaingpt.run.ledger import add_entry, read_ledgers
+from plaingpt.run.ledger import add_entry, choose_seeds, read_ledgers
 
 import numpy as np
 import pytest
@@ -127,6 +128,31 @@ def test_the_printed_command_for_look_runs_as_it_is(capsys):
     given = parse_flags(look.__doc__, look.LookConfig, argv=flags, rest="RUN")
     assert (python, file, given["RUN"]) == ("python", "look.py", ["log/a-1", "log/b-1"])
     assert given["own_code"] and given["text"] == "MARLOW: The boats came home."
+
+
+def test_only_a_change_with_a_verdict_can_be_confirmed():
+    """Without this, an edit after the verdict would be tried once, and seem to be confirmed."""
+    config = lab.ExperimentConfig(confirm=True, seeds=4, base_seeds=8)
+    ledger = [dict(keys=["base", "changed"], last_seed=8), dict(verdict="failed")]
+    assert choose_seeds(["base", "changed"], config, ledger) == (range(9, 17), range(9, 13))
+    with pytest.raises(UserError, match="^--confirm: the ledger has no verdict on this change"):
+        choose_seeds(["base", "edited"], config, ledger)
+
+
+def test_the_time_of_a_step_where_the_base_is_known(monkeypatch):
+    """Runs that went side by side are compared. If there are none, two short ones are trained."""
+    speeds = {("base", 1): 100, ("changed", 1): 50, ("base", "timed"): 90, ("changed", "timed"): 60}
+    base, changed = [
+        SimpleNamespace(name=name, directory=lambda run: Path("nothing", str(run)))
+        for name in ("base", "changed")
+    ]
+    trained = []
+    monkeypatch.setattr(sides, "median_tok_s", lambda side, run: speeds[side.name, run])
+    monkeypatch.setattr(sides, "train", lambda runs, title: trained.extend(runs))
+    both = [base, changed]
+    assert sides.ratio_of_times(both, []) is None
+    assert sides.ratio_of_times(both, [(base, 1, []), (changed, 1, [])]) == 2 and not trained
+    assert sides.ratio_of_times(both, [(changed, 1, [])]) == 1.5 and len(trained) == 2
 
 
 def test_a_ledger_survives_half_a_line(tmp_path, capsys):
@@ -504,6 +530,14 @@ def test_a_patch_changes_what_is_committed(clone):
     finally:
         path.write_text(text)
     assert err.startswith("error: model.py: has changes that are not committed, and the patch")
+
+
+@pytest.mark.slow
+def test_a_mistake_leaves_no_older_verdict(clone):
+    path = clone / "log" / "verdict.json"
+    path.write_text("{}")
+    program("--json", path, cwd=clone, program=clone / "experiment.py", status=2)
+    assert not path.exists()
 
 
 @pytest.mark.slow

@@ -52,7 +52,9 @@ def compare_ladder(flags, more, config, ledger):
     facts = describe_ladder(compare_curves(base, changed, flops))
     facts["reason"] += note
     facts.update(keys=keys, n=len(seeds[1]), base_n=len(seeds[0]), last_seed=seeds[0][-1])
-    facts.update(base_losses=base, losses=changed, time_ratio=ratio_of_times(runs), flops=flops)
+    facts.update(
+        base_losses=base, losses=changed, time_ratio=ratio_of_times(ladder[-1], runs), flops=flops
+    )
     for pair in ladder:
         if reason := check_losses(pair, seeds):
             facts.update(verdict="invalid", reason=reason)

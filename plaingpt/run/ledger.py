@@ -2,6 +2,7 @@
 
 import json
 
+from plaingpt.base.errors import UserError
 from plaingpt.base.files import writing
 from plaingpt.base.terminal import print0
 
@@ -79,10 +80,15 @@ def choose_seeds(keys, config, ledger):
 
     They begin at 1, and with --confirm behind the last seed that the ledger has for one of the
     programs. Seeds of an experiment that was stopped are not in the ledger, so the same command
-    continues it. keys: those of all sides.
+    continues it. keys: those of all sides. Raises UserError if there is nothing to confirm.
     """
     first = 1
     if config.confirm:
+        if not any(entry.get("keys") == keys for entry in ledger):
+            raise UserError(
+                "--confirm: the ledger has no verdict on this change, which may have been edited "
+                "since; first run the same command without --confirm"
+            )
         for entry in ledger:
             if set(keys) & set(entry.get("keys", [])):
                 # The entries of older versions have pairs, and no last_seed.

@@ -164,18 +164,26 @@ def losses_of(side, seeds):
     return losses.tolist()
 
 
-def ratio_of_times(runs):
-    """Returns the time of a step with the change over that without it, or None if it is unknown.
+def ratio_of_times(sides, runs):
+    """Returns the time of a step with the change over that without it, or None without new runs.
 
-    runs: those that were just trained, as in train.
+    runs: those that were just trained, as in `train`.
     """
+    if not runs:
+        return None
     ratios = []
     # Two runs of the same seed follow each other in the list, and went side by side. A run whose
-    # partner was trained earlier does not count.
+    # partner was trained earlier does not count: the machine may have had more to do.
     for (base, seed, _), (changed, next_seed, _) in zip(runs, runs[1:]):
         if seed == next_seed:
             ratios.append(median_tok_s(base, seed) / median_tok_s(changed, seed))
-    return float(np.median(ratios)) if ratios else None
+    if not ratios:
+        for side in sides:
+            shutil.rmtree(side.directory("timed"), ignore_errors=True)
+        pair = [(side, "timed", ["--max_minutes", "0.1"]) for side in sides]
+        train(pair, "measuring the time of a step")
+        ratios = [median_tok_s(sides[0], "timed") / median_tok_s(sides[1], "timed")]
+    return float(np.median(ratios))
 
 
 def median_tok_s(side, seed):
