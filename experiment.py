@@ -20,7 +20,7 @@ editing. Finished runs are used again. The exit status is the verdict:
   0  better     the 95 % interval of the difference (Welch's t) is below 0
   3  equal      the interval is between -delta and delta, even if 0 is not in it
   4  worse      the interval is above 0
-  5  undecided  none of these; the verdict says how many runs may decide
+  5  undecided  none of these; the verdict says which --seeds may decide
   6  invalid    the losses in the log are not those of the model
   7  failed     the change does not apply, or a run failed
 

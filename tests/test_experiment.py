@@ -72,7 +72,7 @@ def test_the_number_of_runs_that_decide():
     base, changed = [1.0, 1.1, 0.9, 1.05], [1.1, 1.25, 0.95, 1.0]
     found = compare_losses(base, changed, delta=0.01)
     n = found["runs_needed"]
-    assert found["verdict"] == "undecided" and f"{n} runs may decide" in found["reason"]
+    assert found["verdict"] == "undecided" and f"--seeds {n} may decide" in found["reason"]
 
     def repeat(losses, n):
         """n values whose mean and unbiased variance are those of the losses."""
@@ -450,18 +450,21 @@ def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     others_are_done = threading.Event()
     devices = {}
 
-    def run(command, **_):
-        name = Path(command[-1]).name
-        devices[name] = command[command.index("--device") + 1]
-        if name == "0":
-            assert others_are_done.wait(60)
-        elif name == "3":
-            others_are_done.set()
-        else:
-            time.sleep(0.1)
-        return subprocess.CompletedProcess(command, 0)
+    class Run:
+        def __init__(self, command, **_):
+            self.name = Path(command[-1]).name
+            devices[self.name] = command[command.index("--device") + 1]
 
-    monkeypatch.setattr(subprocess, "run", run)
+        def wait(self):
+            if self.name == "0":
+                assert others_are_done.wait(60)
+            elif self.name == "3":
+                others_are_done.set()
+            else:
+                time.sleep(0.1)
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Run)
     side = lab.Side("base", [])
     lab.train([(side, str(i), []) for i in range(4)])
     assert devices["1"] == devices["2"] == devices["3"] != devices["0"]

@@ -72,7 +72,7 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        reason = f"{needed or 'more than 1000'} runs may decide"
+        reason = f"--seeds {needed} may decide" if needed else "even --seeds 1000 would not decide"
     return dict(
         verdict=verdict,
         reason=reason,

@@ -27,6 +27,7 @@ RATE = 1.5  # --max_lr x channels; measured for Muon: twice the width has about 
 WARMUP_SHARE = 0.1  # of the steps
 MIN_STEPS = 300  # with 165 steps, a change that helps larger models did nothing
 NO_GAIN = math.log(1.1)  # a smaller |ln(m)| does not matter
+GRID = 10_001  # points of a curve
 MARGIN = math.log(1.5)  # how far a curve may be read beyond the ends of the ladder
 MOST_RUNS = 1000  # at each size; nobody trains more
 
@@ -162,12 +163,12 @@ def compare_curves(base, changed, flops, ahead=10):
     two. flops: those of a run of base at each size. Raises UserError if the losses are too far
     apart.
 
-    The curve of a side is a parabola of its mean losses over x. Straight lines between the sizes
-    run above a curve that is bent, and more so where the sizes are far apart, which makes a trend.
+    Straight lines between the mean losses would run above a curve that is bent, and more so where
+    the sizes are far apart, which makes a trend. So `make_curve` bends them.
     """
     x = np.log(np.divide(flops, flops[-1]))
     means = [[float(np.mean(losses)) for losses in side] for side in (base, changed)]
-    curves = [np.polyfit(x, side, 2) for side in means]
+    curves = [make_curve(x, side) for side in means]
     distances = []
     for i in range(len(x)):
         distance = measure_distance([side[i] for side in means], curves, x[i], x)
@@ -199,20 +200,31 @@ def compare_curves(base, changed, flops, ahead=10):
     )
 
 
+def make_curve(x, losses):
+    """Draws the curve of a side through its mean losses -> (x, loss) of GRID points.
+
+    The logarithm of the loss is about a parabola. Straight lines through what it misses correct it,
+    so the curve meets each mean. x, losses: (sizes,).
+    """
+    logs = np.log(losses)
+    parabola = np.polyfit(x, logs, 2)
+    missed = logs - np.polyval(parabola, x)
+    grid = np.linspace(x[0] - MARGIN, x[-1] + MARGIN, GRID)
+    return grid, np.exp(np.polyval(parabola, grid) + np.interp(grid, x, missed))
+
+
 def find_compute(loss, curve):
     """Finds where a curve reaches a loss -> (x, fall of the loss there when x grows by 1).
 
-    curve: (a, b, c) of the loss a x² + b x + c. Returns (inf, 0) if it does not reach the loss, or
-    if it does not fall at the largest size.
+    curve: as from make_curve. Returns (inf, 0) if it does not reach the loss, or does not fall.
     """
-    a, b, c = curve
-    # The slope 2 a x + b of a parabola is ± the root of this, and minus where the loss falls.
-    square = b**2 - 4 * a * (c - loss)
-    if square <= 0 or b >= 0:
+    grid, losses = curve
+    lowest = np.minimum.accumulate(losses)  # so far; it falls also where the curve does not
+    if not lowest[-1] < loss <= lowest[0]:
         return math.inf, 0.0
-    fall = math.sqrt(square)
-    # This is (-b - fall) / 2a, with the fraction expanded by (-b + fall): a may be 0, in a line.
-    return 2 * (c - loss) / (fall - b), fall
+    x = np.interp(-loss, -lowest, grid)  # minus, because interp wants a rise
+    fall = -np.interp(x, grid, np.gradient(losses, grid))
+    return (x, fall) if fall > 0 else (math.inf, 0.0)
 
 
 def measure_distance(means, curves, own_x, ladder):
@@ -227,8 +239,7 @@ def measure_distance(means, curves, own_x, ladder):
     """
     base_mean, changed_mean = means
     base_curve, changed_curve = curves
-    # A curve misses its own mean by a little. So both ends are read from the curves, at the same
-    # loss, and equal curves have the distance 0, exactly.
+    # Both ends are read from curves, so equal curves have the distance 0, exactly.
     base_x, _ = find_compute(base_mean, base_curve)
     changed_x, fall = find_compute(base_mean, changed_curve)
     log_m = base_x - changed_x
@@ -333,8 +344,8 @@ def describe_runs_needed(comparison):
         return f"even {MOST_RUNS} runs of both sides at each size do not decide"
     # The error of base stays, however many runs the change has. Then runs of both are cheaper.
     if n_changed > 2 * n_both:
-        return f"{n_both} runs of both sides at each size may decide"
-    return f"{n_changed} runs of the change at each size may decide"
+        return f"--seeds {n_both} --base_seeds {n_both} may decide"
+    return f"--seeds {n_changed} may decide"
 
 
 def with_runs(comparison, n_base, n_changed):

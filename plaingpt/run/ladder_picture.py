@@ -3,6 +3,7 @@
 import re
 
 from plaingpt.base.errors import UserError, require
+from plaingpt.run.ladder import make_curve
 
 import numpy as np
 
@@ -23,16 +24,18 @@ def draw_ladder(entry, place):
     messages. Raises UserError if the JSON has no ladder.
     """
     if "multipliers" not in entry:
-        raise UserError(f"{place}: has no ladder; give the --json of experiment.py --sizes")
+        raise UserError(
+            f"{place}: has no curves, as its verdict is not that of a finished ladder; "
+            "give the --json of experiment.py --sizes"
+        )
     figure = require("matplotlib.figure").Figure((10, 4), dpi=120, layout="constrained")
     losses, multipliers = figure.subplots(1, 2)
-    x = np.log10(entry["flops"])
+    x = np.log(entry["flops"])
     for i, (side, name) in enumerate((("base_losses", "base"), ("losses", entry["change"]))):
         for flops, values in zip(entry["flops"], entry[side]):
             losses.plot([flops] * len(values), values, ".", color=f"C{i}", alpha=0.5)
-        curve = np.polyfit(x, [np.mean(values) for values in entry[side]], 2)
-        fine = np.linspace(x[0], x[-1], 100)
-        losses.plot(10**fine, np.polyval(curve, fine), color=f"C{i}", label=legend_label(name))
+        grid, curve = make_curve(x, [np.mean(values) for values in entry[side]])
+        losses.plot(np.exp(grid), curve, color=f"C{i}", label=legend_label(name))
     losses.set(xscale="log", xlabel="FLOPs of the training", ylabel="loss (nats per token)")
     losses.legend()
     m, low, high = np.transpose(entry["multipliers"])

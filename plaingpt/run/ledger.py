@@ -34,13 +34,12 @@ def ladder_as_text(entry):
             interval = f" [{low:.2f}, {high:.2f}]"
         found.append(f"x{m:.2f}{interval}")
     sizes = ", ".join(map(str, entry["sizes"]))
-    m, low, high = entry["far"]
-    text = (
-        f"{', '.join(found)} in compute at {sizes} channels; "
-        f"{entry['trend']:+.2f} ± {entry['trend_half']:.2f} a decade; "
-        f"x{m:.2f} [{low:.2f}, {high:.2f}] at {entry['ahead']:g} times the largest, if the trend "
-        "goes on; "
-    )
+    trend = f"{entry['trend']:+.2f} ± {entry['trend_half']:.2f} a decade; "
+    text = f"{', '.join(found)} in compute at {sizes} channels; {trend}"
+    if entry["verdict"] != "undecided":  # else it would be read as a promise
+        m, low, high = entry["far"]
+        ahead = f"{entry['ahead']:g} times the largest, if the trend goes on"
+        text += f"x{m:.2f} [{low:.2f}, {high:.2f}] at {ahead}; "
     if entry["time_ratio"]:
         text += f"time x{entry['time_ratio']:.2f}; "
     return text

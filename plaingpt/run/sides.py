@@ -6,6 +6,7 @@ import math
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -77,36 +78,55 @@ def count_slots():
 def train(runs, title="training; after Ctrl-C, the same command continues"):
     """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
 
-    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. Ctrl-C reaches
-    the runs, too: each saves a checkpoint. title: what the progress bar says.
+    runs: [(side, name of the run, flags)]. A run that was stopped earlier continues. After Ctrl-C,
+    each running one saves a checkpoint. title: what the progress bar says.
     """
     n_gpus = count_gpus()
     slots = count_slots()
     free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
+    processes = []
     for i in range(slots):
         free.put(["--device", f"cuda:{i}"] if n_gpus else [])
 
     def train_one(run):
         side, name, flags = run
-        place = side.directory(name)
-        place.mkdir(parents=True, exist_ok=True)
-        program = LAB / side.name / "train_gpt2.py"
-        output = place / "output.txt"
         device = free.get()
-        recorder = [sys.executable, AUDIT / "record_run.py", place]
-        command = [*recorder, program, *device, *side.flags, *flags, *QUIET]
         try:
-            with open(output, "w") as file:
-                done = subprocess.run([*command, "--log_dir", place], stdout=file, stderr=file)
+            process = start_run(side, name, [*device, *side.flags, *flags])
+            processes.append(process)
+            status = process.wait()
         finally:
             free.put(device)
-        if done.returncode:
-            lines = output.read_text("utf-8", "replace").splitlines()
+        if status:
+            place = side.directory(name)
+            lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
             raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
     with ThreadPoolExecutor(slots) as pool:
-        list(tqdm(pool.map(train_one, runs), title, len(runs)))  # waits for each run
+        try:
+            list(tqdm(pool.map(train_one, runs), title, len(runs)))  # waits for each run
+        except KeyboardInterrupt:
+            # A SIGTERM, such as that of a queue, reaches only this program. A second signal would
+            # stop a run before it has saved, so each run gets only this one.
+            for process in processes:
+                process.send_signal(signal.SIGINT)  # does nothing after its end
+            raise
+
+
+def start_run(side, name, flags):
+    """Starts a run of a side -> Popen. Its output goes to output.txt in the run directory."""
+    place = side.directory(name)
+    place.mkdir(parents=True, exist_ok=True)
+    recorder = [sys.executable, AUDIT / "record_run.py", place]
+    program = LAB / side.name / "train_gpt2.py"
+    with open(place / "output.txt", "w") as file:
+        return subprocess.Popen(
+            [*recorder, program, *flags, *QUIET, "--log_dir", place],
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # out of reach of the terminal's Ctrl-C, see train
+        )
 
 
 def ask(sides):
@@ -149,6 +169,8 @@ def train_missing(ladder, seeds):
             for side, own in zip(sides, seeds):
                 if seed in own and side.last(seed) is None:
                     runs.append((side, seed, ["--seed", str(seed)]))
+    n = len(ladder) * (len(seeds[0]) + len(seeds[1]))
+    print0(f"{n - len(runs)} of {n} runs are known")
     train(runs)
     return runs
 
