@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -468,6 +469,33 @@ def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     side = lab.Side("base", [])
     lab.train([(side, str(i), []) for i in range(4)])
     assert devices["1"] == devices["2"] == devices["3"] != devices["0"]
+
+
+def test_a_signal_to_the_program_reaches_its_runs_once(tmp_path, monkeypatch):
+    """A queue sends SIGTERM only to the program. A run that gets two signals saves nothing."""
+    monkeypatch.setattr(sides, "LAB", tmp_path)
+    monkeypatch.setattr(sides, "count_slots", lambda: 2)
+    signals = []
+
+    class Run:
+        def __init__(self, command, start_new_session, **_):
+            assert start_new_session
+            self.has_ended = threading.Event()
+
+        def wait(self):
+            return 0 if self.has_ended.wait(60) else 1
+
+        def send_signal(self, number):
+            signals.append(number)
+            self.has_ended.set()
+
+    monkeypatch.setattr(subprocess, "Popen", Run)
+    side = lab.Side("base", [])
+    main = threading.main_thread().ident
+    threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        lab.train([(side, str(i), []) for i in range(4)])
+    assert signals == [signal.SIGINT, signal.SIGINT]
 
 
 @pytest.mark.slow
