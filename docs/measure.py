@@ -10,10 +10,10 @@ First: pip install -r requirements-dev.txt
 
 Use a machine that does nothing else. Commands that are compared take turns; the
 figure is the median of the rounds, and behind it stand the smallest and the
-largest one. The data are made up by docs/measuring/made_up.py. Each table is kept in
-log/measure/NAME.md, so the first command goes on after an interruption. mini
-and the tests are only measured if they are named. shakespeare and start need a
-clone of github.com/karpathy/nanoGPT:
+largest one. docs/measuring/made_up.py makes the data. Each table is kept in
+log/measure/NAME.md, so the first command goes on after an interruption. The
+tests are only measured if they are named. shakespeare and start need a clone of
+github.com/karpathy/nanoGPT:
 
   python docs/measure.py shakespeare start --nanogpt ../nanoGPT
 """

@@ -37,12 +37,6 @@ def baby():
     return rows_of_runs(commands, in_turn(commands, train, 2))
 
 
-def mini():
-    """Measures the loss and the time of the preset mini."""
-    commands = {"`mini`": f"{TRAIN} --preset mini --log_dir {FOLDER}/mini"}
-    return rows_of_runs(commands, in_turn(commands, train, 1))
-
-
 def rows_of_runs(commands, results):
     """Makes the rows of training runs. results: {name: RunFigures of each round}."""
     rows = []
@@ -381,7 +375,6 @@ USUAL = {
     "look": (look, 1),
 }
 NAMED = {
-    "mini": (mini, 20),
     "tests": (tests, 5),
     "quick_tests": (quick_tests, 1),
 }
