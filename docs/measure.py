@@ -11,9 +11,8 @@ First: pip install -r requirements-dev.txt
 Use a machine that does nothing else. Commands that are compared take turns; the
 figure is the median of the rounds, and behind it stand the smallest and the
 largest one. docs/measuring/made_up.py makes the data. Each table is kept in
-log/measure/NAME.md, so the first command goes on after an interruption. The
-tests are only measured if they are named. shakespeare and start need a clone of
-github.com/karpathy/nanoGPT:
+log/measure/NAME.md, so the first command goes on after an interruption.
+shakespeare and start need a clone of github.com/karpathy/nanoGPT:
 
   python docs/measure.py shakespeare start --nanogpt ../nanoGPT
 """
@@ -23,6 +22,7 @@ import os
 import platform
 import re
 import subprocess
+import textwrap
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -119,8 +119,8 @@ def fill_page(page, tables):
     machines = [*names_of]
     if len(machines) > 1:
         machines = [f"{', '.join(names)}: {machine}" for machine, names in names_of.items()]
-    line = "Measured: " + "; ".join(machines) + "."
-    return re.sub(r"^Measured: .*$", lambda _: line, page, flags=re.M)
+    lines = textwrap.fill("Measured: " + "; ".join(machines) + ".", 100)
+    return re.sub(r"^Measured: (?:.+\n?)+", lambda _: f"{lines}\n", page, flags=re.M)
 
 
 def main():

@@ -344,21 +344,6 @@ def start(nanogpt):
     ]
 
 
-def tests():
-    """Measures the time of all tests."""
-    return [time_of("all tests", "pytest")]
-
-
-def quick_tests():
-    """Measures the time of the quick tests."""
-    return [time_of("quick tests", 'pytest -m "not slow"')]
-
-
-def time_of(what, command):
-    """Runs a command -> its row, with its seconds."""
-    return what, f"{show(run(command).seconds)} s", command
-
-
 # {name: (function, minutes on two cores of 2026)}
 USUAL = {
     "baby": (baby, 5),
@@ -374,12 +359,8 @@ USUAL = {
     "shards": (shards, 1),
     "look": (look, 1),
 }
-NAMED = {
-    "tests": (tests, 5),
-    "quick_tests": (quick_tests, 1),
-}
 BESIDE_NANOGPT = {
     "shakespeare": (shakespeare, 6),
     "start": (start, 3),
 }
-ALL = {**USUAL, **NAMED, **BESIDE_NANOGPT}
+ALL = {**USUAL, **BESIDE_NANOGPT}
