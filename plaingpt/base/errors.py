@@ -1,8 +1,6 @@
 """Errors of the user, which become one sentence, and bugs, which keep their traceback."""
 
-import atexit
 import contextlib
-import gc
 import importlib
 import os
 import re
@@ -21,9 +19,6 @@ def run_program(main):
 
     A PermissionError is one line, too: it names the file, and the program cannot correct it.
     """
-    # Python ends with a search for garbage, which takes a second in all the objects of torch. An
-    # object that is frozen is not searched.
-    atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:
