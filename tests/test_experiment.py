@@ -476,11 +476,13 @@ def test_a_signal_to_the_program_reaches_its_runs_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sides, "LAB", tmp_path)
     monkeypatch.setattr(sides, "count_slots", lambda: 2)
     signals = []
+    started = threading.Semaphore(0)
 
     class Run:
         def __init__(self, command, start_new_session, **_):
             assert start_new_session
             self.has_ended = threading.Event()
+            started.release()
 
         def wait(self):
             return 0 if self.has_ended.wait(60) else 1
@@ -491,10 +493,16 @@ def test_a_signal_to_the_program_reaches_its_runs_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Run)
     side = lab.Side("base", [])
-    main = threading.main_thread().ident
-    threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+
+    def interrupted(results, *_):
+        """Ctrl-C comes while the progress bar waits for both runs."""
+        assert started.acquire(timeout=60) and started.acquire(timeout=60)
+        time.sleep(0.1)  # both are in the list of processes
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sides, "tqdm", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lab.train([(side, str(i), []) for i in range(4)])
+        lab.train([(side, str(i), []) for i in range(2)])
     assert signals == [signal.SIGINT, signal.SIGINT]
 
 
