@@ -88,8 +88,9 @@ def measure(name, nanogpt):
     table = make_table(rows)
     if nanogpt:
         table = table.replace(str(nanogpt.resolve()), "nanoGPT")
-    print(f"\n{name}, {describe_machine()}\n\n{table}", flush=True)
-    path_of(name).write_text(f"{describe_machine()}\n{table}", encoding="utf-8")
+    machine = describe_machine()
+    print(f"\n{name}, {machine}\n\n{table}", flush=True)
+    path_of(name).write_text(f"{machine}\n{table}", encoding="utf-8")
 
 
 def make_table(rows):

@@ -36,7 +36,7 @@ def ladder_as_text(entry):
     sizes = ", ".join(map(str, entry["sizes"]))
     trend = f"{entry['trend']:+.2f} ± {entry['trend_half']:.2f} a decade; "
     text = f"{', '.join(found)} in compute at {sizes} channels; {trend}"
-    if entry["verdict"] != "undecided":  # else it would be read as a promise
+    if entry["verdict"] != "undecided":  # such a wide interval would be read as a promise
         m, low, high = entry["far"]
         ahead = f"{entry['ahead']:g} times the largest, if the trend goes on"
         text += f"x{m:.2f} [{low:.2f}, {high:.2f}] at {ahead}; "
