@@ -37,15 +37,14 @@ from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.flags import flag, parse_flags, pick, types_of
 from plaingpt.base.ranks import read_ranks
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.batch_search import fit_batch_size
+from plaingpt.distributed.batch_size import fit_batch_size, plan_steps
 from plaingpt.distributed.device import choose_compile
 from plaingpt.distributed.fill import make_whole_gpt
 from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.hardware import peak_flops
 from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.process import Process, start
-from plaingpt.run.presets import PRESETS
-from plaingpt.run.steps import plan_steps
+from plaingpt.run.resolve import PRESETS
 
 import torch
 

@@ -3,14 +3,15 @@
 import math
 import re
 import struct
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
+from unittest import mock
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
 from plaingpt.data.sources import Sources
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.run.resolve import choose_data, choose_preset, resolve
-from plaingpt.run.steps import plan_steps
+from plaingpt.distributed.batch_size import plan_steps
+from plaingpt.run.resolve import choose_preset, find_start, resolve
 
 import pytest
 import torch
@@ -27,14 +28,15 @@ def given_flags(*flags):
 
 def configs(*flags):
     """The GPTConfig and the TrainConfig of these flags."""
-    return resolved(*flags)[:2]
+    return resolved(*flags)
 
 
 def resolved(*flags, saved=None, process=ALONE):
     """What `resolve` decides from these flags."""
     given = given_flags(*flags)
-    sources = Sources(choose_data(given), given.get("tokenizer"))
-    return resolve(given, sources, saved, process, GPT, TrainConfig)
+    with mock.patch("plaingpt.run.resolve.load_newest", return_value=saved):
+        start = find_start(given | dict(resume=saved is not None), GPT)
+    return resolve(given, start, process.device, GPTConfig, TrainConfig)
 
 
 def config_of(*flags):
@@ -184,17 +186,6 @@ def test_mps_recomputes_no_dropout():
     resolved(*flags, 0.1)
 
 
-def test_each_setting_has_an_origin(tmp_path):
-    origins = resolved("--preset", "baby", "--max_lr", 1e-3).origins
-    names = {field.name for kind in (GPTConfig, TrainConfig) for field in fields(kind)}
-    assert origins.keys() == names
-    assert (origins["max_lr"], origins["n_embd"], origins["seed"]) == ("flag", "preset", "default")
-    assert (origins["vocab_size"], origins["val_every"]) == ("data", "steps")
-    assert resolved().origins["preset"] == "data"
-    origins = resolved("--preset", "mini").origins
-    assert (origins["max_steps"], origins["dropout"]) == ("data", "data")
-
-
 def save_weights(directory, **train_config):
     """Saves a checkpoint of a small model, as a run would. Returns it."""
     config = GPTConfig(n_layer=1, n_head=1, n_embd=32, block_size=32, vocab_size=256)
@@ -212,29 +203,26 @@ def save_weights(directory, **train_config):
 
 def test_weights_decide_the_shape_and_the_recipe(tmp_path):
     save_weights(tmp_path / "run")
-    found = resolved("--init_from", tmp_path / "run", "--max_steps", 20)
-    assert found.gpt_config == GPTConfig(1, 1, 32, 32, 256, dropout=0.1)  # 0.1 is the preset's
-    assert (found.config.max_lr, found.config.max_steps) == (5e-5 * (768 / 32) ** 2, 20)
-    assert found.config.val_every == 2  # a tenth of the steps
-    origins = found.origins
-    assert (origins["n_embd"], origins["max_lr"]) == ("weights", "weights")
-    assert (origins["max_steps"], origins["dropout"]) == ("flag", "preset")
+    gpt_config, config = resolved("--init_from", tmp_path / "run", "--max_steps", 20)
+    assert gpt_config == GPTConfig(1, 1, 32, 32, 256, dropout=0.1)  # 0.1 is the preset's
+    assert (config.max_lr, config.max_steps) == (5e-5 * (768 / 32) ** 2, 20)
+    assert config.val_every == 2  # a tenth of the steps
 
 
 def test_a_resumed_run_keeps_what_its_first_max_steps_decided(tmp_path):
     saved = save_weights(tmp_path / "run", warmup_steps=7, val_every=3)
-    found = resolved("--max_steps", 9, "--val_every", 4, saved=saved)
-    assert (found.config.warmup_steps, found.origins["warmup_steps"]) == (7, "checkpoint")
-    assert (found.config.val_every, found.origins["val_every"]) == (4, "flag")
+    _, config = resolved("--max_steps", 9, "--val_every", 4, saved=saved)
+    assert (config.warmup_steps, config.val_every) == (7, 4)
+    _, config = resolved("--max_steps", 9, saved=saved)
+    assert (config.warmup_steps, config.val_every) == (7, 3)
 
 
 def test_a_resumed_run_keeps_its_validation_data(tmp_path):
     """Runs from before val_spread measured the start of what is held out."""
     saved = save_weights(tmp_path / "run", val_spread=True)
-    assert resolved("--max_steps", 9, saved=saved).config.val_spread
+    assert resolved("--max_steps", 9, saved=saved)[1].val_spread
     del saved["train_config"]["val_spread"]
-    found = resolved("--max_steps", 9, saved=saved)
-    assert (found.config.val_spread, found.origins["val_spread"]) == (False, "checkpoint")
+    assert not resolved("--max_steps", 9, saved=saved)[1].val_spread
 
 
 def test_mini_counts_the_tokens_of_its_weights(tmp_path):
@@ -243,7 +231,7 @@ def test_mini_counts_the_tokens_of_its_weights(tmp_path):
     path.write_bytes((ROOT / "input.txt").read_bytes()[:400_000])
     saved = save_weights(tmp_path / "run") | dict(tokenizer="gpt2")
     saved["model_config"]["vocab_size"] = 50257
-    config = resolved("--preset", "mini", "--data", path, saved=saved).config
+    _, config = resolved("--preset", "mini", "--data", path, saved=saved)
     n_tokens = len(get_tokenizer("gpt2").encode(path.read_text())) * 9 // 10
     assert config.max_steps == max(200, 10 * n_tokens // 2048)
     assert 200 < config.max_steps < 10 * 360_000 // 2048

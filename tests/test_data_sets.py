@@ -8,10 +8,10 @@ from fractions import Fraction
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import Data, log_names
 from plaingpt.data.mixture import read_shares
+from plaingpt.data.order import order_of_sets, permute
 from plaingpt.data.sources import Sources
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.ops.order import order_of_sets, permute
 
 import numpy as np
 import pytest

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.ranks import read_ranks
-from plaingpt.data.prefetch import prefetch
-from plaingpt.distributed import batch_search
+from plaingpt.data.order import prefetch
+from plaingpt.distributed import batch_size
 from plaingpt.distributed.device import choose_compile, find_device
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import Process, start
@@ -88,7 +88,7 @@ def small_gpu(monkeypatch):
     The search runs the model on the CPU. Test and search use both lists.
     """
     most, tried, forward = [4], [], GPT.forward
-    has_memory, fit = batch_search.has_memory, train_gpt2.fit_batch_size
+    has_memory, fit = batch_size.has_memory, train_gpt2.fit_batch_size
 
     def limited(model, idx, targets=None):
         torch.rand(1)
@@ -98,7 +98,7 @@ def small_gpu(monkeypatch):
 
     monkeypatch.setattr(GPT, "forward", limited)
     monkeypatch.setattr(
-        batch_search,
+        batch_size,
         "has_memory",
         lambda training, B, T, _: tried.append(B) or has_memory(training, B, T, ALONE),
     )

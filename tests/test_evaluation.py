@@ -11,9 +11,9 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.text import clean_text
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.process import Process
+from plaingpt.run.evals import import_benchmarks, load_evals, run_evals
 from plaingpt.scoring import program as scoring_program
 from plaingpt.scoring.benchmark import Example, accuracy, load_examples, perplexity
-from plaingpt.scoring.evals import load_evals, run_evals
 from plaingpt.scoring.rows import make_rows
 from plaingpt.scoring.score import ROUND, score
 from plaingpt.weights.huggingface import save_gpt2
@@ -32,7 +32,7 @@ import lambada
 import storycloze
 import wikitext
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, import_benchmarks
+from train_gpt2 import TrainConfig
 
 T = 48  # context of the tiny model; some rows below are longer
 

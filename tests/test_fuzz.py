@@ -13,8 +13,8 @@ from plaingpt.data.documents import read_documents
 from plaingpt.data.shards import open_shard
 from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.batch_size import plan_steps
 from plaingpt.distributed.process import Process
-from plaingpt.run.steps import plan_steps
 
 import numpy as np
 import pytest

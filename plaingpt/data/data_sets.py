@@ -11,7 +11,8 @@ class Data:
 
     tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
     For each data set, the lists train and val have its Tokens, shares has its Fraction, and names
-    has its name in the log. fingerprints: {name of a split: text}.
+    has its name in the log. fingerprints: {name of a split: text}. n_bytes_of_id: how many bytes of
+    text each id stands for, (vocab_size,) int64.
     """
 
     def __init__(self, sources, tokenizer, gpt_config):
@@ -19,6 +20,7 @@ class Data:
         splits = sources.open(tokenizer, gpt_config.block_size, gpt_config.vocab_size)
         self.train = [train for train, _ in splits]
         self.val = [val for _, val in splits]
+        self.n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)
         self.tokenizer = tokenizer
         if tokenizer.name == "bytes":
             # In pairs, a line break ends a text. Without pairs, it does not, whatever the weights

@@ -45,7 +45,7 @@ class Pipeline(nn.Module):
     def forward(self, micro_batches, mean_count, scaler):
         """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.
 
-        micro_batches: list of (x, y), (B, T) each. mean_count: as in train_gpt2.accumulate.
+        micro_batches: list of (x, y), (B, T) each. mean_count: as in train_step of train_gpt2.py.
         """
         n_micro = len(micro_batches)
         B, T = micro_batches[0][0].shape
@@ -85,7 +85,7 @@ class Pipeline(nn.Module):
         )
 
         def scaled_loss(loss, y):
-            # As in train_gpt2.accumulate, every target weighs the same.
+            # As in train_step of train_gpt2.py, every target weighs the same.
             n_here = (y != -100).sum()
             weight = n_here / self.mean_count  # 1 if all targets are in the loss
             loss = loss * weight / n_micro

@@ -8,7 +8,19 @@
                    through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
 The flags can be combined in a mesh of pp x dp x tp processes. TP communicates most, so its
-processes have consecutive ranks. The processes read different data only along dp.
+processes have consecutive ranks. The processes read different data only along dp. What a process
+has:
+
+                     of the model           of the data
+  --parallel ddp     all                    its own sequences; DDP averages the gradients
+  --parallel fsdp    a shard of each        its own sequences; FSDP gathers the weights of a block
+                     tensor                 just before it is used, and averages the gradients
+  --tp N             a part of each         the same as N-1 others, which compute the other heads
+                     matrix                 and the rest of the MLP
+  --pp N             some of the blocks     the same as N-1 others; a micro-batch goes from one
+                                            process to the next, and its gradient back
+
+With --tp or --pp and --parallel ddp, FSDP averages the gradients and shards nothing.
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process has a part.
 full_tensor() gives the whole of a DTensor. All processes must call it. If some do not, the others
@@ -33,20 +45,21 @@ def is_split(config, process):
     return process.world_size > 1 and (is_fsdp or config.tp * config.pp > 1)
 
 
-def split_model(whole_gpt, weights, config, process):
-    """Makes the part of a GPT that this process has. Returns a GPT, or with --pp a Pipeline.
+def split_model(GPT, gpt_config, weights, config, process):
+    """Makes the part of a GPT that this process has -> (the whole without memory, the part).
 
-    The part is cut before it has memory, so no process ever holds the whole model. All processes
-    must call hidden, logits and loss of the result. All get the complete result.
+    The part is a GPT, or with --pp a Pipeline. It is cut before it has memory, so no process ever
+    holds the whole model. All processes must call hidden, logits and loss of the part. All get the
+    complete result.
 
-    whole_gpt: from make_whole_gpt. weights: a state dict, or None for random values. Raises
-    UserError if tp or pp do not fit the model.
+    GPT: the class. weights: a state dict, or None for random values. Raises UserError if tp or pp
+    do not fit the model.
     """
-    GPT = type(whole_gpt)
-    model = make_whole_gpt(GPT, whole_gpt.config, config.activation_checkpointing)
-    result = cut_model(model, config, process)
-    fill_split_model(result, whole_gpt, weights, config.seed, process.device)
-    return result
+    whole_gpt = make_whole_gpt(GPT, gpt_config)
+    model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
+    part = cut_model(model, config, process)
+    fill_split_model(part, whole_gpt, weights, config.seed, process.device)
+    return whole_gpt, part
 
 
 def cut_model(model, config, process):

@@ -15,15 +15,15 @@ from plaingpt.distributed.hardware import hardware_name
 import torch
 
 
-def write_facts(step, whole_gpt, config, origins, data, process):
+def write_facts(step, whole_gpt, config, given, data, process):
     """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
 
     changes.patch has the uncommitted changes of tracked files, if there are any. It does not have
     the untracked files, but run.json lists their names.
 
     step: where the run starts. If this is max_steps, a finished run was resumed, and its files
-    stay as they are. whole_gpt: that of Training. origins: {name of a setting: what has decided
-    it}, from resolve. Raises UserError.
+    stay as they are. whole_gpt: that of Training. given: {name: value} of the flags on the command
+    line. Raises UserError.
     """
     if step == config.max_steps:
         return
@@ -31,7 +31,7 @@ def write_facts(step, whole_gpt, config, origins, data, process):
     facts = dict(
         model_config=asdict(whole_gpt.config),
         train_config=asdict(config),
-        origins=origins,
+        flags=given,
         parameters=sum(p.numel() for p in whole_gpt.parameters()),
         tokenizer=data.tokenizer.name,
         fingerprints=data.fingerprints,

@@ -1,34 +1,42 @@
-"""The log of a run: log.txt, and the same numbers in TensorBoard and Weights & Biases."""
+"""The log of a run: log.txt, the terminal, TensorBoard and Weights & Biases; and run.json."""
 
 import html
 import os
 import weakref
 from pathlib import Path
 
-from plaingpt.base.errors import require
+from plaingpt.base.errors import UserError, require
 from plaingpt.base.files import lock, writing
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import on_rank0
 from plaingpt.run.directory import prepare_run_directory
+from plaingpt.run.facts import write_facts
+from plaingpt.run.progress import Progress
 from plaingpt.run.sinks import TensorBoard, WandB
 
 
 class RunLog:
-    """Writes the numbers of a run, on rank 0. Raises UserError.
+    """Writes what a run says: its lines in the terminal, log.txt, and run.json. All on rank 0.
 
     log.txt has a line "{step} {stream} {value}" for each number. All processes must make a RunLog.
-    Rank 0 first locks the run directory and prepares it, see prepare_run_directory. step: where the
-    run starts.
+    Rank 0 first locks the run directory and prepares it, see prepare_run_directory. Then it writes
+    run.json, see write_facts. Raises UserError.
+
+    given: {name: value} of the flags on the command line. whole_gpt: that of Training. step: where
+    the run starts.
     """
 
-    def __init__(self, config, gpt_config, step, process):
+    def __init__(self, given, config, whole_gpt, data, step, process):
         self.config = config
+        self.data = data
         self.process = process
         self.path = Path(config.log_dir, "log.txt")
         self.figures = {}  # {stream: last value}
         self.known = set()  # (step, stream) of the numbers that log.txt already has
         self.sinks = []
-        on_rank0(self.open, gpt_config, step)
+        on_rank0(self.open, whole_gpt.config, step)
+        on_rank0(write_facts, step, whole_gpt, config, given, data, process)
+        self.progress = Progress(config, whole_gpt.flops_per_token(), process)
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
@@ -74,6 +82,22 @@ class RunLog:
         """Sends {name: number or HTML} to TensorBoard and wandb, if they are used."""
         for sink in self.sinks:
             sink.write(step, values)
+
+    def write_step(self, step, n_tokens, seconds, figures):
+        """Writes the figures of a step, and prints them every log_every steps.
+
+        figures: {stream: number}, with train (the loss), norm and lr. Raises UserError after ten
+        steps in a row without a finite gradient.
+        """
+        self.write(step, **figures)
+        self.progress.show_step(step, n_tokens, seconds, figures)
+        if self.progress.n_skipped_in_row == 10:
+            raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
+
+    def write_validation(self, step, losses, epochs):
+        """Prints and writes the losses of a validation. The arguments are as in show_validation."""
+        self.progress.show_validation(step, losses, self.data.names, epochs)
+        self.write(step, **losses)
 
     def write_samples(self, step, texts):
         """Prints samples, and sends them to TensorBoard and wandb. log.txt does not have them."""

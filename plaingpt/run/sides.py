@@ -32,7 +32,7 @@ OTHER_FACTS = (
     "git_commit",
     "untracked_files",
     "started",
-    "origins",
+    "flags",
     "seed",
     "log_dir",
     "data",

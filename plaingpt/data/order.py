@@ -1,10 +1,31 @@
-"""Pure functions that give the order of the sequences of a run.
+"""The order in which a run reads its sequences, and a thread that reads them ahead.
 
-DataLoaderLite in train_gpt2.py uses them. order_of_sets chooses the data set, and permute chooses
-the sequence in it.
+DataLoaderLite in train_gpt2.py uses it: Turns chooses the data set, and permute the sequence in it.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+class Turns:
+    """The turns of the data sets in a mixture. A single data set has all of them.
+
+    shares: how many of the sequences are from each set, as Fractions that add up to 1.
+    """
+
+    def __init__(self, shares):
+        # The order of the turns repeats after one period. The shares 2/3 and 1/3 give [(0, 0),
+        # (0, 1), (1, 0)]. A single data set gives [(0, 0)].
+        self.order = order_of_sets(shares)
+        self.per_period = [int(share * len(self.order)) for share in shares]
+
+    def find(self, position):
+        """Returns the data set of a position, and how many of its sequences came before."""
+        periods, turn = divmod(position, len(self.order))
+        k, earlier = self.order[turn]
+        return k, periods * self.per_period[k] + earlier
 
 
 def order_of_sets(shares):
@@ -59,3 +80,21 @@ def hash_numbers(*numbers):
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
         x = x ^ x >> 31
     return x
+
+
+def prefetch(batches, device):
+    """Yields the same batches; a thread prepares the next one while the current one is used.
+
+    On MPS, there is no such thread.
+    """
+    if device.type == "mps":
+        # Two threads that use it may crash the process (pytorch/pytorch#197805).
+        yield from batches
+        return
+    with ThreadPoolExecutor(1) as thread:
+        if device.type == "cuda":  # without this, the thread would also take memory of GPU 0
+            thread.submit(torch.cuda.set_device, device)
+        future = thread.submit(next, batches, None)
+        while (batch := future.result()) is not None:
+            future = thread.submit(next, batches, None)
+            yield batch

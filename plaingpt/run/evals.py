@@ -1,0 +1,126 @@
+"""What a run shows of its model besides the loss: benchmarks, and samples of text."""
+
+import importlib.machinery
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.terminal import print0
+from plaingpt.distributed.process import on_rank0
+from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
+from plaingpt.scoring.benchmark import check_logged, load_examples
+from plaingpt.scoring.rows import make_rows
+from plaingpt.scoring.score import TOKENS, score
+
+import torch
+
+
+def import_benchmarks(config):
+    """Imports the files that --evals names -> [(Benchmark, path of its data, or "")].
+
+    Raises UserError if a file has no BENCHMARK.
+    """
+    found = []
+    if config.eval_every == 0:
+        return found
+    for item in config.evals.split(","):
+        if not item:
+            continue
+        name, _, path = item.strip().partition("=")
+        benchmark = None
+        if "." not in name and importlib.machinery.PathFinder.find_spec(name) is not None:
+            benchmark = getattr(importlib.import_module(name), "BENCHMARK", None)
+        if benchmark is None:
+            raise UserError(f"--evals {name}: no such benchmark; give a module, such as lambada")
+        if benchmark in [known for known, _ in found]:
+            raise UserError(f"--evals {name}: is given twice; give it once")
+        found.append((benchmark, path))
+    return found
+
+
+def load_evals(benchmarks, tokenizer, gpt_config):
+    """Loads the data of benchmarks -> [(Benchmark, its examples, its rows)].
+
+    benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. Without a path, a
+    benchmark that has no data is skipped with a note. With a path, this raises UserError. It also
+    does so if a benchmark does not say which figure is logged.
+    """
+    evals = []
+    for benchmark, path in benchmarks:
+        check_logged(benchmark)
+        try:
+            examples = on_rank0(load_examples, benchmark, path)
+            rows = make_rows(examples, tokenizer, gpt_config, benchmark.prompt_ids, benchmark.spare)
+            evals.append((benchmark, examples, rows))
+        except UserError as error:
+            if path:
+                raise
+            print0(f"note: {benchmark.name} is skipped: {error}")
+    return evals
+
+
+def run_evals(evals, model, process, config, step):
+    """Scores all benchmarks. Prints and returns {stream: figure}, equal on all processes.
+
+    evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
+    """
+    figures = {}
+    tokens = min(config.batch_size * model.config.block_size, TOKENS[process.device.type])
+    model.eval()
+    for benchmark, examples, rows in evals:
+        scores = score(model, examples, rows, process, tokens)
+        report = benchmark.report(examples, scores)
+        figures[benchmark.stream] = report[benchmark.logged]
+    model.train()
+    texts = [f"{stream} {value:.4f}" for stream, value in figures.items()]
+    print0(" | ".join([f"step {step}", *texts]))
+    return figures
+
+
+def draw_samples(model, data, config, process):
+    """Returns two texts that the model writes. All processes must call this.
+
+    With pairs, the model answers validation prompts, and the texts have the expected responses.
+    """
+    model.eval()
+    with process.autocast, attention_for_many_shapes():
+        texts = answer_prompts(model, data, process)  # [] without pairs
+        if not texts:
+            tokenizer = data.tokenizer
+            idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
+            n_tokens = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
+            new = list(generate_tokens(model, idx, n_tokens, temperature=0.8, top_k=50, seed=42))
+            for ids in torch.cat(new, dim=1).tolist():  # n_tokens x (2, 1) -> (2, n_tokens)
+                texts.append(tokenizer.decode(ids).strip())
+    model.train()
+    return texts
+
+
+def answer_prompts(model, data, process):
+    """Returns two texts, each with an answer and the expected response, or [] without pairs.
+
+    The prompts are the first ones of the first two sequences with pairs. All processes must call
+    this.
+    """
+    T = model.config.block_size
+    texts = []
+    for tokens in data.val:
+        if not tokens.has_pairs:
+            continue
+        starts = range(0, len(tokens) - 1, T)
+        for start in starts[: 2 - len(texts)]:
+            x, y = tokens.read_sequence(start, T)  # (T,) each
+            texts.append(answer(model, x, y, data.tokenizer, process.device))
+    return texts
+
+
+def answer(model, x, y, tokenizer, device):
+    """Answers the first prompt of a sequence of pairs -> text, also with the expected response.
+
+    x, y: inputs and targets, (T,) each. The answer has as many tokens as the response.
+    """
+    first = int((y != -100).argmax())  # this position predicts the first token of the response
+    last = y.tolist().index(tokenizer.end_of_text, first)  # a response ends with end_of_text
+    n = last - first + 1
+    idx = torch.from_numpy(x[None, : first + 1]).to(device)  # (1, first + 1)
+    new = list(generate_tokens(model, idx, n, temperature=0))  # n x (1, 1)
+    ids = torch.cat([idx, *new], dim=1)[0, 1:].tolist()  # without end_of_text
+    return f"{tokenizer.decode(ids)}\nexpected: {tokenizer.decode(y[first : first + n])}"
