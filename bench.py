@@ -43,8 +43,8 @@ from plaingpt.distributed.fill import make_whole_gpt
 from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.hardware import peak_flops
 from plaingpt.distributed.memory import batch_size_advice
-from plaingpt.distributed.process import Process, start
-from plaingpt.run.resolve import PRESETS
+from plaingpt.distributed.process import Process, init_process
+from plaingpt.run.config import PRESETS
 
 import torch
 
@@ -129,7 +129,7 @@ class Subject:
     config: TrainConfig
     process: Process
     training: Training
-    micro_batches: list  # of (x, y), (B, T) each
+    micro_batches: list  # of (x, y, weight), as in train_step
     B: int  # sequences of a process in a step
     T: int
 
@@ -143,13 +143,7 @@ class Subject:
         begin = time.perf_counter()
         with batch_size_advice(self.B):
             # This also waits for the device.
-            train_step(
-                self.training,
-                self.n_tokens,
-                self.micro_batches,
-                self.config.grad_clip,
-                self.process,
-            )
+            train_step(self.training, self.micro_batches, self.config.grad_clip, self.process)
         return time.perf_counter() - begin
 
 
@@ -162,7 +156,7 @@ def make_subject(name, given):
     values = {**PRESETS[bench.preset], **given}
     gpt_config = pick(GPTConfig, values)
     config = pick(TrainConfig, values)
-    process = start(config.device, config.dtype, config.tp, config.pp, config.parallel)
+    process = init_process(config.device, config.dtype, config.tp, config.pp, config.parallel)
     T = gpt_config.block_size
     largest_B = bench.batch_size or (64 if process.device.type == "cuda" else 4)
     config = replace(
@@ -185,7 +179,8 @@ def make_subject(name, given):
     torch.manual_seed(process.dp_rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
-    micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
+    weight = torch.ones((), device=process.device)  # of each micro-batch, for train_step
+    micro_batches = [(*batch, weight) for batch in zip(x.split(micro_B), y.split(micro_B))]
     label = f"{bench.preset} B={B} T={T}"
     return Subject(label, config, process, training, micro_batches, B, T)
 

@@ -20,7 +20,7 @@ from plaingpt.base.terminal import print0, visible
 from plaingpt.data.tokenizer import note_unknown
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import start
+from plaingpt.distributed.process import init_process
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.weights.checkpoint import find_newest_model
 
@@ -147,7 +147,7 @@ def main(argv=None):
     check_output("--json", config.json, [config.prompts])
     prompts = read_prompts(config.prompts) if config.prompts else [config.prompt or ""]
     name = config.model or find_newest_model(config.checkpoint)
-    process = start(config.device, config.dtype)
+    process = init_process(config.device, config.dtype)
     model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:

@@ -31,7 +31,7 @@ from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
 from plaingpt.data.records import RECORDS, kind_of, read_records
 from plaingpt.data.text import clean_text
 from plaingpt.data.tokenizer import note_unknown
-from plaingpt.distributed.process import start
+from plaingpt.distributed.process import init_process
 from plaingpt.look.page import Look, Stage, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
@@ -281,7 +281,7 @@ def main(argv=None):
     output = config.output or default_output(runs)
     inputs = [path for run in runs for path in run.checkpoints.values()]
     check_output("--output", output, [config.text, *inputs])
-    process = start(config.device, "float32")
+    process = init_process(config.device, "float32")
     with contextlib.ExitStack() as copies:
         for run in runs:
             if config.own_code and run.directory:

@@ -106,9 +106,14 @@ class GPT(nn.Module):
 
     config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
 
-    def __init__(self, config, activation_checkpointing=False):
-        """activation_checkpointing: if True, training keeps only the input of each block."""
+    def __init__(self, config, activation_checkpointing=False, seed=None):
+        """activation_checkpointing: if True, training keeps only the input of each block.
+
+        seed: of the first values. None takes torch's random numbers as they come.
+        """
         super().__init__()
+        if seed is not None:
+            torch.manual_seed(seed)  # for values that init_weights does not draw
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
@@ -123,7 +128,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
         self.loss_fn = ChunkedCrossEntropy()  # computes the head, too, in chunks
-        self.init_weights()
+        self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed=None):
@@ -208,7 +213,11 @@ class GPT(nn.Module):
         return self.loss_fn(x, self.lm_head.weight, targets, reduction)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets.
+
+        A third value with targets, such as {"z": z}, is logged: the mean of each scalar over a
+        step, on all processes.
+        """
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None  # (B, T, vocab_size)

@@ -23,15 +23,14 @@ from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
 from plaingpt.base.files import read_json
-from plaingpt.base.flags import flag, flags_of, parse_flags
+from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
+from plaingpt.run.config import RunConfig
 from plaingpt.run.intervals import welch_interval
 from plaingpt.run.ladder_picture import draw_ladder, legend_label
 
 import numpy as np
-
-from train_gpt2 import TrainConfig
 
 # These are the panels in their order, with their labels. Streams that are not here follow in panels
 # of their own.
@@ -75,8 +74,7 @@ def read_run(directory):
 
 def group_runs(runs):
     """Groups {directory: (streams, facts)} -> {group: list of streams}. rms-1, rms-2 are in rms."""
-    flags = flags_of(TrainConfig).items()
-    ignored = {name for name, flag in flags if flag.free or flag.repeat}
+    ignored = {"seed", *RunConfig.__dataclass_fields__}  # these runs repeat one experiment
     groups = {}  # {(stem of the names, settings): {directory: streams}}
     for directory, (streams, facts) in runs.items():
         settings = {}

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from forked import Program  # isort: skip  before torch, whose number of threads it sets
 
@@ -42,6 +43,9 @@ TINY = (
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)  # of TINY
 CPU = torch.device("cpu")
 ALONE = Process(0, 1, 0, 1, CPU, torch.float32)
+ONE_BYTE_IDS = SimpleNamespace(
+    n_bytes_of_id=np.ones(256, np.int64)
+)  # in place of Data: ids are bytes
 TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
 WORDS = (
     "the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
@@ -171,9 +175,7 @@ def text_batch(split, B, position=0, tokenizer="bytes", **options):
 
 def fresh(config):
     """The model that a run with seed 1337 starts from."""
-    model = GPT(config)
-    model.init_weights(1337)
-    return model
+    return GPT(config, seed=1337)
 
 
 def randomise(model):

@@ -17,7 +17,7 @@ from plaingpt.data.order import prefetch
 from plaingpt.distributed import batch_size
 from plaingpt.distributed.device import choose_compile, find_device
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import Process, start
+from plaingpt.distributed.process import Process, init_process
 from plaingpt.weights import saver
 
 import pytest
@@ -238,7 +238,7 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
         name, _, value = variable.partition("=")
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
-        start("cpu", "float32")
+        init_process("cpu", "float32")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_model_that_needs_more_processes():
     with pytest.raises(
         UserError, match="--tp 2 --pp 3: needs a multiple of 6 processes, and there"
     ):
-        start("cpu", "float32", tp=2, pp=3)
+        init_process("cpu", "float32", tp=2, pp=3)
 
 
 def test_ranks_that_fit(monkeypatch):

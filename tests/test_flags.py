@@ -10,6 +10,7 @@ from typing import Literal
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import Flag, flag, flags_of, parse_flags, types_of
+from plaingpt.run.config import RunConfig
 
 import pytest
 from conftest import ROOT, program
@@ -19,9 +20,9 @@ from train_gpt2 import TrainConfig
 
 @dataclass
 class Postponed:
-    n: int = flag(1, "a number", above=0, free=True)
+    n: int = flag(1, "a number", above=0)
     rates: list[float] | None = flag(None, "numbers", at_least=0)
-    kind: Literal["adamw", "muon"] = flag("adamw", "a choice", repeat=True)
+    kind: Literal["adamw", "muon"] = flag("adamw", "a choice")
     # It has the name of a type, as in experiment.py.
     list: bool = flag(False, "a switch", either=True)
     name: str | None = flag(None, "a text", empty=True)
@@ -40,9 +41,6 @@ def test_postponed_annotations(capsys):
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             parse_flags("", Postponed, argv=flags.split())
-    flags = flags_of(Postponed).items()
-    assert [name for name, each in flags if each.free] == ["n"]
-    assert [name for name, each in flags if each.repeat] == ["kind"]
     with pytest.raises(SystemExit):
         parse_flags("", Postponed, argv=["--help"])
     out = " ".join(capsys.readouterr().out.split())
@@ -55,7 +53,7 @@ def test_a_class_of_fields_of_another_file():
     (field, *_) = dataclasses.fields(Postponed)
     copy = dataclasses.field(default=field.default, metadata=field.metadata)
     kind = dataclasses.make_dataclass("Made", [("n", types_of(Postponed)["n"], copy)])
-    assert flags_of(kind) == dict(n=Flag("a number", above=0, free=True))
+    assert flags_of(kind) == dict(n=Flag("a number", above=0))
     assert parse_flags("", kind, argv=["--n", "3"]) == dict(n=3)
 
 
@@ -88,13 +86,17 @@ def test_ranges_in_words():
     assert not Flag("", above=0).allows(float("inf"))
 
 
-def test_flags_that_a_resume_or_a_comparison_ignores():
-    flags = flags_of(TrainConfig).items()
-    assert [name for name, each in flags if each.repeat] == ["seed"]
-    free = (
-        "batch_size max_minutes sample_every sample_tokens log_dir resume save_every keep "
-        "keep_best log_every tensorboard wandb device compile activation_checkpointing parallel "
-        "tp pp"
-    )
-    assert [name for name, each in flags if each.free] == free.split()
-    assert [name for name, each in flags if each.empty] == ["evals"]
+def test_groups_of_help_have_an_order_of_their_own(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags("", Postponed, argv=["--help"], groups=dict(kind="second", n="first"))
+    out = capsys.readouterr().out
+    order = [out.index(word) for word in ("second:", "--kind", "--name", "first:", "--n ")]
+    assert order == sorted(order)
+
+
+def test_losses_do_not_depend_on_the_fields_of_run_config():
+    assert "log_dir" not in TrainConfig().settings_of_losses()
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    names -= {field.name for field in dataclasses.fields(RunConfig)}
+    assert TrainConfig().settings_of_losses().keys() == names
+    assert {"seed", "dtype", "max_lr", "val_tokens"} < names

@@ -151,10 +151,12 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
             grown = most * step // rampup_steps if step < rampup_steps else most
             end = position + first + grown // first * first
             n_step = end - position
-            assert {stream[step][:2] for stream in streams} == {(n_step, n_step * T)}
-            seen = Counter(
-                i for stream in streams for batch in stream[step][2] for i in numbers(*batch)
-            )
+            assert {stream[step][0] for stream in streams} == {n_step}
+            seen = Counter()
+            for stream in streams:
+                for x, y, weight in stream[step][1]:
+                    seen.update(numbers(x, y))
+                    assert weight == 1
             assert seen.total() == end - position
             # The last steps continue into the third epoch.
             assert not Counter(order[position:end]) - seen

@@ -27,7 +27,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=10
 
 
 def make(gpt_config=SMALL, dtype="bfloat16", several=False, **settings):
-    """What trains a model on the GPU -> (Training, Process, (x, y)).
+    """What trains a model on the GPU -> (Training, Process, (x, y, weight)).
 
     several: those that main makes for several processes. x, y: 8 sequences.
     """
@@ -35,14 +35,14 @@ def make(gpt_config=SMALL, dtype="bfloat16", several=False, **settings):
     config = TrainConfig(**{"compile": False, "max_lr": 1e-3, **settings})
     training = make_training(gpt_config, config, replace(process, world_size=1 + several))
     x, y = torch.randint(gpt_config.vocab_size, (2, 8, gpt_config.block_size), device=CUDA)
-    return training, process, (x, y)
+    return training, process, (x, y, torch.ones((), device=CUDA))
 
 
 def losses(n_micro=2, **settings):
     """The losses and gradient norms of five steps on one batch: (5, 2)."""
     torch.manual_seed(0)
     training, process, batch = make(**settings)
-    step = n_micro * batch[0].numel(), [batch] * n_micro, 1.0, process
+    step = [batch] * n_micro, 1.0, process
     return torch.tensor([train_step(training, *step)[:2] for _ in range(5)])
 
 
@@ -95,7 +95,7 @@ def test_float16_skips_a_step_that_overflows():
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
     training, parameters = training._replace(scaler=scaler), training.raw_model.parameters
     before = [p.clone() for p in parameters()]
-    _, norm, _ = train_step(training, batch[0].numel(), [batch], 1.0, process)
+    _, norm, *_ = train_step(training, [batch], 1.0, process)
     assert not math.isfinite(norm) and scaler.get_scale() < 2.0**60
     assert all(map(torch.equal, before, parameters()))
 
@@ -113,12 +113,12 @@ def test_ddp_compiles_without_a_graph_break(process_group, settings):
 
 def test_one_synchronization_per_step():
     training, process, batch = make()
-    train_step(training, 3 * batch[0].numel(), [batch] * 3, 1.0, process)
+    train_step(training, [batch] * 3, 1.0, process)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train_step(training, 3 * batch[0].numel(), [batch] * 3, 1.0, process)
+            train_step(training, [batch] * 3, 1.0, process)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("synchron" in str(w.message) for w in caught) == 1
@@ -133,7 +133,7 @@ def test_memory_of_a_step_of_gpt2():
     x = torch.randint(50257, (64, 1024), device=CUDA)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
-        train_step(training, x.numel(), [(x, x)], 1.0, process)
+        train_step(training, [(x, x, torch.ones((), device=CUDA))], 1.0, process)
     assert torch.cuda.max_memory_allocated() < 28e9
 
 

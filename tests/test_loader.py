@@ -109,12 +109,12 @@ def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
-    """Also if --preset mini counts its tokens first, and if the tokenizer is of a checkpoint."""
+    """Also if the tokenizer is of a checkpoint."""
     text, encoded, real = "Hello, I'm a language model. " * 400, [], Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda *args: encoded.append(args[1]) or real(*args))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text(text)
-    flags = [*TINY, *"--preset mini --total_batch_size 128 --val_tokens 128 --log_dir r".split()]
+    flags = [*TINY, *"--total_batch_size 128 --val_tokens 128 --log_dir r".split()]
     flags += ["--data", "t.txt", "--tokenizer", "gpt2"]
     for max_steps in "12":
         encode_text.cache_clear()

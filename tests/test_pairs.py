@@ -18,7 +18,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ALONE, CPU, MODEL, ROOT, fresh, program, read_log, train, write_lines
+from conftest import (
+    ALONE,
+    CPU,
+    MODEL,
+    ONE_BYTE_IDS,
+    ROOT,
+    fresh,
+    program,
+    read_log,
+    train,
+    write_lines,
+)
 from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
@@ -149,7 +160,7 @@ def test_losses_equal_those_of_transformers(pairs):
     x, y = loader.batch(0, n, CPU)  # (B, T) each
     loss = F.cross_entropy(model(x)[0][y != -100], y[y != -100]).item()
     config = TrainConfig(batch_size=3, val_tokens=32 * n)
-    val, bpb = estimate_loss(model, loader, torch.ones(256, dtype=torch.long), config, ALONE)
+    val, bpb = estimate_loss(model, loader, ONE_BYTE_IDS, config, ALONE)
     assert val == pytest.approx(loss, rel=1e-5) == pytest.approx(bpb * math.log(2), rel=1e-5)
     y[:, -1] = -100  # transformers shifts the labels, and has no label for the last position
     expected = hf(x, labels=F.pad(y[:, :-1], (1, 0), value=-100)).loss

@@ -103,12 +103,12 @@ def test_an_edit_that_is_not_committed(tmp_path, monkeypatch):
     monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "clone")
     patches = {path.stem: path.read_bytes() for path in PATCHES}
     edit_attention(tmp_path / "clone")
-    check_committed(patches["z-loss"])
+    check_committed(patches["inverse-sqrt"])
     for command in ("status", "add"):
         git(command, "model.py", cwd=tmp_path / "clone")
         with pytest.raises(
             UserError, match="^model.py: has changes that are not committed, .* first$"
         ):
-            check_committed(patches["z-loss"] + patches["relu2"])
+            check_committed(patches["inverse-sqrt"] + patches["relu2"])
     commit_all(tmp_path / "clone")
     check_committed(patches["relu2"])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.splits import open_splits
+from plaingpt.data.splits import open_splits, open_whole_text
 from plaingpt.data.tokenizer import get_tokenizer
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from conftest import (
     ALONE,
     MODEL,
+    ONE_BYTE_IDS,
     ROOT,
     TEXT,
     TINY,
@@ -65,7 +66,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
     config = TrainConfig(val_tokens=32 * 27)
     loader = train_gpt2.make_val_loader(val, 32, config)
-    found, _ = train_gpt2.estimate_loss(model, loader, torch.ones(256), config, ALONE)
+    found, _ = train_gpt2.estimate_loss(model, loader, ONE_BYTE_IDS, config, ALONE)
     assert shapes == {(64, 32)}  # torch.compile would compile a second one
     distance = (len(val) - 1) // 32 // 27 * 32
     rows = np.stack([val.read_sequence(i * distance, 32) for i in range(27)], axis=1)
@@ -297,3 +298,19 @@ def test_another_model_beside_a_notebook(tmp_path):
     assert done.returncode == 1
     message = f"{tmp_path}/model.py is another model.py; put {ROOT} first in sys.path"
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_a_second_validation_text(tmp_path):
+    """CONTRIBUTING.md shows it. Nothing is held out of it, so its start is measured."""
+    (tmp_path / "other.txt").write_text(TEXT)
+    tokens = open_whole_text(str(tmp_path / "other.txt"), get_tokenizer("bytes"))
+    assert len(tokens) == len(TEXT)
+    config = TrainConfig(batch_size=4, val_tokens=32 * 9)
+    model = fresh(MODEL)
+    loader = train_gpt2.make_val_loader(tokens, 32, config)
+    found, _ = train_gpt2.estimate_loss(model, loader, ONE_BYTE_IDS, config, ALONE)
+    ids = torch.tensor(list(TEXT[: 32 * 9 + 1].encode()))
+    x, y = ids[:-1].view(9, 32), ids[1:].view(9, 32)
+    assert found == pytest.approx(model(x, y)[1].item(), rel=1e-5)
+    with pytest.raises(UserError, match="missing.txt: there is no such text file; give another"):
+        open_whole_text(str(tmp_path / "missing.txt"), get_tokenizer("bytes"))

@@ -1,7 +1,5 @@
 """Weights that a file has, and that the model cannot have: they are refused, not half loaded."""
 
-import json
-import math
 from dataclasses import asdict, replace
 
 from plaingpt.base.errors import UserError
@@ -73,22 +71,3 @@ def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatc
     with pytest.raises(UserError, match="--vocab_size 50256: the tokenizer has 50,257 ids; give"):
         train_gpt2.main(flags)
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
-
-
-@pytest.mark.slow
-def test_mini_counts_the_tokens_of_the_weights_that_it_starts_from(tmp_path, monkeypatch, capsys):
-    """A text takes the tokenizer of --init_from. Ten epochs are ten of its tokens, not of bytes."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.txt").write_text("The boats came home with the evening tide. " * 20_000)
-    config = replace(MODEL, vocab_size=50257, n_embd=2)
-    save_checkpoint(tmp_path / "a.pt", config, "gpt2")
-    n_tokens = len(get_tokenizer("gpt2").encode((tmp_path / "t.txt").read_text()))
-    flags = ["--preset", "mini", "--init_from", "a.pt", "--data", "t.txt", "--device", "cpu"]
-    flags += ["--val_tokens", "32", "--max_minutes", "1e-9", "--log_dir", "run"]
-    train_gpt2.main(flags)
-    run = json.loads((tmp_path / "run/run.json").read_text())["train_config"]
-    expected = 10 * (n_tokens - math.ceil(n_tokens / 10)) // 2048
-    assert run["max_steps"] == expected and 200 < expected < 2500
-    assert run["warmup_steps"] == min(100, expected // 5)
-    assert run["val_every"] == expected // 10
-    assert f" {expected} steps; " in capsys.readouterr().out

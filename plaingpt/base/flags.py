@@ -3,18 +3,42 @@
 A field has a type, and a default, a help text and a range, which `flag` takes:
 
   max_lr: float = flag(6e-4, "peak learning rate", above=0)
-  tp: int = flag(1, "tensor parallel processes", above=0, free=True)
+  tp: int = flag(1, "tensor parallel processes", above=0)
 """
 
 import argparse
 import dataclasses
+import difflib
 import math
 from operator import ge, gt, le, lt
 from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.other_flags import advise
 from plaingpt.base.ranks import read_ranks
+
+# Our flags, each with what nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer call it.
+OTHER_NAMES = {
+    "--batch_size": ["per_device_train_batch_size"],
+    "--total_batch_size": ["gradient_accumulation_steps"],
+    "--max_steps": ["max_iters", "lr_decay_iters", "num_iterations", "num_train_epochs", "epochs"],
+    "--max_lr": ["learning_rate", "lr"],
+    "--min_lr": ["learning_rate_decay_frac"],
+    "--schedule": ["decay_lr"],
+    "--grad_clip": ["max_grad_norm"],
+    "--block_size": ["sequence_length"],
+    "--val_every": ["eval_interval", "eval_steps"],
+    "--val_tokens": ["eval_iters", "val_max_steps"],
+    "--save_every": ["save_steps"],
+    "--log_every": ["log_interval", "logging_steps"],
+    "--wandb": ["wandb_log", "wandb_project"],
+    "--data": ["dataset", "input_bin"],
+    "--preset": ["config", "model_type", "model"],
+    "--model": ["init_from", "model_type", "m"],
+    "--checkpoint": ["out_dir", "log_dir"],
+    "--log_dir": ["out_dir"],
+    "--prompt": ["start"],
+    "code in model.py": ["beta1", "beta2", "bias"],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +50,6 @@ class Flag:
     below: float | None = None
     at_least: float | None = None
     at_most: float | None = None
-    # The flag may be changed at --resume without a note: losses and scores do not depend on it,
-    # except for rounding and the masks of dropout.
-    free: bool = False
-    # Runs that differ only in this flag, such as the seed, repeat one experiment.
-    repeat: bool = False
     empty: bool = False  # an empty value means something; for other flags, it is a mistake
     either: bool = False  # either this flag can be given, or the one before it
 
@@ -68,12 +87,12 @@ def write_bound(bound):
     return f"{bound:g}".replace("e+0", "e")
 
 
-def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
+def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
     """Parses argv (default: sys.argv) into a dict of the flags that are given.
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
-    groups: {first flag of a group: its title in --help}. Raises a UserError that has all problems,
-    up to the first argument that cannot be read, or that of read_ranks.
+    groups: {first flag of a group: its title}, in the order of --help. Raises a UserError that has
+    all problems, up to the first argument that cannot be read, or that of read_ranks.
     """
     read_ranks()  # every program begins here, also those that start no processes
     parser = argparse.ArgumentParser(
@@ -107,15 +126,30 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=()):
     return vars(given)
 
 
+def advise(text, flags):
+    """Returns an unknown argument with what to use instead. flags: those of this program."""
+    if not text.startswith("-"):
+        return f"{text} (settings are flags; quote a value with spaces)"
+    known = {name.lstrip("-"): name for name in flags}  # {name without dashes: what to use}
+    for ours, names in OTHER_NAMES.items():
+        if ours in flags or not ours.startswith("--"):
+            known = dict.fromkeys(names, ours) | known
+    name = text.split("=")[0]
+    close = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.7)
+    return f"{name} (use {known[close[0]]})" if close else f"{name} (not here)"
+
+
 def add_flags(parser, configs, groups):
     """Adds a flag to the parser for each field of the dataclasses. See parse_flags."""
+    made = {}  # argparse prints the groups in the order in which they are made
+    for name, title in (groups or {}).items():
+        made[name] = parser.add_argument_group(title)
     group = parser
     for config in configs:
         types = types_of(config)
         for field in dataclasses.fields(config):
             flag = field.metadata["flag"]
-            if field.name in groups:
-                group = parser.add_argument_group(groups[field.name])
+            group = made.get(field.name, group)
             # Each flag begins a set of flags of which only one can be given. A flag with `either`
             # joins the set of the flag before it.
             if not flag.either:

@@ -68,6 +68,17 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     )
 
 
+def open_whole_text(path, tokenizer, vocab_size=None):
+    """Opens a text file, of which nothing is held out -> Tokens. Raises UserError.
+
+    vocab_size: as in open_splits.
+    """
+    if not is_text_file(path):
+        raise UserError(f"{path}: there is no such text file; give another one")
+    ids = encode_text(Path(path), tokenizer)
+    return Tokens(str(path), [ids], vocab_size or tokenizer.n_vocab)
+
+
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
 

@@ -153,7 +153,7 @@ def has_memory(training, B, T, process):
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
         for _ in range(2):  # the second one begins when there are gradients, as in a step
             with process.autocast:
-                _, loss = training.model(x, y)
+                loss = training.model(x, y)[1]
             loss.backward()
         del moments
         n_fit += 1

@@ -27,6 +27,7 @@ class Pipeline(nn.Module):
         self.is_first = self.index == 0
         self.is_last = self.index == self.n_stages - 1
         self.schedules = {}  # {(micro-batches, B, T): a schedule of PyTorch}
+        self.names = None  # of the figures of a step, in the order in which they are sent
         # Embedding and head are one matrix. The first and the last stage have a copy each.
         self.has_tied = is_tied and (self.is_first or self.is_last)
         ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
@@ -42,26 +43,32 @@ class Pipeline(nn.Module):
         """Does what GPT.configure_optimizers does, for the parameters of this process."""
         return self.part.configure_optimizers(*args)
 
-    def forward(self, micro_batches, mean_count, scaler):
-        """Runs the forward and the backward pass of a step -> mean loss of its micro-batches.
+    def forward(self, micro_batches, scaler):
+        """Runs the forward and the backward pass of a step -> {name: mean over its micro-batches}.
 
-        micro_batches: list of (x, y), (B, T) each. mean_count: as in train_step of train_gpt2.py.
+        The loss has the name "train". micro_batches: list of (x, y, weight), as in train_step of
+        train_gpt2.py.
         """
         n_micro = len(micro_batches)
         B, T = micro_batches[0][0].shape
-        x = torch.cat([x for x, _ in micro_batches])  # (n_micro x B, T)
-        y = torch.cat([y for _, y in micro_batches])  # (n_micro x B, T)
-        self.loss_sum = torch.zeros((), device=x.device)
-        self.mean_count = mean_count
-        # The scaler makes its scale when it is first called. Stages without a loss need it, too.
-        scaler.scale(self.loss_sum)
+        x = torch.cat([x for x, _, _ in micro_batches])  # (n_micro x B, T)
+        y = torch.cat([y for _, y, _ in micro_batches])  # (n_micro x B, T)
+        weights = torch.stack([weight for _, _, weight in micro_batches])  # (n_micro)
+        self.means = {}  # of the step; only the last stage adds something
+        zero = torch.zeros((), device=x.device)
+        scaler.scale(zero)  # makes its scale, which stages without a loss need, too
         size = (n_micro, B, T)
         if size not in self.schedules:  # in a ramp, the batch grows
             self.schedules[size] = self.make_schedule(n_micro, B, T, scaler)
-        # `targets` is an argument of Stage.forward, and `target` one of scaled_loss.
-        self.schedules[size].step(x, targets=y, target=y, return_outputs=False)
-        dist.broadcast(self.loss_sum, group=self.group, group_src=self.n_stages - 1)
-        return self.loss_sum
+        # `targets` is an argument of Stage.forward, and `target` is the second one of scaled_loss.
+        self.schedules[size].step(x, targets=y, target=weights, return_outputs=False)
+        if self.names is None:  # in the first step
+            names = [list(self.means)]
+            dist.broadcast_object_list(names, group=self.group, group_src=self.n_stages - 1)
+            self.names = names[0]  # those of the last stage
+        values = torch.stack([self.means.get(name, zero) for name in self.names])
+        dist.broadcast(values, group=self.group, group_src=self.n_stages - 1)
+        return dict(zip(self.names, values))
 
     def make_schedule(self, n_micro, B, T, scaler):
         """Makes the 1F1B schedule for n_micro micro-batches in a step, (B, T) each."""
@@ -69,7 +76,7 @@ class Pipeline(nn.Module):
 
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
         with self.process.autocast:
-            dtype = stream_dtype(self.loss_sum)
+            dtype = stream_dtype(torch.zeros((), device=self.process.device))
         shape = (B, T, self.config.n_embd)
         residual = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else residual
@@ -84,13 +91,12 @@ class Pipeline(nn.Module):
             group=self.group,
         )
 
-        def scaled_loss(loss, y):
-            # As in train_step of train_gpt2.py, every target weighs the same.
-            n_here = (y != -100).sum()
-            weight = n_here / self.mean_count  # 1 if all targets are in the loss
-            loss = loss * weight / n_micro
-            self.loss_sum += loss.detach()
-            return scaler.scale(loss)
+        def scaled_loss(loss, weight):
+            # As in train_step of train_gpt2.py. weight: (1,)
+            for name, value in dict(**self.stage.extra, train=loss).items():
+                part = value.detach() * weight[0] / n_micro
+                self.means[name] = self.means.get(name, 0.0) + part
+            return scaler.scale(loss * weight[0] / n_micro)
 
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
 
@@ -133,13 +139,16 @@ class Stage(nn.Module):
         self.part = part
         self.process = process
         self.is_last = is_last
+        self.extra = {}  # the third value of the last GPT.forward
 
     def forward(self, x, targets=None):
         """Runs the forward pass of training."""
         with self.process.autocast:
             if not self.is_last:
                 return self.part.hidden(x)
-            _, loss = self.part(x, targets)
+            _, loss, *rest = self.part(x, targets)
+            # A schedule takes only tensors, and calls scaled_loss next, which reads this.
+            self.extra = rest[0] if rest else {}
             return loss
 
     def call(self, method, *args, **kwargs):

@@ -29,6 +29,7 @@ class Process:
     dp_size: int
     device: torch.device
     dtype: torch.dtype  # of matrix products
+    tp_group: int = 0  # the number of its TP group, whose processes draw equal dropout masks
 
     @property
     def dtype_name(self):
@@ -40,12 +41,14 @@ class Process:
         """A context in which matrix products are computed in dtype."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def mean(self, *scalars):
-        """Takes the means of 0-dimensional tensors over all processes -> list of floats.
+    def mean(self, scalars):
+        """Takes means over all processes: {name: 0-dimensional tensor} -> {name: float}.
 
-        It sends them in one message. The CPU waits here for the device.
+        It sends them in one message, so all processes need the same names in the same order. The
+        CPU waits here for the device.
         """
-        return (self.sum(torch.stack(scalars)) / self.dp_size).tolist()
+        values = torch.stack(list(scalars.values()))  # (number of names)
+        return dict(zip(scalars, (self.sum(values) / self.dp_size).tolist()))
 
     def sum(self, tensor):
         """Sums a tensor over the data parallel groups."""
@@ -62,7 +65,7 @@ class Process:
             dist.barrier()
 
 
-def start(device, dtype, tp=1, pp=1, parallel="ddp"):
+def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
     """Chooses device and dtype, and joins the process group -> Process. Raises UserError.
 
     The arguments are the values of the flags --device, --dtype, --tp, --pp and --parallel.
@@ -95,8 +98,10 @@ def start(device, dtype, tp=1, pp=1, parallel="ddp"):
         atexit.register(time.sleep, 0.5)
         atexit.register(dist.destroy_process_group)
     dp_size = world_size // n_parts
-    dp_rank = rank // tp % dp_size  # in the mesh, tp varies fastest, then dp, then pp
-    return Process(rank, world_size, dp_rank, dp_size, device, choose_dtype(dtype, device))
+    tp_group = rank // tp  # in the mesh, tp varies fastest, then dp, then pp
+    dp_rank = tp_group % dp_size
+    dtype = choose_dtype(dtype, device)
+    return Process(rank, world_size, dp_rank, dp_size, device, dtype, tp_group)
 
 
 def on_rank0(function, *args, **kwargs):

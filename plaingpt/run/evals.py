@@ -58,7 +58,7 @@ def load_evals(benchmarks, tokenizer, gpt_config):
 
 
 def run_evals(evals, model, process, config, step):
-    """Scores all benchmarks. Prints and returns {stream: figure}, equal on all processes.
+    """Scores all benchmarks. Prints and returns {name: figure}, equal on all processes.
 
     evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
     """
@@ -70,7 +70,7 @@ def run_evals(evals, model, process, config, step):
         report = benchmark.report(examples, scores)
         figures[benchmark.stream] = report[benchmark.logged]
     model.train()
-    texts = [f"{stream} {value:.4f}" for stream, value in figures.items()]
+    texts = [f"{name} {value:.4f}" for name, value in figures.items()]
     print0(" | ".join([f"step {step}", *texts]))
     return figures
 

@@ -16,7 +16,7 @@ import torch
 
 
 def write_facts(step, whole_gpt, config, given, data, process):
-    """Writes run.json and changes.patch, with which the run can be repeated. Prints a summary.
+    """Writes run.json and changes.patch, with which the run can be repeated.
 
     changes.patch has the uncommitted changes of tracked files, if there are any. It does not have
     the untracked files, but run.json lists their names.
@@ -54,16 +54,34 @@ def write_facts(step, whole_gpt, config, given, data, process):
             patch.write_bytes(changes)
         elif commit:  # removes an older patch: this code has no changes any more
             patch.unlink(missing_ok=True)
-    print_summary(facts, config, data)
 
 
-def print_summary(facts, config, data):
-    """Prints the most important facts, and notes if there is too little data."""
-    n_train = facts["train_tokens"]
+def print_summary(training, config, data, sizes, process):
+    """Prints what is trained and what a step is. Adds notes if there is too little data.
+
+    sizes: from plan_steps. The other arguments are those of main.
+    """
+    n_parameters = sum(p.numel() for p in training.whole_gpt.parameters())
+    n_train = sum(map(len, data.train))
     print0(
-        f"{facts['parameters']:,} parameters, {n_train:,} training tokens, {facts['dtype']} "
-        f"on {facts['device']}, {facts['processes']} processes, in {config.log_dir}"
+        f"{n_parameters:,} parameters, {n_train:,} training tokens, {process.dtype_name} "
+        f"on {hardware_name(process.device)}, {process.world_size} processes, in {config.log_dir}"
     )
+    n, B = sizes[-1]  # after the ramp, if there is one
+    T = config.total_batch_size // n
+    n_micro = n // B // process.dp_size
+    schedule = f"rate {config.max_lr:g} after {config.warmup_steps} steps"
+    if config.schedule != "constant":
+        schedule += f", then {config.schedule} to {config.min_lr:g}"
+    parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
+    print0(f"a step: {parts} on each process; {schedule}")
+    groups = []  # with --pp, those of the first stage
+    for optimizer in training.optimizers:
+        for group in optimizer.param_groups:
+            decay = group.get("weight_decay", 0)
+            size = len(group["params"])
+            groups.append(f"{type(optimizer).__name__} with decay {decay:g}: {size} tensors")
+    print0("; ".join(groups))
     epochs = config.max_steps * config.total_batch_size // n_train
     if epochs > 30:
         print0(f"note: the run reads the data {epochs} times; more data would be better")

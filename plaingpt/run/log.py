@@ -10,7 +10,7 @@ from plaingpt.base.files import lock, writing
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import on_rank0
 from plaingpt.run.directory import prepare_run_directory
-from plaingpt.run.facts import write_facts
+from plaingpt.run.facts import print_summary, write_facts
 from plaingpt.run.progress import Progress
 from plaingpt.run.sinks import TensorBoard, WandB
 
@@ -18,25 +18,28 @@ from plaingpt.run.sinks import TensorBoard, WandB
 class RunLog:
     """Writes what a run says: its lines in the terminal, log.txt, and run.json. All on rank 0.
 
-    log.txt has a line "{step} {stream} {value}" for each number. All processes must make a RunLog.
+    log.txt has a line "{step} {name} {value}" for each number. All processes must make a RunLog.
     Rank 0 first locks the run directory and prepares it, see prepare_run_directory. Then it writes
     run.json, see write_facts. Raises UserError.
 
-    given: {name: value} of the flags on the command line. whole_gpt: that of Training. step: where
-    the run starts.
+    given: {name: value} of the flags on the command line. sizes: from plan_steps. step: where the
+    run starts.
     """
 
-    def __init__(self, given, config, whole_gpt, data, step, process):
+    def __init__(self, given, config, training, data, sizes, step, process):
         self.config = config
         self.data = data
         self.process = process
         self.path = Path(config.log_dir, "log.txt")
-        self.figures = {}  # {stream: last value}
-        self.known = set()  # (step, stream) of the numbers that log.txt already has
+        self.first_step = step
+        self.figures = {}  # {name: last value}
+        self.known = set()  # (step, name) of the numbers that log.txt already has
         self.sinks = []
-        on_rank0(self.open, whole_gpt.config, step)
-        on_rank0(write_facts, step, whole_gpt, config, given, data, process)
-        self.progress = Progress(config, whole_gpt.flops_per_token(), process)
+        on_rank0(self.open, training.whole_gpt.config, step)
+        on_rank0(write_facts, step, training.whole_gpt, config, given, data, process)
+        self.progress = Progress(config, training.whole_gpt.flops_per_token(), process)
+        if step < config.max_steps:  # otherwise, a finished run was resumed
+            print_summary(training, config, data, sizes, process)
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
@@ -51,7 +54,7 @@ class RunLog:
             # The lock ends with this object, because a notebook may start the next run.
             weakref.finalize(self, os.close, lock(directory, "--log_dir"))
         known = prepare_run_directory(directory, step)
-        self.known = {(step, stream) for stream in known}
+        self.known = {(step, name) for name in known}
         if self.config.tensorboard:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:
@@ -66,11 +69,13 @@ class RunLog:
             return
         new = {}
         lines = []
-        for stream, value in values.items():
-            if (step, stream) not in self.known:
-                new[stream] = value
+        for name, value in values.items():
+            if len(name.split()) != 1:
+                raise ValueError(f"the name of a figure must be one word, and not {name!r}")
+            if (step, name) not in self.known:
+                new[name] = value
                 text = str(value) if isinstance(value, int) else f"{value:.8g}"
-                lines.append(f"{step} {stream} {text}\n")
+                lines.append(f"{step} {name} {text}\n")
         with (
             writing(self.path, "free some space, then continue with --resume"),
             open(self.path, "a", encoding="utf-8") as file,
@@ -86,9 +91,13 @@ class RunLog:
     def write_step(self, step, n_tokens, seconds, figures):
         """Writes the figures of a step, and prints them every log_every steps.
 
-        figures: {stream: number}, with train (the loss), norm and lr. Raises UserError after ten
+        figures: {name: number}, with train (the loss), norm and lr. Raises UserError after ten
         steps in a row without a finite gradient.
         """
+        if step == self.first_step and (taken := figures.keys() & self.figures.keys()):
+            raise ValueError(
+                f"GPT.forward returns {taken}, but the log has other figures of this name"
+            )
         self.write(step, **figures)
         self.progress.show_step(step, n_tokens, seconds, figures)
         if self.progress.n_skipped_in_row == 10:

@@ -24,7 +24,7 @@ class Progress:
     def show_step(self, step, n_tokens, seconds, figures):
         """Prints every log_every-th step, and those with a non-finite gradient.
 
-        figures: {stream: number} of the step, with train (the loss), norm and lr.
+        figures: {name: number} of the step, with train (the loss), norm and lr.
         """
         is_skipped = not math.isfinite(figures["norm"])
         if is_skipped:
@@ -64,21 +64,23 @@ class Progress:
     def show_validation(self, step, figures, names, epochs):
         """Prints the losses of a validation.
 
-        figures: {stream: number}, from validate in train_gpt2.py. names: of the data sets. epochs:
+        figures: {name: number}, from validate in train_gpt2.py. names: of the data sets. epochs:
         how often each was read.
         """
-        val = figures["val"]
+        rest = dict(figures)
+        val = rest.pop("val")
         parts = [
             f"step {step}",
             f"val loss {val:.4f}",
             f"perplexity {math.exp(min(val, 99)):,.2f}",
-            f"{figures['bpb']:.4f} bits per byte",
+            f"{rest.pop('bpb'):.4f} bits per byte",
         ]
         if len(names) > 1:
             for name, epoch in zip(names, epochs):
-                loss = figures[f"val_{name}"]
-                bits = figures[f"bpb_{name}"]
+                loss = rest.pop(f"val_{name}")
+                bits = rest.pop(f"bpb_{name}")
                 parts.append(f"{name}: loss {loss:.4f}, {bits:.4f} bits, epoch {epoch:.2f}")
+        parts += [f"{name} {value:.4f}" for name, value in rest.items()]  # of an edited program
         print0(" | ".join(parts))
         if val > self.last_val:
             self.n_rises += 1

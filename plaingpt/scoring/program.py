@@ -9,7 +9,7 @@ from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import on_rank0, start
+from plaingpt.distributed.process import init_process, on_rank0
 from plaingpt.scoring.benchmark import check_logged, load_examples, split_by_example
 from plaingpt.scoring.rows import make_rows
 from plaingpt.scoring.score import TOKENS, score
@@ -39,7 +39,7 @@ def run_benchmark(benchmark, GPT, argv=None):
     config = EvalConfig(**given)
     check_output("--json", config.json, [config.data, *map(options.get, benchmark.input_options)])
     source = config.model or find_newest_model(config.checkpoint)
-    process = start(config.device, config.dtype)
+    process = init_process(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = GPT.load(source)
     model.to(process.device).eval()

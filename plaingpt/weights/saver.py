@@ -6,7 +6,6 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import replacing, writing
-from plaingpt.base.flags import flags_of
 from plaingpt.base.log_file import read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.dtensors import scatter
@@ -29,12 +28,10 @@ class Saver:
         self.config = config
         self.process = process
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
-        self.flags = {**asdict(config), **asdict(self.model.config)}
-        check_equal(self.flags, "the processes have different flags; give all the same")
+        flags = {**asdict(config), **asdict(self.model.config)}
+        check_equal(flags, "the processes have different flags; give all the same")
         # The keys are "adamw" and "muon".
         self.optimizers = {type(each).__name__.lower(): each for each in training.optimizers}
-        # A resume may change these flags without a note.
-        self.free = {name for name, flag in flags_of(type(config)).items() if flag.free}
         # model.py may be edited later, so hash it now.
         self.model_code = hash_of_model(type(self.whole_gpt))
         self.best_val = math.inf  # the lowest validation loss of the run
@@ -57,7 +54,6 @@ class Saver:
         weights = {}
         for key, tensor in self.whole_gpt.state_dict(keep_vars=True).items():
             weights[key] = gathered[first_name.setdefault(tensor, key)]
-        settings = {**asdict(self.config), **self.data.fingerprints}
         state = dict(
             model=weights,
             optimizer=moments,
@@ -67,7 +63,7 @@ class Saver:
             tokenizer=self.data.tokenizer.source,
             model_code=self.model_code,
             model_config=asdict(model.config),
-            train_config={k: v for k, v in settings.items() if k not in self.free},
+            train_config={**self.config.settings_of_losses(), **self.data.fingerprints},
         )
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
@@ -121,8 +117,9 @@ class Saver:
         print0(f"resumed from step {step} in {place}")
         if config.keep_best and self.best_val == math.inf:
             print0(f"note: --keep_best saves the best of the steps from {step} on")
-        for name, now in self.flags.items():
-            if name not in self.free and before.get(name, now) != now:
+        settings = {**config.settings_of_losses(), **asdict(self.model.config)}
+        for name, now in settings.items():
+            if before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
 
