@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -358,7 +359,8 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
             (clone / name).unlink(missing_ok=True)
     found = json.loads((clone / "o.json").read_text())
     *_, line, printed = out.splitlines()
-    assert json.loads(printed) == found and f": {verdict}; " in line or verdict == "failed", out
+    assert json.loads(printed) == found
+    assert re.search(rf": {verdict}(, \w+)?; ", line) or verdict == "failed", out
     assert found["verdict"] == verdict
     assert not git(clone, "status", "--short") and git(clone, "worktree", "list").count("\n") == 1
     return found
@@ -562,6 +564,20 @@ def test_the_best_rate_of_each_program(clone):
     )
     run = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
     assert json.loads((run / "run.json").read_text())["train_config"]["max_lr"] == 4e-3
+
+
+@pytest.mark.slow
+def test_a_ladder_from_the_command_to_the_verdict(clone):
+    """With few steps at each size, so that the gain may be anything. A worse rate is worse."""
+    flags = ["--sizes", 32, 64, 96, 128, "--tokens_per_weight", 0.05, "--flags"]
+    text = FLAGS.replace("input.txt", str(ROOT / "input.txt"))
+    flags.append(text.replace("--n_head 2 --n_embd 16", "").replace("--max_steps 40", ""))
+    few = dict(file="plaingpt/lab/ladder.py", old="MIN_STEPS = 300", new="MIN_STEPS = 1")
+    found = experiment(clone, "worse", *flags, **few, more=["--", "--muon_lr", "1e-4"])
+    assert found["trend"] in ("grows", "fades", "steady", "open") and found["p_value"] > 0.9
+    assert len(found["keys"]) == 8 and found["time_ratio"] > 0
+    for losses in (found["base_losses"], found["losses"]):
+        assert [len(each) for each in losses] == [2, 2, 2, 2]
 
 
 @pytest.mark.slow

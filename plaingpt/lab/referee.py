@@ -28,7 +28,8 @@ def call_referee(task, given):
         *_, said = done.stderr.splitlines() or ["killed"]
         if said.startswith("error: "):
             raise UserError(said.removeprefix("error: "))
-        raise UserError(f"the referee cannot measure a model ({said}); correct the change")
+        what = "split the data" if task == "split" else "measure a model"
+        raise UserError(f"the referee cannot {what} ({said}); correct the change")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -53,15 +54,15 @@ def read_score(program, run):
 def measure_runs(programs, runs, sealed):
     """Lets the referee measure all runs of both programs that it has not measured yet.
 
-    programs: [base, change]. runs: names of those of the base, and of the change. A run without a
-    model is left out. Deletes all models but that of the first run, which look.py can compare.
+    programs: [base, change]. runs: names of those of the base, and of the change. A run without its
+    last model is left out. Deletes all models but that of the first run, which look.py can compare.
     Raises UserError.
     """
     for program, own in zip(programs, runs):
+        model = f"model_{program.facts['max_steps']:06d}.pt"
         new = []
         for run in own:
-            has_model = any(program.directory(run).glob("model_*.pt"))
-            if has_model and not read_score(program, run):
+            if (program.directory(run) / model).exists() and not is_known(program, run):
                 new.append(run)
         if not new:
             continue
@@ -76,8 +77,13 @@ def measure_runs(programs, runs, sealed):
         for run, score in zip(new, call_referee("measure", given)):
             write_json(program.directory(run) / "referee.json", score)
         for run in own[1:]:
-            for path in program.directory(run).glob("model_*.pt"):
-                path.unlink()
+            delete_models(program, run)
+
+
+def delete_models(program, run):
+    """Deletes the checkpoints of a run."""
+    for path in program.directory(run).glob("model_*.pt"):
+        path.unlink()
 
 
 def read_losses(program, runs):
@@ -104,10 +110,12 @@ def try_runs(programs, run, flags, sealed):
     programs: [base, change]. run: its name. flags: of both runs.
     """
     for program in programs:
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(UserError):  # a large rate may diverge
             if not is_known(program, run):
                 train([(program, program.directory(run), flags)], f"{program.name}, {run}")
     measure_runs(programs, ([run], [run]), sealed)
+    for program in programs:
+        delete_models(program, run)
     losses = [read_score(program, run).get("loss", math.inf) for program in programs]
     return [min(math.inf, loss) for loss in losses]  # NaN is not below inf
 
