@@ -8,12 +8,10 @@ from plaingpt.lab.referee import check_losses, find_leak, measure_runs, read_los
 from plaingpt.lab.runs import (
     count_slots,
     is_known,
-    median_step_time,
     probe,
-    probe_directory,
     ratio_of_times,
     show_look,
-    train,
+    time_steps,
     train_missing,
 )
 
@@ -142,8 +140,6 @@ def show_minutes(pairs, sizes, seeds):
         return
     middle = len(sizes) // 2
     base, size = pairs[middle][0], sizes[middle]
-    place = probe_directory("timed_base")
-    train([(base, place, ["--max_minutes", "0.1"])], "measuring the speed")
-    flops_per_second = size.flops / size.max_steps / median_step_time(place)
+    flops_per_second = size.flops / size.max_steps / time_steps([base])[0]
     minutes = [flops / flops_per_second / 60 / count_slots() for flops in missing]
     print0(f"about {minutes[0]:.0f} minutes for the base, and {minutes[1]:.0f} for the change")

@@ -211,14 +211,20 @@ def ratio_of_times(programs, runs):
         if (base.name, change.name) == ("base", "change") and flags == next_flags:
             ratios.append(median_step_time(next_place) / median_step_time(place))
     if not ratios:
-        places = [probe_directory("timed_base"), probe_directory("timed_change")]
-        for place in places:
-            shutil.rmtree(place, ignore_errors=True)
-        flags = ["--max_minutes", "0.1"]
-        pair = [(program, place, flags) for program, place in zip(programs, places)]
-        train(pair, "measuring the time of a step")
-        ratios = [median_step_time(places[1]) / median_step_time(places[0])]
+        base_time, change_time = time_steps(programs)
+        ratios = [change_time / base_time]
     return float(np.median(ratios))
+
+
+def time_steps(programs):
+    """Trains a few steps of programs, side by side -> [the time of a step of each, in seconds]."""
+    timed = []
+    for program in programs:
+        place = probe_directory(f"timed_{program.name}")
+        shutil.rmtree(place, ignore_errors=True)  # it may be that of another size
+        timed.append((program, place, ["--max_minutes", "0.1"]))
+    train(timed, "measuring the time of a step")
+    return [median_step_time(place) for _, place, _ in timed]
 
 
 def median_step_time(place):
