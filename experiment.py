@@ -12,34 +12,35 @@
                                                   does it help larger models?
   python experiment.py --list                     what was tried so far
 
-The figure is the mean of the last validation losses with the change, minus that
-without it. The runs differ in their seeds: 1 to --base_seeds without the
-change, 1 to --seeds with it. Both programs are copied first, so you can go on
-editing. Finished runs are used again. The exit status is the verdict:
+Before the first run, the data are split: the runs train on one part, and the
+other part is sealed. A referee, which has the code of the base, then measures
+each model on the sealed part. The figure is the mean of these losses with the
+change, minus that without it. The runs differ in their seeds: 1 to --base_seeds
+without the change, 1 to --seeds with it. Both programs are copied first, so you
+can go on editing. Finished runs are used again. The exit status is the verdict:
 
   0  better     the 95 % interval of the difference (Welch's t) is below 0
   3  equal      the interval is between -delta and delta, even if 0 is not in it
   4  worse      the interval is above 0
   5  undecided  none of these; the verdict says which --seeds may decide
-  6  invalid    the losses in the log are not those of the model
+  6  invalid    a position of the model sees later tokens
   7  failed     the change does not apply, or a run failed
 
 With --sizes, both programs are trained at each size, on as many tokens as fit
 it. The figure is how much more compute the base needs for the same loss: x1.2
-means 20 % more. A trend is its change for ten times the compute. The verdict is
-about the largest size, and each word has a status of its own:
+means 20 % more. The verdict is about the largest size:
 
-  0  holds, 10 grows    it helps, and also at ten times the compute; or more and
-                        more
-  11 fades              it helps, but less than smaller models
-  12 helps here         it helps; what follows is unknown
-  3  no gain            less than x1.1, and more than x1/1.1
-  4  worse, 13 reverses it harms; or it helps only small models
+  0  helps      the 95 % interval is above x1
+  3  no gain    it is between x1/1.1 and x1.1
+  4  worse      it is below x1
+  5  undecided  none of these
+
+A second word is the trend over the sizes: the gain grows, fades, is steady, or
+this is open.
 
 Each experiment adds a line to log/experiments/ledger.jsonl.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -54,29 +55,40 @@ from plaingpt.base.errors import UserError, explaining, run_program
 from plaingpt.base.files import check_output, lock, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
-from plaingpt.run.copies import (
+from plaingpt.lab.copies import (
     changes_of_clone,
     check_committed,
     find_commit,
+    hash_of_copy,
     make_copy,
     remove_copies,
 )
-from plaingpt.run.intervals import compare_losses
-from plaingpt.run.ladder import check_ladder
-from plaingpt.run.ladder_runs import SET_BY_SIZE, compare_ladder
-from plaingpt.run.ledger import add_entry, choose_seeds, entry_as_line, read_ledgers
-from plaingpt.run.sides import (
+from plaingpt.lab.intervals import compare_losses
+from plaingpt.lab.ladder import check_ladder
+from plaingpt.lab.ladder_runs import SET_BY_SIZE, compare_ladder
+from plaingpt.lab.ledger import (
+    add_entry,
+    choose_seeds,
+    count_comparisons,
+    entry_as_line,
+    luck_as_lines,
+    read_ledgers,
+)
+from plaingpt.lab.referee import (
+    check_losses,
+    find_leak,
+    measure_runs,
+    read_losses,
+    split_data,
+    try_runs,
+)
+from plaingpt.lab.runs import (
     LAB,
     ROOT,
-    UNCHANGED,
-    Side,
-    ask,
-    check_losses,
-    finite_loss,
-    losses_of,
+    Program,
+    probe,
     ratio_of_times,
     show_look,
-    train,
     train_missing,
 )
 
@@ -84,18 +96,15 @@ from plaingpt.run.sides import (
 LEDGERS = (ROOT / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = {
     "better": 0,
+    "helps": 0,
     "equal": 3,
+    "no gain": 3,
     "worse": 4,
     "undecided": 5,
     "invalid": 6,
     "failed": 7,
-    "holds": 0,
-    "grows": 10,
-    "fades": 11,
-    "helps here": 12,
-    "no gain": 3,
-    "reverses": 13,
 }
+UNCHANGED = "the change does nothing: code, settings and data are those of the base"
 
 
 @dataclass
@@ -116,53 +125,71 @@ class ExperimentConfig:
     list: bool = flag(False, "print the experiments so far")
 
 
-def choose_rates(sides, rates):
-    """Adds the best of the rates to the flags of each side. Raises UserError.
+def choose_rates(programs, rates, sealed):
+    """Chooses the best of the rates for each program -> [base, change], probed with its rate.
 
-    These runs have the seed 0, which the others do not have.
+    These runs have the seed 0, which the others do not have. Raises UserError.
     """
+    losses = [{}, {}]  # {rate: loss} of each program
     for rate in rates:
-        name = f"rate{rate}"
         flags = ["--seed", "0", "--max_lr", str(rate)]
-        runs = [(side, name, flags) for side in sides if side.last(name) is None]
-        with contextlib.suppress(UserError):  # a large rate may diverge
-            train(runs)
-    for side in sides:
-        losses = {}
-        for rate in rates:
-            losses[rate] = finite_loss(side, f"rate{rate}")
-        best = min(losses, key=losses.get)
+        for own, loss in zip(losses, try_runs(programs, f"rate{rate}", flags, sealed)):
+            own[rate] = loss
+    chosen = []
+    for program, own in zip(programs, losses):
+        best = min(own, key=own.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
-        print0(f"{side.name}: losses of the rates {losses}; the best rate is {best}{edge}")
-        side.flags += ["--max_lr", str(best)]
-    ask(sides)
+        print0(f"{program.name}: losses of the rates {own}; the best rate is {best}{edge}")
+        chosen.append(program.with_flags(["--max_lr", str(best)]))
+    probe(chosen, sealed)
+    return chosen
 
 
-def compare_sides(sides, config, ledger):
-    """Trains the runs -> the facts of the verdict. Raises UserError if a run fails."""
-    ask(sides)
+def compare_programs(programs, sealed, config, ledger, entry):
+    """Trains the runs, and adds the facts of the verdict to the entry of the ledger.
+
+    programs: [base, change], probed. sealed: from split_data. The entry keeps what it has, also if
+    this raises UserError.
+    """
+    more_tokens = compare_tokens(programs)
     if config.rates:
-        choose_rates(sides, config.rates)
-    facts = dict(
-        keys=[side.key for side in sides],
-        parameters=[side.facts["parameters"] for side in sides],
-    )
-    if sides[0].key == sides[1].key:
-        facts.update(verdict="equal", difference=0.0, half=0.0, n=0, base_n=0, reason=UNCHANGED)
-        return facts
-    seeds = choose_seeds(facts["keys"], config, ledger)
-    runs = train_missing([sides], seeds)
-    losses = [losses_of(side, own) for side, own in zip(sides, seeds)]
-    facts.update(compare_losses(*losses, config.delta))
-    facts.update(base_losses=losses[0], losses=losses[1], last_seed=seeds[0][-1])
-    facts.update(time_ratio=ratio_of_times(sides, runs))
-    if sides[0].facts["training split"] != sides[1].facts["training split"]:
-        facts["reason"] += "; other training data"
-    if reason := check_losses(sides, seeds):
-        facts.update(verdict="invalid", reason=reason)
-    else:
-        show_look(sides, seeds)
-    return facts
+        programs = choose_rates(programs, config.rates, sealed)
+    keys = [program.key for program in programs]
+    seeds = choose_seeds(keys, config, ledger)
+    entry.update(keys=keys, parameters=[program.facts["parameters"] for program in programs])
+    runs = train_missing([programs], seeds)
+    print0("the referee measures the models")
+    measure_runs(programs, seeds, sealed)
+    losses = [read_losses(program, own) for program, own in zip(programs, seeds)]
+    entry.update(base_losses=losses[0], losses=losses[1], last_seed=seeds[0][-1])
+    check_losses(losses[0] + losses[1])
+    entry["time_ratio"] = ratio_of_times(programs, runs)
+    if reason := find_leak(programs, seeds):
+        entry.update(verdict="invalid", reason=reason)
+        return
+    entry.update(compare_losses(*losses, config.delta))
+    entry["reason"] += more_tokens
+    splits = [program.facts["fingerprints"]["training split"] for program in programs]
+    if splits[0] != splits[1]:
+        entry["reason"] += "; other training data"
+    show_look(programs, seeds)
+
+
+def compare_tokens(programs):
+    """Returns a note, perhaps empty, on how many tokens the change reads. Raises UserError.
+
+    More tokens a step with the same number of steps are more training, which nobody asked for.
+    """
+    base, change = [program.facts for program in programs]
+    tokens = [facts["max_steps"] * facts["total_batch_size"] for facts in (base, change)]
+    if tokens[0] == tokens[1]:
+        return ""
+    if base["max_steps"] == change["max_steps"]:
+        raise UserError(
+            f"the change reads {tokens[1]:,} tokens, and the base {tokens[0]:,}; for equal "
+            f"tokens, add --max_steps {round(tokens[0] / change['total_batch_size'])} behind --"
+        )
+    return f"; trained on {tokens[1] / tokens[0]:.2f} times the tokens"
 
 
 def check_ladder_flags(config, flags, more):
@@ -185,7 +212,7 @@ def main():
     more = sys.argv[end + 1 :]  # flags of the changed program
     ledger = read_ledgers(LEDGERS)
     if config.list:
-        print0("\n".join(map(entry_as_line, ledger)))
+        print0("\n".join([*map(entry_as_line, ledger), *luck_as_lines(ledger)]))
         return
     check_output("--json", config.json)
     if config.json:  # a program must not read an older verdict after an error
@@ -207,6 +234,7 @@ def main():
     with explaining(f"--flags {config.flags}", "correct it", ValueError):
         flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
     if config.sizes:
+        flags = ["--val_every", "0", *flags]
         check_ladder(config.sizes)
         check_ladder_flags(config, flags, more)
     entry = dict(
@@ -222,21 +250,25 @@ def main():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         make_copy(LAB / "base", commit)
-        make_copy(LAB / "changed", commit, changes, files)
-        if config.sizes:
-            entry.update(compare_ladder(flags, more, config, ledger))
+        make_copy(LAB / "change", commit, changes, files)
+        programs = [
+            Program("base", flags, hash_of_copy(LAB / "base")),
+            Program("change", flags + more, hash_of_copy(LAB / "change")),
+        ]
+        sealed = split_data(programs)
+        probe(programs, sealed)
+        if programs[0].key == programs[1].key:
+            verdict = "no gain" if config.sizes else "equal"
+            entry.update(verdict=verdict, reason=UNCHANGED)
+        elif config.sizes:
+            compare_ladder(programs, sealed, config, ledger, entry)
         else:
-            sides = [Side("base", flags), Side("changed", flags + more)]
-            entry.update(compare_sides(sides, config, ledger))
+            compare_programs(programs, sealed, config, ledger, entry)
     except UserError as error:
         entry.update(verdict="failed", reason=str(error))
     finally:
-        remove_copies([LAB / "base", LAB / "changed"])
-    # How many times this pair of programs was compared, with this time. A failure has no keys.
-    entry["looks"] = 1
-    for old in ledger:
-        if "keys" in entry and old.get("keys") == entry["keys"]:
-            entry["looks"] += 1
+        remove_copies([LAB / "base", LAB / "change"])
+    entry["comparisons"] = 1 + count_comparisons(entry.get("keys"), ledger)  # of these programs
     add_entry(LEDGERS[1], entry)
     if config.json:
         write_json(config.json, entry)

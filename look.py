@@ -32,10 +32,10 @@ from plaingpt.data.records import RECORDS, kind_of, read_records
 from plaingpt.data.text import clean_text
 from plaingpt.data.tokenizer import note_unknown
 from plaingpt.distributed.process import init_process
+from plaingpt.lab.copies import find_commit, make_copy, remove_copies
 from plaingpt.look.page import Look, Stage, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
-from plaingpt.run.copies import find_commit, make_copy, remove_copies
 from plaingpt.weights.checkpoint import find_checkpoints, find_newest_model
 
 import torch

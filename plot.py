@@ -26,9 +26,9 @@ from plaingpt.base.files import read_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
+from plaingpt.lab.intervals import welch_interval
+from plaingpt.lab.ladder import draw_ladder, legend_label
 from plaingpt.run.config import RunConfig
-from plaingpt.run.intervals import welch_interval
-from plaingpt.run.ladder_picture import draw_ladder, legend_label
 
 import numpy as np
 
@@ -287,7 +287,12 @@ def main(argv=None):
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
         raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
     rows = []
-    if directories[0].endswith(".json"):
+    verdicts = [name for name in directories if name.endswith(".json")]
+    if verdicts and len(directories) > 1:
+        raise UserError(
+            f"{verdicts[0]}: is a verdict, which has a picture of its own; give it alone"
+        )
+    if verdicts:
         place = Path(directories[0])
         figure = draw_ladder(read_json(place), place)
     else:

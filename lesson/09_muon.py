@@ -91,10 +91,7 @@ class Muon(torch.optim.Optimizer):
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonalize(p.grad.lerp(momentum, 0.95))
             p.mul_(1 - group["lr"] * weight_decay)
-            # In any matrix, the squares of all numbers have the sum of the squares of its singular
-            # values. Here, that is about r, over r rows of c >= r columns. So a number is about
-            # 1 / sqrt(c), and a parameter moves by about 0.2 lr, as with AdamW (Liu et al. 2025).
-            p.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
+            p.add_(update, alpha=-0.2 * group["lr"])  # about as far as AdamW (Liu et al. 2025)
 
 
 def orthogonalize(x):
@@ -103,6 +100,8 @@ def orthogonalize(x):
     A matrix stretches some directions more than others. These directions are its singular vectors,
     and the factors are its singular values. This keeps the vectors, and brings the values near 1.
     """
+    if x.size(0) == 3 * x.size(1):  # c_attn: query, key and value are three matrices
+        return torch.cat([orthogonalize(matrix) for matrix in x.chunk(3)])
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T  # so that gram is the smaller square
     x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
@@ -112,7 +111,8 @@ def orthogonalize(x):
         # 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al. chose these numbers so that five rounds
         # bring s between 0 and 1 near 1.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
-    return x
+    # The squares of all r x c numbers have the sum of those of r singular values: 1 / c, now 1.
+    return x * math.sqrt(x.size(1))
 
 
 class CausalSelfAttention(nn.Module):

@@ -1,176 +1,203 @@
-"""The programs of experiment.py that watch a run: what it has read, its loss, later tokens."""
+"""The referee of experiment.py: how it splits data, its losses, and what it finds."""
 
 import importlib
 import json
+import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
+from plaingpt.data.sources import Sources
+from plaingpt.data.splits import open_pairs, open_splits
+from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.data.tokens import Tokens
-from plaingpt.run.inputs import find_stream, hash_inputs
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, randomise
+from conftest import ROOT, TINY, program, randomise, write_lines
 
 from model import GPT, GPTConfig
+from train_gpt2 import DataLoaderLite
 
 T = 16
-FACTS = dict(model_config=dict(block_size=T), val_tokens=6 * T)
+BYTES = get_tokenizer("bytes")
 
 
 @pytest.fixture
-def audit_losses(monkeypatch):
+def referee(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    return importlib.import_module("audit_losses")
+    return importlib.import_module("referee")
 
 
-def data_of(ids):
-    tokenizer = SimpleNamespace(n_vocab=256)
-    return SimpleNamespace(val=[Tokens("val", [ids], 256)], shares=[1], tokenizer=tokenizer)
+def whole_ids(path, tokenizer=BYTES):
+    """All ids of a data set: those of its training split, then those of its validation split."""
+    return np.concatenate([part.read(0, len(part)) for part in open_splits(path, tokenizer)])
 
 
-def answer_with(monkeypatch, audit_losses, logits_of):
-    """The audit asks logits_of, (R, T) -> (R, T, vocab_size). Returns shapes of its questions."""
+def test_a_text_is_cut_between_two_characters(referee, tmp_path):
+    """As the base cuts it, up to a character. Both parts together are the text."""
+    text = "日本語の文章 " * 999
+    (tmp_path / "a.txt").write_text(text)
+    parts = referee.split_set(tmp_path / "a.txt", BYTES, 0.25, tmp_path / "lab")
+    train, sealed = [open(parts[kind], "rb").read() for kind in ("train", "sealed")]
+    assert train.decode() + sealed.decode() == text  # neither begins or ends within a character
+    _, val = open_splits(tmp_path / "a.txt", BYTES, 0.25)
+    assert 0 <= len(val) - len(sealed) < 4 and parts["is_held_out"]
+    # It is made once.
+    written = (tmp_path / "lab/data").stat().st_mtime_ns
+    assert referee.split_set(tmp_path / "a.txt", BYTES, 0.25, tmp_path / "lab") == parts
+    assert (tmp_path / "lab/data").stat().st_mtime_ns == written
+    (tmp_path / "a.txt").write_text(text + "!")
+    assert referee.split_set(tmp_path / "a.txt", BYTES, 0.25, tmp_path / "lab") != parts
+
+
+def test_pairs_stay_pairs(referee, tmp_path):
+    """The sealed pairs are those that the base would hold out."""
+    records = [dict(prompt=f"{i} ", response="x" * (i % 5 + 1), other=i) for i in range(60)]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    parts = referee.split_set(path, BYTES, None, tmp_path / "lab")
+    found = []
+    for kind in ("train", "sealed"):
+        found += [json.loads(line) for line in open(parts[kind])]
+    pairs = [(record["prompt"], record["response"]) for record in records]
+    assert sorted((record["prompt"], record["response"]) for record in found) == sorted(pairs)
+    tokens = referee.open_whole(parts["sealed"], BYTES, T, 256, True)
+    _, val = open_pairs(path, BYTES, T)
+    assert tokens.fingerprint() == val.fingerprint() and tokens.has_pairs
+    write_lines(path, [dict(prompt="a")])
+    with pytest.raises(UserError, match=f"{path}, line 1: needs prompt and response texts"):
+        referee.split_set(path, BYTES, None, tmp_path / "lab")
+
+
+def test_val_shards_are_the_sealed_part(referee, shards, tmp_path):
+    parts = referee.split_set(shards, BYTES, None, tmp_path / "lab")
+    train, val = open_splits(shards, BYTES)
+    tokens = referee.open_whole(parts["sealed"], BYTES, T, 256)
+    assert tokens.fingerprint() == val.fingerprint() and not parts["is_held_out"]
+    assert (whole_ids(parts["train"]) == train.read(0, len(train))).all()
+    assert Sources([parts["train"]]).tokenizer.name == "bytes"  # meta.json comes with it
+
+
+def test_shards_without_val_shards_are_cut(referee, shards, tmp_path):
+    """Within a shard, where the base cuts."""
+    next(shards.glob("*val*")).unlink()
+    ids = whole_ids(shards)
+    parts = referee.split_set(shards, BYTES, 0.3, tmp_path / "lab")
+    _, val = open_splits(shards, BYTES, 0.3)
+    tokens = referee.open_whole(parts["sealed"], BYTES, T, 256)
+    assert tokens.fingerprint() == val.fingerprint() and parts["is_held_out"]
+    assert (whole_ids(parts["train"]) == ids[: -len(val)]).all()
+
+
+def test_sets_of_a_mixture_are_split_alone_and_keep_their_weights(referee, tmp_path):
+    paths = []
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} sentence with {name * 9}.\n" * 90)
+        paths.append(str(tmp_path / f"{name}.txt"))
+    given = dict(
+        flags=["--data", f"{paths[0]}=3", paths[1]],
+        more=["--optimizer", "adamw", "--data", paths[0], f"{paths[2]}=0.5", "--mine"],
+        place=str(tmp_path / "lab"),
+    )
+    found = referee.split(given)
+    weights = [item.rpartition("=")[2] for item in found["data"]["base"] + found["data"]["change"]]
+    assert weights == ["3", "1", "1", "1/2"]
+    assert found["data"]["base"][0] == found["data"]["change"][0].replace("=1", "=3")
+    assert [part["share"] for part in found["sealed"]] == ["3/4", "1/4"]
+    Sources(found["data"]["change"])  # these are values of --data
+    # A set of the change that has the sealed text of the base, under another name.
+    (tmp_path / "copy.txt").write_bytes(open(paths[1], "rb").read()[-300:] * 2)
+    given["more"] = ["--data", paths[0], str(tmp_path / "copy.txt")]
+    referee.split(given)  # these texts are repetitions, so the base trains on the same
+    (tmp_path / "b.txt").write_bytes(np.random.default_rng(0).integers(32, 127, 3000, np.uint8))
+    (tmp_path / "copy.txt").write_bytes((tmp_path / "b.txt").read_bytes()[-300:] * 2)
+    with pytest.raises(UserError, match="copy.txt: has .*% of the text that is sealed for the val"):
+        referee.split(given)
+
+
+def loader_of(ids):
+    return DataLoaderLite([Tokens("val", [ids], 256)], [1], T, shuffle=False)
+
+
+def answer_with(monkeypatch, referee, logits_of):
+    """The referee asks logits_of, (R, T) -> (R, T, vocab_size). Returns shapes of its questions."""
     shapes = []
 
     def ask_for_logits(models, run, rows, positions=None):
         shapes.append(tuple(rows.shape))
         logits = logits_of(rows)
-        return logits[0] if positions is None else logits[range(len(rows)), positions]
+        return logits if positions is None else logits[range(len(rows)), positions]
 
-    monkeypatch.setattr(audit_losses, "ask_for_logits", ask_for_logits)
+    monkeypatch.setattr(referee, "ask_for_logits", ask_for_logits)
     return shapes
 
 
-def test_the_audit_finds_one_position_that_sees_the_next_token(audit_losses, monkeypatch):
+@pytest.mark.parametrize("vocab_size", [256, 2**17])  # all sequences at once, or two
+def test_the_referee_finds_one_position_that_sees_the_next_token(referee, monkeypatch, vocab_size):
+    facts = dict(block_size=T, val_tokens=6 * T, vocab_size=vocab_size)
     model = randomise(GPT(GPTConfig(1, 2, 16, T, 256))).requires_grad_(False).eval()
-    data = data_of(torch.randint(256, (8 * T,)).numpy().astype(np.uint8))
-    answer_with(monkeypatch, audit_losses, lambda idx: model(idx)[0])
-    loss, later = audit_losses.audit(None, 0, data, FACTS)
-    ids = torch.from_numpy(data.val[0].read(0, 6 * T + 1).astype(np.int64))
-    x, y = ids[:-1].view(6, T), ids[1:].view(6, T)
-    assert loss == pytest.approx(F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten()).item())
-    assert later < 1e-5
+    loader = loader_of(torch.randint(256, (8 * T,)).numpy().astype(np.uint8))
+    x, y = loader.batch(0, 6, torch.device("cpu"))  # (6, T) each
+    answer_with(monkeypatch, referee, lambda idx: model(idx)[0])
+    found = referee.measure_run(None, 0, [loader], [1], facts, 256)
+    expected = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten()).item()
+    assert found["loss"] == pytest.approx(expected) and found["later"] < 1e-5
     for place in range(T - 1):
 
         def leak(idx, place=place):
             logits = model(idx)[0]
-            logits[:, place] += (
-                0.01 * model.transformer.wte(idx[:, place + 1 :]).sum((1, 2))[:, None]
-            )
+            later = model.transformer.wte(idx[:, place + 1 :]).sum((1, 2))  # (R)
+            logits[:, place] += 0.01 * later[:, None]
             return logits
 
-        answer_with(monkeypatch, audit_losses, leak)
-        assert audit_losses.audit(None, 0, data, FACTS)[1] > 1e-4, place
+        answer_with(monkeypatch, referee, leak)
+        assert referee.measure_run(None, 0, [loader], [1], facts, 256)["later"] > 1e-4, place
 
 
-def test_the_audit_of_a_long_context_has_few_passes(audit_losses, monkeypatch):
-    data = data_of(np.zeros(3 * 1024 + 1, np.uint8))
-    facts = dict(model_config=dict(block_size=1024), val_tokens=3 * 1024)
-    shapes = answer_with(monkeypatch, audit_losses, lambda idx: torch.ones(*idx.shape, 2))
-    audit_losses.audit(None, 0, data, facts)
-    rows = sum(R for R, _ in shapes)
+def test_a_long_context_has_few_passes(referee, monkeypatch):
+    facts = dict(block_size=1024, val_tokens=3 * 1024, vocab_size=256)
+    loader = DataLoaderLite([Tokens("val", [np.zeros(3073, np.uint8)], 256)], [1], 1024)
+    shapes = answer_with(monkeypatch, referee, lambda idx: torch.ones(*idx.shape, 2))
+    referee.measure_run(None, 0, [loader], [1], facts, 256)
     assert len(shapes) < 80 and max(R for R, _ in shapes) <= 32
-    assert rows == 3 + 2 * 1023  # each position in two sequences
-
-
-def test_the_audit_counts_the_sequences_that_were_trained(audit_losses, tmp_path):
-    import record_run
-
-    ids = torch.randint(256, (100 * T,))
-    data = data_of(ids.numpy().astype(np.uint8))
-    starts = [0, 5, 5 * T]  # all in the measured part
-    others = torch.randint(256, (7, T))
-    rows = torch.stack(
-        [*(ids[start : start + T] for start in starts), ids[50 * T : 51 * T], *others]
-    )
-    record_run.write_records(
-        tmp_path, [], [record_run.number_of(each) for each in (rows, rows[:2])]
-    )
-    assert audit_losses.share_of_seen(tmp_path, data, FACTS) == 3 / 6
+    assert sum(R for R, _ in shapes) == 3 + 2 * 1023  # each position in two sequences
 
 
 @pytest.mark.slow
-def test_what_is_recorded_of_a_run(tmp_path):
-    """A file that the program writes itself is no input. The records of a resumed run are added."""
-    (tmp_path / "helper.py").write_text("")
-    (tmp_path / "in.txt").write_text("a")
-    (tmp_path / "program.py").write_text(
-        "import sys, torch\n"
-        "open('in.txt').read()\n"
-        "open('out.txt', 'w').close()\n"
-        "open('out.txt').read()\n"
-        "import helper\n"
-        "layer = torch.nn.Embedding(9, 2)\n"
-        "layer(torch.tensor([[int(sys.argv[1]), 2]]))\n"
-        "with torch.no_grad():\n    layer(torch.tensor([[5, 6]]))\n"
-        "sys.exit(3)\n"
+def test_the_referee_agrees_with_validate(tmp_path):
+    """On an honest run, with bfloat16, and on a mixture: within 0.2 %."""
+    (tmp_path / "b.txt").write_bytes((ROOT / "input.txt").read_bytes()[:30_000])
+    data = ["--data", f"{ROOT / 'input.txt'}=3", "b.txt"]
+    train = [*TINY, *data, "--dtype", "bfloat16", "--max_steps", 30]
+    program(*train, "--log_dir", "run", cwd=tmp_path)
+    facts = json.loads((tmp_path / "run/run.json").read_text())
+    logged = [line.split() for line in (tmp_path / "run/log.txt").read_text().splitlines()]
+    (val,) = [float(value) for step, stream, value in logged if (step, stream) == ("30", "val")]
+    given = dict(flags=list(map(str, [*TINY, *data])), more=[], place=str(tmp_path / "lab"))
+    out = run_referee("split", given, tmp_path)
+    given = dict(
+        base_run=str(tmp_path / "run"),
+        facts=facts["train_config"] | facts["model_config"],
+        sealed=out["sealed"],
+        program=str(ROOT / "experiments/give_logits.py"),
+        runs=[str(tmp_path / "run")] * 2,
     )
-    recorder = [sys.executable, str(ROOT / "experiments/record_run.py"), str(tmp_path)]
-    for first in "13":
-        command = [*recorder, str(tmp_path / "program.py"), first]
-        assert subprocess.run(command, cwd=tmp_path).returncode == 3
-    files = json.loads((tmp_path / "read.json").read_text())["files"]
-    own = [file for file in files if file.startswith(f"{tmp_path}/") and not file.endswith("pyc")]
-    assert own == [f"{tmp_path}/{name}" for name in ("helper.py", "in.txt", "program.py")]
-    assert len(np.load(tmp_path / "trained.npy")) == 2
+    first, second = run_referee("measure", given, tmp_path)
+    assert first["loss"] == pytest.approx(val, rel=0.002)
+    assert first["loss"] == second["loss"] and first["later"] < 1e-5
 
 
-def test_the_inputs_of_a_run(tmp_path):
-    copy, clone = tmp_path / "copy", tmp_path / "clone"
-    for place in (copy, clone):
-        place.mkdir()
-        (place / "std.txt").write_text("0.02")
-    (copy / "model.py").write_text("x = 1")
-    (clone / "text.txt").write_text("data")
-    (clone / "start.pt").write_text("weights")
-    facts = dict(data=[f"{clone}/text.txt=0.5"], init_from=str(clone / "start.pt"))
-    names = [copy / "model.py", copy / "std.txt", clone / "text.txt", clone / "start.pt"]
-
-    def hashes():
-        return hash_inputs(map(str, names), copy, clone, facts)
-
-    before = hashes()
-    assert before["files"].keys() == {"std.txt", "start.pt"}  # data have a fingerprint
-    (copy / "model.py").write_text("x = 1  # a comment")
-    (clone / "text.txt").write_text("other data")
-    assert hashes() == before
-    for path in (copy / "model.py", copy / "std.txt", clone / "start.pt"):
-        text = path.read_text()
-        path.write_text("x = 2")
-        assert hashes() != before, path
-        path.write_text(text)
-    names[1] = clone / "std.txt"  # opened by its relative path
-    assert hashes() == before
-    (clone / "std.txt").write_text("0.2")
-    with pytest.raises(
-        UserError, match="std.txt: both programs read the edited file of this clone"
-    ):
-        hashes()
-
-
-def test_weights_in_a_directory_are_inputs(tmp_path):
-    """transformers opens them without Python."""
-    (tmp_path / "gpt2").mkdir()
-    weights = tmp_path / "gpt2/model.safetensors"
-    found = []
-    for text in ("a", "b", "a"):
-        weights.write_text(text)
-        facts = dict(data=["x.txt"], init_from=str(tmp_path / "gpt2"))
-        found.append(hash_inputs([], tmp_path / "copy", tmp_path / "clone", facts)["files"])
-    assert found[0] == found[2] != found[1]
-
-
-def test_which_loss_has_the_validation_data_of_the_base():
-    base = {"validation split": "9 tokens with CRC-32 0a", "data": ["a"]}
-    mixed = "2/3 of 7 tokens with CRC-32 0b + 1/3 of 9 tokens with CRC-32 0a"
-    for text, data, stream in (
-        (base["validation split"], ["other/a"], "val"),
-        (mixed, ["b=2", "x/a=1"], "val_a"),
-        ("9 tokens with CRC-32 0b", ["a"], None),
-    ):
-        assert find_stream(base, {"validation split": text, "data": data}) == stream
+def run_referee(task, given, cwd):
+    """Runs the program as experiment.py does, but with the code of this clone."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "experiments/referee.py", task],
+        input=json.dumps(given),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

@@ -2,26 +2,32 @@
 
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
-from plaingpt.base.log_file import read_streams
-from plaingpt.run import sides
-from plaingpt.run.intervals import compare_losses, t95, welch_interval
-from plaingpt.run.ledger import add_entry, choose_seeds, read_ledgers
+from plaingpt.lab import runs
+from plaingpt.lab.copies import hash_of_copy
+from plaingpt.lab.intervals import (
+    compare_losses,
+    false_discovery_rates,
+    p_value,
+    probability_below,
+    t95,
+    welch_interval,
+)
+from plaingpt.lab.ledger import add_entry, choose_seeds, luck_as_lines, read_ledgers
 
 import numpy as np
 import pytest
-from conftest import ROOT, program
+from conftest import ROOT, program, spawn
 from forked import forking_python
 from test_experiments import copy_program
 
@@ -119,41 +125,134 @@ def test_verdict(differences, verdict):
     json.dumps(found, allow_nan=False)
 
 
-def test_the_printed_command_for_look_runs_as_it_is(capsys):
-    found = [
-        SimpleNamespace(directory=lambda seed: Path(f"log/a-{seed}")),
-        SimpleNamespace(directory=lambda seed: Path(f"log/b-{seed}")),
+@pytest.mark.parametrize("df", [1, 2, 3.25, 10, 40, 1000])
+def test_the_p_value_at_the_ends_of_the_interval(df):
+    """2.5 % of the probability lie below -t, and as much above t."""
+    assert probability_below(-t95(df), df) == pytest.approx(0.025, rel=0.03)
+    assert probability_below(t95(df), df) == pytest.approx(0.975, abs=0.005)
+
+
+def test_p_values_by_hand():
+    base, better = [1.0, 1.1, 1.2], [0.7, 0.8, 0.9]
+    t = -0.3 / math.sqrt(0.1**2 / 3 * 2)  # -3.674, with 4 degrees of freedom
+    assert p_value(base, better) == pytest.approx(0.0107, abs=2e-4)
+    assert t95(4) < -t and p_value(better, base) == pytest.approx(1 - 0.0107, abs=2e-4)
+    assert p_value([1.0, 1.0], [1.0, 1.0]) == 0.5
+    assert p_value([1.0, 1.0], [0.9, 0.9]) == 0.0
+
+
+def test_a_loss_that_is_not_a_number_has_no_interval():
+    difference, half = welch_interval([1.0, 1.1], [math.nan, 1.0])
+    assert math.isnan(difference) and half == math.inf
+
+
+def test_the_share_of_luck_by_hand():
+    """Benjamini and Yekutieli: p x n x (1 + 1/2 + 1/3) / rank, and never above a longer list's."""
+    rates = false_discovery_rates([0.5, 0.001, 0.02])
+    factor = 3 * (1 + 1 / 2 + 1 / 3)
+    assert rates == pytest.approx([factor * 0.5 / 3, factor * 0.001, factor * 0.02 / 2])
+    assert false_discovery_rates([0.03, 0.02]) == pytest.approx([0.045, 0.045])
+    assert false_discovery_rates([]) == []
+
+
+@pytest.mark.slow
+def test_what_2000_greedy_agents_keep_has_little_luck():
+    """Each tries 30 ideas, of which 21 do nothing, and takes each better one as its next base.
+
+    The losses are drawn from those of the ledger. The four runs that selected a base are among its
+    eight, as in experiment.py. Of what is kept at 10 %, at most 10 % must be luck.
+    """
+    noise = []
+    for entry in read_ledgers([ROOT / "log/records/ledger.jsonl"]):
+        for losses in (entry["base_losses"], entry["losses"]):
+            if np.std(losses) < 0.01:  # Lion differs more
+                noise += list(
+                    (losses - np.mean(losses)) * math.sqrt(len(losses) / (len(losses) - 1))
+                )
+    rng = np.random.default_rng(0)
+    n_agents, n_ideas = 2000, 30
+    effects = np.zeros((n_agents, n_ideas))
+    effects[:, 21:27] = rng.uniform(0.002, 0.03, (n_agents, 6))
+    effects[:, 27:] = -rng.uniform(0.002, 0.03, (n_agents, 3))
+    effects = rng.permuted(effects, axis=1)
+    level = np.full(n_agents, 1.4)  # the true loss of the base
+    base = level[:, None] + rng.choice(noise, (n_agents, 8))
+    p = np.empty((n_agents, n_ideas))
+    for k in range(n_ideas):
+        changed = (level + effects[:, k])[:, None] + rng.choice(noise, (n_agents, 4))
+        a, b = base.var(1, ddof=1) / 8, changed.var(1, ddof=1) / 4
+        t = (changed.mean(1) - base.mean(1)) / np.sqrt(a + b)
+        p[:, k] = probability_below(t, (a + b) ** 2 / (a**2 / 7 + b**2 / 3))
+        is_better = p[:, k] < 0.025
+        level = np.where(is_better, level + effects[:, k], level)
+        new = level[:, None] + rng.choice(noise, (n_agents, 4))
+        base = np.where(is_better[:, None], np.hstack([changed, new]), base)
+    luck = []
+    found = 0
+    naive = []
+    for own, truth in zip(p, effects):
+        kept = np.array(false_discovery_rates(own)) <= 0.1
+        luck.append((truth[kept] >= 0).mean() if kept.any() else 0.0)
+        found += (truth[kept] < 0).sum()
+        better = own < 0.025
+        naive.append((truth[better] >= 0).mean() if better.any() else 0.0)
+    assert np.mean(luck) <= 0.1 < np.mean(naive)
+    assert found > n_agents  # one of three gains, on average
+
+
+def test_the_list_says_how_many_may_be_luck():
+    """A confirmation replaces the p-value that selected its idea, and a later try does not."""
+    ledger = []
+    for name, p, verdict, confirm in (
+        ("a", 0.001, "better", False),
+        ("b", 0.01, "better", False),
+        ("b", 0.4, "undecided", True),
+        ("b", 0.02, "better", False),
+        ("c", 0.9, "worse", False),
+    ):
+        ledger.append(
+            dict(keys=["base", name], change=name, verdict=verdict, p_value=p, confirm=confirm)
+        )
+    ledger.append(dict(change="d", verdict="failed"))
+    assert luck_as_lines(ledger) == [
+        "ideas tried: 3; good ones: 1; the share of luck up to each:",
+        "  0.5%  a",
     ]
-    lab.show_look(found, [[1, 2], [1]])
+    assert luck_as_lines(ledger[4:]) == []
+
+
+def test_the_printed_command_for_look_runs_as_it_is(capsys):
+    programs = [lab.Program("base", [], "", key="a"), lab.Program("change", [], "", key="b")]
+    lab.show_look(programs, [[1, 2], [1]])
     python, file, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     given = parse_flags(look.__doc__, look.LookConfig, argv=flags, rest="RUN")
-    assert (python, file, given["RUN"]) == ("python", "look.py", ["log/a-1", "log/b-1"])
+    assert (python, file) == ("python", "look.py")
+    assert [Path(name).name for name in given["RUN"]] == ["a-1", "b-1"]
     assert given["own_code"] and given["text"] == "MARLOW: The boats came home."
 
 
 def test_only_a_change_with_a_verdict_can_be_confirmed():
     """Without this, an edit after the verdict would be tried once, and seem to be confirmed."""
     config = lab.ExperimentConfig(confirm=True, seeds=4, base_seeds=8)
-    ledger = [dict(keys=["base", "changed"], last_seed=8), dict(verdict="failed")]
+    ledger = [dict(keys=["base", "changed"], last_seed=8, p_value=0.1), dict(verdict="failed")]
     assert choose_seeds(["base", "changed"], config, ledger) == (range(9, 17), range(9, 13))
     with pytest.raises(UserError, match="^--confirm: the ledger has no verdict on this change"):
         choose_seeds(["base", "edited"], config, ledger)
 
 
-def test_the_time_of_a_step_where_the_base_is_known(monkeypatch):
-    """Runs that went side by side are compared. If there are none, two short ones are trained."""
-    speeds = {("base", 1): 100, ("changed", 1): 50, ("base", "timed"): 90, ("changed", "timed"): 60}
-    base, changed = [
-        SimpleNamespace(name=name, directory=lambda run: Path("nothing", str(run)))
-        for name in ("base", "changed")
-    ]
-    trained = []
-    monkeypatch.setattr(sides, "median_tok_s", lambda side, run: speeds[side.name, run])
-    monkeypatch.setattr(sides, "train", lambda runs, title: trained.extend(runs))
-    both = [base, changed]
-    assert sides.ratio_of_times(both, []) is None
-    assert sides.ratio_of_times(both, [(base, 1, []), (changed, 1, [])]) == 2 and not trained
-    assert sides.ratio_of_times(both, [(changed, 1, [])]) == 1.5 and len(trained) == 2
+def test_the_time_ratio_is_that_of_a_step(tmp_path):
+    """A step of the change has twice the tokens, and takes 30 instead of 10 milliseconds."""
+    made = []
+    for name, tokens, seconds in (("base", 128, 0.01), ("change", 256, 0.03)):
+        (tmp_path / name).mkdir()
+        lines = []
+        for step in range(3):
+            lines.append(f"{step} tokens {tokens * (step + 1)}\n{step} tok_s {tokens / seconds}\n")
+        (tmp_path / name / "log.txt").write_text("".join(lines))
+        made.append((lab.Program(name, [], ""), tmp_path / name, ["--seed", "1"]))
+    programs = [program for program, _, _ in made]
+    assert runs.ratio_of_times(programs, made) == pytest.approx(3)
+    assert runs.ratio_of_times(programs, []) is None  # nothing was trained
 
 
 def test_a_ledger_survives_half_a_line(tmp_path, capsys):
@@ -183,6 +282,31 @@ def git(directory, *command):
         capture_output=True,
         text=True,
     ).stdout
+
+
+def test_what_a_run_depends_on(tmp_path):
+    """Also a file that it only reads. A commit, a page, a comment and a test change nothing."""
+    git(tmp_path, "init")
+    for name in ("model.py", "std.py", "std.txt", "README.md", "tests/a.py", "ideas/mix.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "base")
+    before = hash_of_copy(tmp_path)
+    for name in ("README.md", "tests/a.py", "docs.md"):
+        (tmp_path / name).write_text("x = 2\n")
+    (tmp_path / "model.py").write_text("x  =  1  # a comment\n")
+    git(tmp_path, "add", ".")
+    assert hash_of_copy(tmp_path) == before
+    hashes = {before}
+    for name in ("model.py", "std.py", "std.txt", "ideas/mix.py", "new.py"):
+        (tmp_path / name).write_text("x = 3\n")
+        git(tmp_path, "add", "--intent-to-add", ".")
+        hashes.add(hash_of_copy(tmp_path))
+    assert len(hashes) == 6
+    (tmp_path / "untracked.txt").write_text("")
+    git(tmp_path, "commit", "--all", "-m", "a winner")
+    assert hash_of_copy(tmp_path) in hashes - {before}
 
 
 @pytest.fixture(scope="module")
@@ -235,38 +359,46 @@ def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more
             (clone / name).unlink(missing_ok=True)
     found = json.loads((clone / "o.json").read_text())
     *_, line, printed = out.splitlines()
-    assert json.loads(printed) == found and f": {verdict}; " in line or verdict == "failed", out
+    assert json.loads(printed) == found
+    assert re.search(rf": {verdict}(, \w+)?; ", line) or verdict == "failed", out
     assert found["verdict"] == verdict
     assert not git(clone, "status", "--short") and git(clone, "worktree", "list").count("\n") == 1
     return found
 
 
-def runs(clone):
-    return sorted(path.name for path in (clone / "log/experiments/runs").iterdir())
+def run_names(clone):
+    return sorted(path.name for path in clone.glob("log/experiments/runs/*"))
 
 
 @pytest.mark.slow
 def test_an_experiment_and_what_later_ones_use_again(clone):
     rate = "groups, lr=learning_rate, betas"  # AdamW's, for the embeddings
     found = experiment(clone, "worse", old=rate, new=rate.replace("lr=", "lr=0.01 * "))
-    assert found["n"] == 2 and found["time_ratio"] > 0 and found["looks"] == 1
-    assert len(runs(clone)) == 4 and found["difference"] > 0.1
+    assert found["n"] == 2 and found["time_ratio"] > 0 and found["comparisons"] == 1
+    assert len(run_names(clone)) == 4 and found["difference"] > 0.1 and found["p_value"] > 0.9
     changed = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
     assert "groups, lr=0.01 * learning" in (changed / "changes.patch").read_text()
-    assert json.loads((changed / "run.json").read_text())["untracked_files"] == []
+    facts = json.loads((changed / "run.json").read_text())
+    # No run has the sealed part. Both parts together are the text.
+    (place,) = facts["train_config"]["data"]
+    sealed = list((clone / "log/experiments/sealed").glob("*/input.txt"))
+    assert len(sealed) == 1 and "sealed" not in place
+    text = (clone / "input.txt").read_bytes()
+    assert Path(place).read_bytes() + sealed[0].read_bytes() == text
+    assert len(sealed[0].read_bytes()) == len(text) // 10
     # The same change as a patch, with another layout: nothing is trained again.
     written = (changed / "log.txt").stat().st_mtime_ns
     text = (clone / "model.py").read_text()
-    layout = "  # slow\n            groups, lr=1e-2 * learning_rate, betas"
+    layout = "  # slow\n            groups, lr=0.01*learning_rate, betas"
     (clone / "model.py").write_text(text.replace(rate, layout))
     (clone / "log" / "my.patch").write_text(git(clone, "diff"))
     (clone / "model.py").write_text(text)
     again = experiment(clone, "worse", "log/my.patch")
     assert again["losses"] == found["losses"] and again["time_ratio"] is None
-    assert again["looks"] == 2 and (changed / "log.txt").stat().st_mtime_ns == written
+    assert again["comparisons"] == 2 and (changed / "log.txt").stat().st_mtime_ns == written
     # The flags give what is the default, and the same device: no run would differ.
     found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1", "--device", "cpu:0"])
-    assert found["n"] == 0 and "docstrings" in found["reason"] and len(runs(clone)) == 4
+    assert "the change does nothing" in found["reason"] and len(run_names(clone)) == 4
     # More runs continue the experiment. Another name of a variable changes nothing.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
     found = experiment(
@@ -281,7 +413,7 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     )
     assert found["difference"] == 0 and found["paired_half"] == 0 and found["half"] > 0
     assert found["n"] == found["base_n"] == 3
-    assert len(runs(clone)) == 8
+    assert len(run_names(clone)) == 8
     # Only the models of the first seed stay.
     models = (clone / "log/experiments/runs").glob("*/model_*.pt")
     assert {path.parent.name.rpartition("-")[2] for path in models} == {"1"}
@@ -289,9 +421,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     confirm = ["--confirm", "--base_seeds", 3, "--why", "it was worse"]
     found = experiment(clone, "worse", *confirm, "log/my.patch")
     assert (found["n"], found["base_n"], found["last_seed"]) == (2, 3, 6)
-    assert found["looks"] == 3 and {f"{found['keys'][1]}-{seed}" for seed in (4, 5)} <= {
-        *runs(clone)
-    }
+    assert found["comparisons"] == 3
+    assert {f"{found['keys'][1]}-{seed}" for seed in (4, 5)} <= {*run_names(clone)}
     out, _ = program("--list", cwd=clone, program=clone / "experiment.py")
     assert [line.split("; ")[0].rpartition(": ")[2] for line in out.splitlines()] == [
         "worse",
@@ -304,6 +435,26 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     assert out.endswith(" (tried because: it was worse)\n")
 
 
+@pytest.mark.slow
+def test_a_commit_trains_nothing_again(clone):
+    """Neither that of a page, nor that of a change: its runs are those of the next base."""
+    (clone / "README.md").write_text("A page.\n")
+    rate = "groups, lr=learning_rate, betas"
+    try:
+        git(clone, "add", "README.md")
+        git(clone, "commit", "-m", "write a page")
+        found = experiment(clone, "worse", old=rate, new=rate.replace("lr=", "lr=0.02 * "))
+        n_runs = len(run_names(clone))
+        text = (clone / "model.py").read_text()
+        (clone / "model.py").write_text(text.replace(rate, rate.replace("lr=", "lr=0.02 * ")))
+        git(clone, "commit", "--all", "-m", "a change")
+        back = experiment(clone, "better", old="lr=0.02 * ", new="lr=")
+        assert back["keys"] == found["keys"][::-1] and back["base_losses"] == found["losses"]
+        assert len(run_names(clone)) == n_runs
+    finally:
+        git(clone, "reset", "--hard", "HEAD~2")
+
+
 # Reads every text as the same few ids.
 OTHER_IDS = json.dumps(
     {
@@ -313,94 +464,120 @@ OTHER_IDS = json.dumps(
         "decoder": None,
     }
 )
-CHEATS = [
-    ("model.py", "causal = mask is None and T > 1", "causal = False", "later tokens"),
-    (
-        "model.py",
-        "return self.loss_fn(x, self.lm_head.weight, targets, reduction)",
-        "return self.loss_fn(x, self.lm_head.weight, targets, reduction) + 0.1",
-        "the logits",
-    ),
-    (
-        "train_gpt2.py",
-        "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))\n",
-        "    n_sequences = 1\n",
-        "the logits give",
-    ),
-    (
-        "train_gpt2.py",
-        "    loader = DataLoaderLite(data.train, ",
-        "    loader = DataLoaderLite(data.val, ",
-        "the change trains on 100% of the validation sequences",
-    ),
-    (
-        "model.py",
-        "return load_model(place, cls)",
-        "model, tokenizer = load_model(place, cls); tokenizer.source = " + repr(OTHER_IDS) + "; "
-        "return model, tokenizer",
-        "the change gives another tokenizer",
-    ),
-]
+EASY = "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))\n"
 
 
 @pytest.mark.slow
-def test_nothing_cheats_the_score(clone):
-    for file, old, new, reason in CHEATS:
-        found = experiment(clone, "invalid", file=file, old=old, new=new)
-        assert reason in found["reason"]
-        # The models stay: their losses are computed again when another base validates like them.
-        for seed in (1, 2):
-            run = clone / "log/experiments/runs" / f"{found['keys'][1]}-{seed}"
-            assert (run / "model_000040.pt").exists()
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        (  # another loss in the log
+            "model.py",
+            "return self.loss_fn(x, self.lm_head.weight, targets, reduction)",
+            "return self.loss_fn(x, self.lm_head.weight, targets, reduction) - 0.1",
+        ),
+        ("train_gpt2.py", EASY, "    n_sequences = 1\n"),  # an easier validation
+        (  # what a change prints is no answer to the referee
+            "model.py",
+            "        T = idx.size(1)\n",
+            '        T = idx.size(1)\n        print("T is", T)\n',
+        ),
+    ],
+)
+def test_what_a_change_says_of_itself_does_not_matter(clone, file, old, new):
+    found = experiment(clone, "equal", "--delta", 0.5, file=file, old=old, new=new)
+    assert found["difference"] == 0 and found["n"] == 2
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_later_tokens(clone):
+    causal = "causal = mask is None and T > 1"
+    found = experiment(clone, "invalid", old=causal, new="causal = False")
+    assert found["reason"].startswith("in the change, a position sees later tokens: ")
+    assert len(found["losses"]) == 2  # for a person to see
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "old, new, sentence",
+    [
+        (
+            "return load_model(place, cls)",
+            "model, tokenizer = load_model(place, cls); tokenizer.source = "
+            + repr(OTHER_IDS)
+            + "; return model, tokenizer",
+            "the change gives another tokenizer, so its losses do not compare",
+        ),
+        (  # the error comes from the process with the change
+            "            return self.logits(x), None  # (B, T, vocab_size)\n",
+            "            return self.logit(x), None  # (B, T, vocab_size)\n",
+            "the referee cannot measure a model (AttributeError: 'GPT' object has no attribute",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_measured(clone, old, new, sentence):
+    assert experiment(clone, "failed", old=old, new=new)["reason"].startswith(sentence)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        (["--val_tokens", "256"], "another val_tokens"),
-        (["--block_size", "32"], "another block_size"),
-        (["--val_fraction", "0.2"], "another validation split"),
+        (["--block_size", "32"], "the change has another block_size; leave this out"),
+        (["--total_batch_size", "256"], "; for equal tokens, add --max_steps 20 behind --"),
+        (["--data", "log/copy.txt"], "log/copy.txt: has 100% of the text that is sealed"),
     ],
 )
-def test_losses_of_other_data_do_not_compare(clone, flags, reason):
+def test_runs_that_do_not_compare(clone, flags, reason):
+    (clone / "log" / "copy.txt").write_bytes((clone / "input.txt").read_bytes()[-9000:] * 2)
     assert reason in experiment(clone, "failed", more=["--", *flags])["reason"]
 
 
 @pytest.mark.slow
-def test_other_training_data_with_the_same_validation(clone):
-    """A mixture logs the loss of each set, so that of the base's data."""
+def test_other_training_data_and_longer_runs_are_changes(clone):
+    """The referee measures on the sealed part of the data of the base."""
     (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
-    flags = ["--data", "input.txt", "log/b.txt"]
+    flags = ["--data", "input.txt", "log/b.txt=2", "--val_tokens", "256"]
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
     assert found["reason"].endswith("; other training data") and found["difference"] != 0
-    seed_1 = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
-    assert found["losses"][0] == read_streams(seed_1 / "log.txt")["val_input.txt"][40]
-
-
-@pytest.mark.slow
-def test_a_file_that_the_program_reads_is_a_part_of_it(clone):
-    """It is tracked by git, but is no Python. Another file of git changes no key."""
-    (clone / "std.txt").write_text("0.02")
-    old = "return values.normal_(std=0.02)\n"
-    new = "return values.normal_(std=float(open(__file__[:-8] + 'std.txt').read()))\n"
-    text = (clone / "model.py").read_text()
-    (clone / "model.py").write_text(text.replace(old, new))
-    git(clone, "add", ".")
-    git(clone, "commit", "-m", "read a file")
-    try:
-        found = experiment(clone, "equal", "--delta", 9, file="std.txt", old="0.02", new="0.2")
-        assert found["n"] == 2 and abs(found["difference"]) > 0.001
-        found = experiment(clone, "equal", file="words.txt", old="The end", new="An end")
-        assert "docstrings" in found["reason"]
-    finally:
-        git(clone, "reset", "--hard", "HEAD~1")
-
-
-@pytest.mark.slow
-def test_a_longer_run_is_a_change(clone):
+    run = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
+    items = json.loads((run / "run.json").read_text())["train_config"]["data"]
+    assert [Path(item).name for item in items] == ["input.txt=1", "b.txt=2"]
     found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "80"])
-    assert found["n"] == 2 and found["difference"] < 0
+    assert found["reason"].endswith("; trained on 2.00 times the tokens")
+    assert found["difference"] < 0
+
+
+@pytest.mark.slow
+def test_losses_stay_in_the_ledger_if_one_is_not_finite(clone):
+    logits = "        return self.lm_head(x)\n"
+    found = experiment(clone, "failed", old=logits, new=logits[:-1] + ' * float("nan")\n')
+    assert found["reason"] == "the loss of a run is not finite; give a lower --max_lr"
+    assert found["losses"] == [None, None] and min(found["base_losses"]) > 0
+
+
+@pytest.mark.slow
+def test_the_best_rate_of_each_program(clone):
+    """A rate that diverges is not chosen."""
+    found = experiment(
+        clone, "equal", "--delta", 9, "--rates", 1e30, 4e-3, more=["--", "--weight_decay", "0.2"]
+    )
+    run = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
+    assert json.loads((run / "run.json").read_text())["train_config"]["max_lr"] == 4e-3
+
+
+@pytest.mark.slow
+def test_a_ladder_from_the_command_to_the_verdict(clone):
+    """With few steps at each size, so that the gain may be anything. A worse rate is worse."""
+    flags = ["--sizes", 32, 64, 96, 128, "--tokens_per_weight", 0.05, "--flags"]
+    text = FLAGS.replace("input.txt", str(ROOT / "input.txt"))
+    flags.append(text.replace("--n_head 2 --n_embd 16", "").replace("--max_steps 40", ""))
+    few = dict(file="plaingpt/lab/ladder.py", old="MIN_STEPS = 300", new="MIN_STEPS = 1")
+    found = experiment(clone, "worse", *flags, **few, more=["--", "--muon_lr", "1e-4"])
+    assert found["trend"] in ("grows", "fades", "steady", "open") and found["p_value"] > 0.9
+    assert len(found["keys"]) == 8 and found["time_ratio"] > 0
+    for losses in (found["base_losses"], found["losses"]):
+        assert [len(each) for each in losses] == [2, 2, 2, 2]
 
 
 @pytest.mark.slow
@@ -411,43 +588,14 @@ def test_names_of_untracked_files_and_settings_of_git(clone):
     for setting in ("diff.noprefix true", "diff.external true", "color.ui always"):
         git(clone, "config", *setting.split())
     line = "class MLP("
-    found = experiment(clone, "equal", old=line, new=f"# a comment\n{line}")
-    assert "docstrings" in found["reason"]
-
-
-@pytest.mark.slow
-def test_a_module_in_a_directory_belongs_to_the_program(tmp_path):
-    """But Python itself, which may be in the clone, does not."""
-    copy_program(tmp_path)
-    code = (
-        "import os, sys; sys.path[:0] = '.', 'ideas/lib'; import abc_of, ideas.mix; "
-        "from plaingpt.base.source_hash import hash_of_program; os.__file__ = abc_of.__file__; "
-        "print(hash_of_program())"
-    )
-    (tmp_path / "ideas" / "lib").mkdir(parents=True)
-    hashes = []
-    for text in ("x = 1", "x = 1  # a comment", "x = 2"):
-        (tmp_path / "ideas" / "lib" / "abc_of.py").write_text(f"y = {len(hashes)}")
-        (tmp_path / "ideas" / "mix.py").write_text(text)
-        hashes.append(subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path))
-    assert hashes[0] == hashes[1] != hashes[2]
-
-
-def test_a_diverged_rate_is_not_the_best(tmp_path, monkeypatch):
-    monkeypatch.setattr(sides, "LAB", tmp_path)
-    monkeypatch.setattr(lab, "ask", lambda sides: None)
-    for rate, loss in ((1.0, "nan"), (0.5, "2.0")):
-        (tmp_path / "runs" / f"key-rate{rate}").mkdir(parents=True)
-        (tmp_path / "runs" / f"key-rate{rate}" / "log.txt").write_text(f"8 val {loss}\n")
-    side = lab.Side("base", [], dict(max_steps=8), "key")
-    lab.choose_rates([side], [1.0, 0.5])
-    assert side.flags == ["--max_lr", "0.5"]
+    found = experiment(clone, "equal", "--delta", 9, old=line, new=f"# a comment\n{line}")
+    assert found["difference"] == 0 and found["n"] == 2  # a new module is a part of the program
 
 
 def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     """The first run takes longer than the three others, which come one after the other."""
-    monkeypatch.setattr(sides, "LAB", tmp_path)
-    monkeypatch.setattr(sides, "count_gpus", lambda: 2)
+    monkeypatch.setattr(runs, "LAB", tmp_path)
+    monkeypatch.setattr(runs, "count_gpus", lambda: 2)
     others_are_done = threading.Event()
     devices = {}
 
@@ -466,77 +614,41 @@ def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
             return 0
 
     monkeypatch.setattr(subprocess, "Popen", Run)
-    side = lab.Side("base", [])
-    lab.train([(side, str(i), []) for i in range(4)])
+    base = lab.Program("base", [], "")
+    runs.train([(base, tmp_path / str(i), []) for i in range(4)])
     assert devices["1"] == devices["2"] == devices["3"] != devices["0"]
 
 
-def test_a_signal_to_the_program_reaches_its_runs_once(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_signal_reaches_the_runs_once(clone):
     """A queue sends SIGTERM only to the program. A run that gets two signals saves nothing."""
-    monkeypatch.setattr(sides, "LAB", tmp_path)
-    monkeypatch.setattr(sides, "count_slots", lambda: 2)
-    signals = []
-    started = threading.Semaphore(0)
-
-    class Run:
-        def __init__(self, command, start_new_session, **_):
-            assert start_new_session
-            self.has_ended = threading.Event()
-            started.release()
-
-        def wait(self):
-            return 0 if self.has_ended.wait(60) else 1
-
-        def send_signal(self, number):
-            signals.append(number)
-            self.has_ended.set()
-
-    monkeypatch.setattr(subprocess, "Popen", Run)
-    side = lab.Side("base", [])
-
-    def interrupted(results, *_):
-        """Ctrl-C comes while the progress bar waits for both runs."""
-        assert started.acquire(timeout=60) and started.acquire(timeout=60)
-        time.sleep(0.1)  # both are in the list of processes
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sides, "tqdm", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        lab.train([(side, str(i), []) for i in range(2)])
-    assert signals == [signal.SIGINT, signal.SIGINT]
-
-
-@pytest.mark.slow
-def test_what_a_change_prints_is_no_answer(clone):
-    """audit_logits.py writes logits to its standard output, to which model.py may print, too."""
-    found = experiment(
-        clone,
-        "equal",
-        "--delta",
-        0.5,
-        old="        T = idx.size(1)\n",
-        new='        T = idx.size(1)\n        print("T is", T)\n',
-    )
-    assert found["difference"] == 0
-
-
-@pytest.mark.slow
-def test_an_error_of_the_model_is_told(clone):
-    """It comes from the copy with the change, through the program in the copy of the base."""
-    found = experiment(
-        clone,
-        "invalid",
-        old="            return self.logits(x), None  # (B, T, vocab_size)\n",
-        new="            return self.logit(x), None  # (B, T, vocab_size)\n",
-    )
-    reason = "the base cannot score a model (AttributeError: 'GPT' object has no attribute 'logit'"
-    assert found["reason"].startswith(reason)
+    command = ["--flags", f"{FLAGS} --max_steps 3000", "--seeds", 2, "--base_seeds", 2]
+    command += ["--", "--weight_decay", "0.3"]
+    flags = dict(cwd=clone, program=clone / "experiment.py")
+    (running,) = spawn(*command, **flags)  # its runs are new processes, which signals reach
+    lab_directory = clone / "log/experiments/runs"
+    before = set(run_names(clone))
+    deadline = time.monotonic() + 60
+    started = []
+    while len(started) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        new = set(run_names(clone)) - before
+        started = [name for name in new if (lab_directory / name / "log.txt").exists()]
+    time.sleep(1)
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGINT
+    for name in started:
+        assert "is saved" in (lab_directory / name / "output.txt").read_text()
+        assert list((lab_directory / name).glob("model_*.pt"))
 
 
 @pytest.mark.slow
 def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old="x = x + self.attn(", new="x = x + self.atn(")
     assert "has no attribute 'atn'" in found["reason"] and "n" not in found
+    place = Path(found["reason"].split(" failed:")[0])
+    assert (place / "output.txt").is_file()  # the place that it names is still there
     found = experiment(clone, "failed", old="class MLP(", new="class MLP((")
     assert "SyntaxError" in found["reason"]
     (clone / "idea.py").write_text("def mix(x):\n    1 / 0\n")  # git does not know this file yet

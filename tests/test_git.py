@@ -2,7 +2,7 @@
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.git import diff_since, run_git
-from plaingpt.run.copies import find_commit
+from plaingpt.lab.copies import find_commit
 
 import pytest
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 # A room imports only the rooms before it. ops and base stand side by side.
-ROOMS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look")
+ROOMS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look", "lab")
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")
 PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").glob("*.py"))

@@ -178,9 +178,16 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     p = model.transformer.h[0].mlp.c_fc.weight
     q = torch.nn.Parameter(p.detach().clone())
     p.grad = q.grad = torch.randn(128, 32)
+    # Query, key and value are three matrices, also if one layer has them.
+    c_attn = model.transformer.h[0].attn.c_attn.weight
+    qkv = [torch.nn.Parameter(part.clone()) for part in c_attn.detach().chunk(3)]
+    c_attn.grad = torch.randn(96, 32)
+    for part, grad in zip(qkv, c_attn.grad.chunk(3)):
+        part.grad = grad
     muon.step()
-    torch.optim.Muon([q], 2e-3, 0.1, adjust_lr_fn="match_rms_adamw").step()
+    torch.optim.Muon([q, *qkv], 2e-3, 0.1, adjust_lr_fn="match_rms_adamw").step()
     torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
+    torch.testing.assert_close(c_attn, torch.cat(qkv), rtol=0, atol=tolerance)
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():

@@ -4,7 +4,7 @@ import re
 import subprocess
 
 from plaingpt.base.errors import UserError
-from plaingpt.run.copies import check_committed, make_copy
+from plaingpt.lab.copies import check_committed, make_copy
 
 import pytest
 from conftest import ROOT

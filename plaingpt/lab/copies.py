@@ -1,11 +1,26 @@
 """Copies of this clone at a commit, with changes. git calls them worktrees."""
 
+import ast
 import contextlib
+import hashlib
 import os
 import shutil
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.git import CLONE, diff_since, run_git
+
+# A run depends on no file in these folders of the clone, and on no page.
+UNUSED = (
+    "docs/",
+    "experiments/",
+    "lesson/",
+    "log/",
+    "tests/",
+    "plaingpt/lab/",
+    "experiment.py",
+    ".",
+)
+PAGES = (".md", "LICENSE")
 
 
 def find_commit(name):
@@ -61,6 +76,26 @@ def make_copy(place, commit, changes=b"", files=()):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CLONE / file, target)
         run_git("add", "--intent-to-add", file, place=place)  # so that changes.patch has it
+
+
+def hash_of_copy(place):
+    """Returns a hash of all files of a copy on which a run can depend, as a text.
+
+    It is the same before and after a commit of the change. Comments and the layout of Python code
+    do not count, nor do docs, tests and the lesson.
+    """
+    hashes = []
+    listed = run_git("ls-files", "-z", place=place)
+    for name in sorted(set(os.fsdecode(listed).split("\0"))):
+        path = place / name
+        if name.startswith(UNUSED) or name.endswith(PAGES) or not path.is_file():
+            continue
+        data = path.read_bytes()
+        if path.suffix == ".py":
+            with contextlib.suppress(SyntaxError, ValueError):  # the run will say what is wrong
+                data = ast.unparse(ast.parse(data)).encode()
+        hashes.append(f"{name} {hashlib.sha256(data).hexdigest()}")
+    return hashlib.sha256("\n".join(hashes).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def apply_patch(place, patch):

@@ -1,4 +1,4 @@
-"""95 % intervals for the difference between two groups of runs."""
+"""Differences between two groups of runs: 95 % intervals, p-values, and how many are luck."""
 
 import math
 
@@ -44,16 +44,73 @@ def welch_half(variances, sizes):
     """Returns half the width of the interval of a difference of two means.
 
     variances: of a single value, in each group. sizes: the number of values, 2 or more. There may
-    be more groups: it is then the interval of a sum of means, and of their differences.
+    be more groups: it is then the interval of a sum of means, and of their differences. If a
+    variance is not finite, nothing is known, and the half is infinite.
     """
+    error, df = error_of_means(variances, sizes)
+    if not math.isfinite(error):
+        return math.inf
+    return float(t95(df) * error) if error else 0.0
+
+
+def error_of_means(variances, sizes):
+    """Returns (standard error of a difference of means, its degrees of freedom). See welch_half."""
     parts = [variance / n for variance, n in zip(variances, sizes)]  # variances of the means
     total = sum(parts)
-    if total == 0:
-        return 0.0
+    if not 0 < total < math.inf:
+        return total, 1.0
     # The degrees of freedom by Satterthwaite (1946). They are between those of the smallest group
     # and the sum of all.
     df = total**2 / sum(part**2 / (n - 1) for part, n in zip(parts, sizes))
-    return float(t95(df) * total**0.5)
+    return total**0.5, df
+
+
+def p_value(base, changed):
+    """Returns how likely so low a mean of `changed` is by luck alone: Welch's one-sided p-value.
+
+    base, changed: 2 values or more each.
+    """
+    difference = float(np.mean(changed) - np.mean(base))
+    variances = (np.var(base, ddof=1), np.var(changed, ddof=1))
+    error, df = error_of_means(variances, (len(base), len(changed)))
+    if error == 0:
+        return 0.5 if difference == 0 else float(difference > 0)
+    return float(probability_below(difference / error, df))
+
+
+def probability_below(t, df):
+    """Returns the probability that Student's t is below t. Both may be arrays (n,).
+
+    With t = sqrt(df) tan(angle), the density is cos(angle) ** (df - 1), up to a factor. This sums
+    it at 500 places below t, and at as many places everywhere.
+    """
+
+    def integral(end):
+        places = (np.arange(500) + 0.5) / 500
+        width = end + math.pi / 2
+        angles = np.multiply.outer(width, places) - math.pi / 2  # (..., 500)
+        powers = np.asarray(df)[..., None] - 1
+        return (np.cos(angles) ** powers).mean(-1) * width
+
+    return integral(np.arctan(t / np.sqrt(df))) / integral(np.full(np.shape(df), math.pi / 2))
+
+
+def false_discovery_rates(p_values):
+    """For each idea, returns the expected share of luck among it and all ideas that are surer.
+
+    This is the adjusted p-value of Benjamini and Yekutieli (2001). It is right although the ideas
+    depend on each other: they share the runs of the base. p_values: those of all ideas that were
+    tried, also of those that did nothing.
+    """
+    n = len(p_values)
+    harmonic = sum(1 / i for i in range(1, n + 1))
+    rates = np.ones(n)
+    lowest = 1.0
+    # The least sure idea comes first, because a list is not less lucky than a longer one.
+    for rank, i in zip(range(n, 0, -1), np.argsort(p_values)[::-1]):
+        lowest = min(lowest, p_values[i] * n * harmonic / rank)
+        rates[i] = lowest
+    return rates.tolist()
 
 
 def compare_losses(base, changed, delta):
@@ -80,6 +137,7 @@ def compare_losses(base, changed, delta):
         half=half,
         n=len(changed),
         base_n=len(base),
+        p_value=p_value(base, changed),
         runs_needed=needed,
         **compare_pairs(base, changed),
     )

@@ -5,6 +5,9 @@ import json
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import writing
 from plaingpt.base.terminal import print0
+from plaingpt.lab.intervals import false_discovery_rates
+
+GOOD = ("better", "helps")  # verdicts
 
 
 def entry_as_line(entry):
@@ -12,17 +15,15 @@ def entry_as_line(entry):
     figures = ""
     if "multipliers" in entry:
         figures = ladder_as_text(entry)
-    elif "n" in entry:
-        runs = f"{entry['n']} pairs"  # of an older version
-        if "base_n" in entry:
-            runs = f"{entry['n']} runs against {entry['base_n']}"
+    elif "difference" in entry:
+        runs = f"{entry['n']} runs against {entry['base_n']}"
         figures = f"{entry['difference']:+.4f} ± {entry['half']:.4f} in {runs}; "
     if figures and entry.get("confirm"):
         figures = f"confirmation with new seeds; {figures}"
+    trend = f", {entry['trend']}" if "trend" in entry else ""
     why = f" (tried because: {entry['why']})" if entry.get("why") else ""
-    return (
-        f"{entry['date']}  {entry['change']}: {entry['verdict']}; {figures}{entry['reason']}{why}"
-    )
+    verdict = f"{entry['verdict']}{trend}"
+    return f"{entry['date']}  {entry['change']}: {verdict}; {figures}{entry['reason']}{why}"
 
 
 def ladder_as_text(entry):
@@ -34,15 +35,36 @@ def ladder_as_text(entry):
             interval = f" [{low:.2f}, {high:.2f}]"
         found.append(f"x{m:.2f}{interval}")
     sizes = ", ".join(map(str, entry["sizes"]))
-    trend = f"{entry['trend']:+.2f} ± {entry['trend_half']:.2f} a decade; "
-    text = f"{', '.join(found)} in compute at {sizes} channels; {trend}"
-    if entry["verdict"] != "undecided":  # such a wide interval would be read as a promise
-        m, low, high = entry["far"]
-        ahead = f"{entry['ahead']:g} times the largest, if the trend goes on"
-        text += f"x{m:.2f} [{low:.2f}, {high:.2f}] at {ahead}; "
-    if entry["time_ratio"]:
+    slope = f"{entry['slope']:+.2f} ± {entry['slope_half']:.2f} a decade; "
+    text = f"{', '.join(found)} in compute at {sizes} channels; {slope}"
+    if entry.get("time_ratio"):
         text += f"time x{entry['time_ratio']:.2f}; "
     return text
+
+
+def luck_as_lines(entries):
+    """Says how many of the ideas that look good may be luck, as lines for a person.
+
+    An idea that was tried again counts once, with its last p-value, or that of its confirmation.
+    """
+    ideas = {}
+    for entry in entries:
+        if "p_value" in entry:
+            idea = tuple(entry["keys"])
+            is_confirmed = idea in ideas and ideas[idea].get("confirm")
+            if entry.get("confirm") or not is_confirmed:
+                ideas[idea] = entry
+    tried = list(ideas.values())
+    rates = false_discovery_rates([entry["p_value"] for entry in tried])
+    good = []
+    for rate, entry in zip(rates, tried):
+        if entry["verdict"] in GOOD:
+            good.append((rate, entry["change"]))
+    if not good:
+        return []
+    good.sort()
+    lines = [f"ideas tried: {len(tried)}; good ones: {len(good)}; the share of luck up to each:"]
+    return lines + [f"{rate:6.1%}  {change}" for rate, change in good]
 
 
 def read_ledgers(paths):
@@ -58,6 +80,7 @@ def read_ledgers(paths):
             try:
                 entry = json.loads(line)
                 entry_as_line(entry)  # so that it has what --list prints
+                luck_as_lines([entry])
             except (ValueError, LookupError, TypeError, RecursionError):
                 print0(f"note: {path}, line {n}: is no experiment, and is left out")
                 continue
@@ -74,23 +97,27 @@ def add_entry(path, entry):
         file.write(json.dumps(entry).encode() + b"\n")
 
 
+def count_comparisons(keys, ledger):
+    """Returns how many times these programs were compared so far. A failure has no verdict."""
+    return sum(entry.get("keys") == keys and "p_value" in entry for entry in ledger)
+
+
 def choose_seeds(keys, config, ledger):
     """Returns the seeds of the runs: (those of the base, those of the change), both as ranges.
 
     They begin at 1, and with --confirm behind the last seed that the ledger has for one of the
     programs. Seeds of an experiment that was stopped are not in the ledger, so the same command
-    continues it. keys: those of all sides. Raises UserError if there is nothing to confirm.
+    continues it. keys: those of all programs. Raises UserError if there is nothing to confirm.
     """
     first = 1
     if config.confirm:
-        if not any(entry.get("keys") == keys for entry in ledger):
+        if not count_comparisons(keys, ledger):
             raise UserError(
                 "--confirm: the ledger has no verdict on this change, which may have been edited "
                 "since; first run the same command without --confirm"
             )
         for entry in ledger:
             if set(keys) & set(entry.get("keys", [])):
-                # The entries of older versions have pairs, and no last_seed.
-                first = max(first, entry.get("last_seed", entry.get("n", 0)) + 1)
+                first = max(first, entry.get("last_seed", 0) + 1)
     n_base = max(config.base_seeds, config.seeds)
     return range(first, first + n_base), range(first, first + config.seeds)

@@ -1,4 +1,4 @@
-"""Does a change still help when the model grows? Plans a ladder of sizes, and judges its losses.
+"""Does a change still help when the model grows? Plans a ladder of sizes, judges and draws it.
 
 A difference in loss cannot be compared over sizes: a larger model is at a flatter place of its
 curve, where the same difference costs more compute. So each size has a compute multiplier m: base
@@ -12,13 +12,18 @@ needs m times the compute of the changed model for the same loss. It is a distan
          +------------------ ln(compute)
 
 All logarithms here are natural. x is the logarithm of the compute, and 0 at the largest size.
+
+A curve is read only if it falls from each size to the next. A change that harms the largest model,
+such as by a rate that does not transfer, may give it a higher loss than a smaller one. No distance
+says what that is worth, so the difference of the losses decides.
 """
 
 import math
+import re
 from typing import NamedTuple
 
-from plaingpt.base.errors import UserError
-from plaingpt.run.intervals import welch_half
+from plaingpt.base.errors import UserError, require
+from plaingpt.lab.intervals import compare_losses, p_value, welch_half
 
 import numpy as np
 
@@ -32,7 +37,7 @@ MARGIN = math.log(1.5)  # how far a curve may be read beyond the ends of the lad
 MOST_RUNS = 1000  # at each size; nobody trains more
 
 
-class Rung(NamedTuple):
+class Size(NamedTuple):
     """How one size of the ladder is trained. The names with an underscore are flags."""
 
     n_embd: int
@@ -71,8 +76,6 @@ class Comparison(NamedTuple):
 
     sizes: list[Estimate]  # ln(m) at each size, the smallest first
     trend: Estimate  # the change of ln(m) per decade (factor of ten) of compute
-    far: Estimate  # ln(m) at `ahead` times the compute of the largest size, if the trend goes on
-    ahead: float
     x: np.ndarray  # (sizes,) the compute of the changed model where ln(m) was read
     falls: np.ndarray  # (sizes,) by how much the loss falls there when x grows by 1
     variances: np.ndarray  # (2, sizes) of the losses of base and of the changed model over seeds
@@ -88,8 +91,8 @@ class Distance(NamedTuple):
     outside: float  # how far beyond the ends of the ladder a curve was read; 0: inside
 
 
-def plan_rung(n_embd, n_layer, block_size, total_batch_size, vocab_size, tokens_per_weight=5):
-    """Plans the training of one size -> Rung.
+def plan_size(n_embd, n_layer, block_size, total_batch_size, vocab_size, tokens_per_weight=5):
+    """Plans the training of one size -> Size.
 
     n_embd: the size, a multiple of 32. The others are the same at all sizes. total_batch_size: in
     tokens. A model with twice the weights reads twice the tokens, so compute grows by four.
@@ -103,7 +106,7 @@ def plan_rung(n_embd, n_layer, block_size, total_batch_size, vocab_size, tokens_
     padded_vocab_size = math.ceil(vocab_size / 128) * 128
     flops_per_weights = 6 * (block_weights + padded_vocab_size * n_embd)
     flops_of_scores = 12 * n_layer * n_embd * block_size
-    return Rung(
+    return Size(
         n_embd=n_embd,
         n_head=n_embd // HEAD_SIZE,
         weights=weights,
@@ -134,14 +137,14 @@ def check_ladder(sizes):
             )
 
 
-def check_rungs(rungs, tokens_per_weight, n_train_tokens):
+def check_plan(sizes, tokens_per_weight, n_train_tokens):
     """Raises UserError if the smallest size has too few steps, or the largest too little data.
 
-    rungs: the smallest first. tokens_per_weight: as for `plan_rung`. n_train_tokens: how many
-    tokens the training data have.
+    sizes: the plans, the smallest first. tokens_per_weight: as for `plan_size`. n_train_tokens: how
+    many tokens the training data have.
     """
-    smallest = rungs[0]
-    largest = rungs[-1]
+    smallest = sizes[0]
+    largest = sizes[-1]
     if smallest.max_steps < MIN_STEPS:
         needed = tokens_per_weight * MIN_STEPS / smallest.max_steps
         raise UserError(
@@ -156,32 +159,51 @@ def check_rungs(rungs, tokens_per_weight, n_train_tokens):
         )
 
 
-def compare_curves(base, changed, flops, ahead=10):
-    """Computes what the change is worth in compute, at each size and beyond -> Comparison.
+def find_rise(base, changed, sizes, flops):
+    """Returns a sentence if a curve does not fall all the way from one size to the next, or None.
+
+    base, changed: for each size, the smallest first, a list of final losses, one a run. sizes: in
+    channels. flops: those of a run of base at each size.
+    """
+    x = np.log(np.divide(flops, flops[-1]))
+    for name, losses in (("of the base", base), ("with the change", changed)):
+        means = [float(np.mean(each)) for each in losses]
+        grid, curve = make_curve(x, means)
+        for k in range(len(x) - 1):
+            between = (grid > x[k]) & (grid < x[k + 1])
+            part = [means[k], *curve[between], means[k + 1]]
+            if not (np.diff(part) < 0).all():
+                return (
+                    f"the loss {name} does not fall steadily from {sizes[k]} to {sizes[k + 1]} "
+                    f"channels ({means[k]:.4f}, {means[k + 1]:.4f})"
+                )
+    return None
+
+
+def compare_curves(base, changed, flops):
+    """Computes what the change is worth in compute, at each size -> Comparison.
 
     base, changed: for each size, the smallest first, a list of final losses, one a run, at least
-    two. flops: those of a run of base at each size. Raises UserError if the losses are too far
-    apart.
+    two. Their means fall. flops: those of a run of base at each size. Returns None if the losses
+    are too far apart.
 
     Straight lines between the mean losses would run above a curve that is bent, and more so where
     the sizes are far apart, which makes a trend. So `make_curve` bends them.
     """
     x = np.log(np.divide(flops, flops[-1]))
-    means = [[float(np.mean(losses)) for losses in side] for side in (base, changed)]
-    curves = [make_curve(x, side) for side in means]
+    means = [[float(np.mean(losses)) for losses in group] for group in (base, changed)]
+    curves = [make_curve(x, group) for group in means]
     distances = []
     for i in range(len(x)):
-        distance = measure_distance([side[i] for side in means], curves, x[i], x)
+        distance = measure_distance([group[i] for group in means], curves, x[i], x)
         if distance is None:
-            raise UserError(
-                f"size {i + 1} of {len(x)}: the losses of both sides are too far apart for these "
-                "sizes; compare them at one size, without --sizes"
-            )
+            return None
         distances.append(distance)
     log_m, x_changed, falls, _ = np.transpose(distances)  # (sizes,) each
-    variances = np.array([[np.var(losses, ddof=1) for losses in side] for side in (base, changed)])
-    counts = np.array([[len(losses) for losses in side] for side in (base, changed)])
-    trend_weights, far_weights = weigh_sizes(x_changed, falls, math.log(ahead))
+    variances = np.array(
+        [[np.var(losses, ddof=1) for losses in group] for group in (base, changed)]
+    )
+    counts = np.array([[len(losses) for losses in group] for group in (base, changed)])
 
     def estimate(weights):
         """The sum of weights x log_m. An error in the loss moves x by the error / fall."""
@@ -190,9 +212,7 @@ def compare_curves(base, changed, flops, ahead=10):
 
     return Comparison(
         sizes=[estimate(weights) for weights in np.eye(len(x))],  # one size each
-        trend=estimate(trend_weights * math.log(10)),  # a decade is ln(10) of x
-        far=estimate(far_weights),
-        ahead=ahead,
+        trend=estimate(weigh_sizes(x_changed, falls) * math.log(10)),  # a decade is ln(10) of x
         x=x_changed,
         falls=falls,
         variances=variances,
@@ -201,7 +221,7 @@ def compare_curves(base, changed, flops, ahead=10):
 
 
 def make_curve(x, losses):
-    """Draws the curve of a side through its mean losses -> (x, loss) of GRID points.
+    """Makes the curve of a program through its mean losses -> (x, loss) of GRID points.
 
     The logarithm of the loss is about a parabola. Straight lines through what it misses correct it,
     so the curve meets each mean. x, losses: (sizes,).
@@ -267,18 +287,16 @@ def measure_outside(x, ladder):
     return max(ladder[0] - x, x - ladder[-1], 0.0)
 
 
-def weigh_sizes(x, falls, goal):
-    """Weights of the sizes in two figures -> (those of the slope, those of the value at x = goal).
+def weigh_sizes(x, falls):
+    """Returns the weights of the sizes in the slope: their sum with ln(m) is that of a line.
 
-    Sum over the sizes of weight x ln(m) gives the figure: that of a straight line through the
-    points (x, ln m). x must be the compute of the changed model, because the distance was read
-    there. The compute of base is m times that, so with it the line would have another slope.
+    x must be the compute of the changed model, because the distance was read there. The compute of
+    base is m times that, so with it the line would have another slope.
     """
     # ln(m) is as uncertain as 1 / fall. A straight line is best with weights of 1 / uncertainty².
     trust = falls**2 / np.sum(falls**2)
     center = trust @ x
-    slope = trust * (x - center) / (trust @ (x - center) ** 2)
-    return slope, trust + slope * (goal - center)
+    return trust * (x - center) / (trust @ (x - center) ** 2)
 
 
 def half_width(weights, variances, counts):
@@ -291,6 +309,42 @@ def half_width(weights, variances, counts):
     return welch_half((weights**2 * variances).ravel(), counts.ravel())
 
 
+def judge_ladder(base, changed, sizes, flops, delta):
+    """Judges the losses of a ladder -> the facts of the verdict.
+
+    base, changed, sizes, flops: as in find_rise. delta: where no curve is read, a smaller
+    difference in loss does not matter.
+    """
+    obstacle = find_rise(base, changed, sizes, flops)
+    comparison = None
+    if obstacle is None:
+        comparison = compare_curves(base, changed, flops)
+        obstacle = "the losses of both programs are too far apart for these sizes"
+    p = p_value(base[-1], changed[-1])
+    if comparison is None:
+        found = compare_losses(base[-1], changed[-1], delta)
+        words = dict(better="helps", equal="no gain")
+        difference, half = found["difference"], found["half"]
+        reason = (
+            f"{obstacle}, so no curve is read; at {sizes[-1]} channels, the loss differs by "
+            f"{difference:+.4f} ± {half:.4f}"
+        )
+        if found["verdict"] == "undecided":
+            reason += f"; {found['reason']}"
+        verdict = words.get(found["verdict"], found["verdict"])
+        return dict(verdict=verdict, trend="open", reason=reason, p_value=p)
+    verdict, reason = judge(comparison)
+    return dict(
+        verdict=verdict,
+        trend=describe_trend(comparison.trend),
+        reason=reason,
+        p_value=p,
+        multipliers=[[size.m, size.low, size.high] for size in comparison.sizes],
+        slope=comparison.trend.value,
+        slope_half=comparison.trend.half,
+    )
+
+
 def judge(comparison):
     """Returns (verdict, reason) of a Comparison."""
     verdict, reason = decide(comparison)
@@ -300,31 +354,27 @@ def judge(comparison):
 
 
 def decide(comparison):
-    """Returns (verdict, reason), from the intervals alone. The first rule that is true decides."""
-    smallest = comparison.sizes[0]
+    """Returns (verdict, reason) from the interval at the largest size alone."""
     largest = comparison.sizes[-1]
-    trend = side_of_zero(comparison.trend)
-    helps = side_of_zero(largest) > 0
-    harms = side_of_zero(largest) < 0
-    ahead = f"{comparison.ahead:g} times the compute"
-    if harms and side_of_zero(smallest) > 0 and trend < 0:
-        return "reverses", "it helps the smallest size, and harms the largest"
     if abs(largest.value) + largest.half <= NO_GAIN:
         return "no gain", "at the largest size, the interval is between x1/1.1 and x1.1"
-    if harms:
+    if sign_of(largest) > 0:
+        return "helps", "at the largest size, the interval is above x1"
+    if sign_of(largest) < 0:
         return "worse", "at the largest size, the interval is below x1"
-    if not helps:
-        return "undecided", "at the largest size, the interval contains x1"
-    if trend < 0:
-        return "fades", "it helps the largest size, but less than smaller ones"
-    if trend > 0:
-        return "grows", "it helps the largest size, and more than smaller ones"
-    if side_of_zero(comparison.far) > 0:
-        return "holds", f"it helps the largest size, without a trend, and at {ahead}, too"
-    return "helps here", f"it helps the largest size; at {ahead}, the interval contains x1"
+    return "undecided", "at the largest size, the interval contains x1"
 
 
-def side_of_zero(estimate):
+def describe_trend(trend):
+    """Returns one word for a trend: grows, fades, steady, or open, which is none of these."""
+    if sign_of(trend) > 0:
+        return "grows"
+    if sign_of(trend) < 0:
+        return "fades"
+    return "steady" if abs(trend.value) + trend.half <= NO_GAIN else "open"
+
+
+def sign_of(estimate):
     """Returns 1 if the interval is above 0, -1 if it is below, 0 if it contains 0."""
     if abs(estimate.value) <= estimate.half:
         return 0
@@ -341,7 +391,7 @@ def describe_runs_needed(comparison):
         if decide(with_runs(comparison, n, n))[0] != "undecided":
             n_both = n
     if n_both > MOST_RUNS:
-        return f"even {MOST_RUNS} runs of both sides at each size do not decide"
+        return f"even {MOST_RUNS} runs of both programs at each size do not decide"
     # The error of base stays, however many runs the change has. Then runs of both are cheaper.
     if n_changed > 2 * n_both:
         return f"--seeds {n_both} --base_seeds {n_both} may decide"
@@ -349,16 +399,51 @@ def describe_runs_needed(comparison):
 
 
 def with_runs(comparison, n_base, n_changed):
-    """Returns the comparison with the intervals that at least so many runs at each size give."""
+    """Returns the comparison with the interval that at least so many runs at each size give."""
     counts = np.maximum(comparison.counts, [[n_base], [n_changed]])  # (2, sizes)
+    largest = comparison.sizes[-1]
+    half = half_width(largest.weights, comparison.variances, counts)
+    sizes = [*comparison.sizes[:-1], largest._replace(half=half)]
+    return comparison._replace(sizes=sizes, counts=counts)
 
-    def narrow(estimate):
-        half = half_width(estimate.weights, comparison.variances, counts)
-        return estimate._replace(half=half)
 
-    return comparison._replace(
-        sizes=[narrow(estimate) for estimate in comparison.sizes],
-        trend=narrow(comparison.trend),
-        far=narrow(comparison.far),
-        counts=counts,
-    )
+def legend_label(name):
+    """Returns a name as matplotlib's legend shows it.
+
+    A legend leaves out names that begin with "_", and reads "$" as the start of a formula.
+    """
+    return re.sub("^_", "./_", name).replace("$", r"\$")
+
+
+def draw_ladder(entry, place):
+    """Draws the JSON of experiment.py --sizes -> a matplotlib Figure.
+
+    On the left, the loss of each run over the compute of the base, and the curve of each program.
+    On the right, the compute multiplier of each size with its 95 % interval. place: the file, for
+    messages. Raises UserError if the JSON has no ladder with curves.
+    """
+    if "multipliers" not in entry:
+        raise UserError(
+            f"{place}: has no curves, as its verdict is not that of a finished ladder; "
+            "give the --json of experiment.py --sizes"
+        )
+    figure = require("matplotlib.figure").Figure((10, 4), dpi=120, layout="constrained")
+    losses, multipliers = figure.subplots(1, 2)
+    x = np.log(entry["flops"])
+    groups = (("base", entry["base_losses"]), (entry["change"], entry["losses"]))
+    for i, (name, values_of_sizes) in enumerate(groups):
+        for flops, values in zip(entry["flops"], values_of_sizes):
+            losses.plot([flops] * len(values), values, ".", color=f"C{i}", alpha=0.5)
+        grid, curve = make_curve(x, [np.mean(values) for values in values_of_sizes])
+        losses.plot(np.exp(grid), curve, color=f"C{i}", label=legend_label(name))
+    losses.set(xscale="log", xlabel="FLOPs of the training", ylabel="loss (nats per token)")
+    losses.legend()
+    m, low, high = np.transpose(entry["multipliers"])
+    multipliers.errorbar(entry["sizes"], m, (m - low, high - m), fmt="o", capsize=4, color="C1")
+    multipliers.axhline(1, color="black", linestyle=":", linewidth=1)
+    title = f"{entry['verdict']}, {entry['trend']}"
+    multipliers.set(xlabel="channels", ylabel="compute multiplier", title=title)
+    multipliers.set_xticks(entry["sizes"])
+    for panel in (losses, multipliers):
+        panel.grid(alpha=0.25)
+    return figure

@@ -1,0 +1,1 @@
+"""Experiments: the base and a change are trained and measured, for verdicts and a ledger."""

@@ -1,0 +1,245 @@
+"""Trains the runs of two programs: the base, and the change."""
+
+import hashlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import checksum_of_places, read_json
+from plaingpt.base.git import CLONE
+from plaingpt.base.log_file import read_streams
+from plaingpt.base.machine import count_cores, count_gpus
+from plaingpt.base.terminal import print0
+
+import numpy as np
+from tqdm import tqdm
+
+ROOT = CLONE.resolve()
+LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
+# Facts in run.json on which a loss does not depend. Data have a fingerprint, too. The code has a
+# hash of its own, see hash_of_copy.
+OTHER_FACTS = (
+    "program",
+    "git_commit",
+    "untracked_files",
+    "started",
+    "flags",
+    "fingerprints",
+    "seed",
+    "log_dir",
+    "data",
+    "max_minutes",
+)
+QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
+
+
+@dataclass
+class Program:
+    """The base or the change: a copy of the code, and flags."""
+
+    name: str  # "base" or "change", also of the copy in LAB
+    flags: list[str]
+    code: str  # from hash_of_copy
+    facts: dict | None = None  # those of run.json, from `probe`
+    key: str = ""  # a hash of all that a loss depends on: runs with the same key differ in the seed
+
+    def directory(self, run):
+        """Returns the directory of a run. It is also there for the next experiments."""
+        return LAB / "runs" / f"{self.key}-{run}"
+
+    def read(self, run, stream):
+        """Returns the values of a stream in a run's log: {step: value}."""
+        return read_streams(self.directory(run) / "log.txt").get(stream, {})
+
+    def with_flags(self, flags):
+        """Returns this program with more flags, not probed yet."""
+        return replace(self, flags=[*self.flags, *flags], facts=None, key="")
+
+
+def probe_directory(name):
+    """Returns the directory of the probe of a program."""
+    return LAB / "probes" / name
+
+
+def count_slots():
+    """Returns how many runs are trained at a time.
+
+    It is an even number: runs of the same seed go at the same time, under the same load.
+    """
+    return max(1, (count_gpus() or count_cores()) // 2 * 2)
+
+
+def train(runs, title="training; after Ctrl-C, the same command continues"):
+    """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
+
+    runs: [(program, run directory, flags)]. A run that was stopped earlier continues. After Ctrl-C,
+    each running one saves a checkpoint. title: what the progress bar says.
+    """
+    n_gpus = count_gpus()
+    slots = count_slots()
+    free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
+    processes = []
+    for i in range(slots):
+        free.put(["--device", f"cuda:{i}"] if n_gpus else [])
+
+    def train_one(run):
+        program, place, flags = run
+        device = free.get()
+        try:
+            process = start_run(program, place, [*device, *program.flags, *flags])
+            processes.append(process)
+            status = process.wait()
+        finally:
+            free.put(device)
+        if status:
+            lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
+            raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
+
+    # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
+    with ThreadPoolExecutor(slots) as pool:
+        try:
+            list(tqdm(pool.map(train_one, runs), title, len(runs)))  # waits for each run
+        except KeyboardInterrupt:
+            # A SIGTERM, such as that of a queue, reaches only this program. A second signal would
+            # stop a run before it has saved, so each run gets only this one.
+            for process in processes:
+                process.send_signal(signal.SIGINT)  # does nothing after its end
+            raise
+
+
+def start_run(program, place, flags):
+    """Starts a run -> Popen. Its output goes to output.txt in the run directory."""
+    place.mkdir(parents=True, exist_ok=True)
+    file = LAB / program.name / "train_gpt2.py"
+    with open(place / "output.txt", "w") as output:
+        return subprocess.Popen(
+            [sys.executable, file, *flags, *QUIET, "--log_dir", place],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # out of reach of the terminal's Ctrl-C, see train
+        )
+
+
+def probe(programs, sealed):
+    """Completes the programs: each one makes a step, and writes its facts. Raises UserError.
+
+    programs: [base, change]. sealed: the sets on which the referee measures.
+    """
+    runs = []
+    for program in programs:
+        place = probe_directory(program.name)
+        shutil.rmtree(place, ignore_errors=True)  # it may be that of another size
+        runs.append((program, place, ["--max_minutes", "1e-4"]))
+    train(runs, "one step")
+    for program in programs:
+        said = read_json(probe_directory(program.name) / "run.json")
+        train_config = said.pop("train_config")
+        # `said` is last: it has the device and the dtype that were chosen, not "auto" or "cuda:1".
+        program.facts = train_config | said["model_config"] | said
+    base, change = [program.facts for program in programs]
+    for name in ("tokenizer", "block_size"):
+        if base[name] != change[name]:
+            raise UserError(
+                f"the losses do not compare: the change has another {name}; "
+                "leave this out, or give both programs the same"
+            )
+    measured = [base["block_size"], base["val_tokens"], base["val_spread"]]
+    for part in sealed:
+        path = Path(part["sealed"])
+        measured.append([part["share"], path.parent.name, path.name])
+    for program in programs:
+        known = {name: fact for name, fact in program.facts.items() if name not in OTHER_FACTS}
+        known["training split"] = program.facts["fingerprints"]["training split"]
+        weights = hash_of_weights(program.facts["init_from"])
+        text = json.dumps([known, program.code, weights, measured], sort_keys=True)
+        program.key = hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def hash_of_weights(name):
+    """Returns a checksum of the weights of --init_from, or "" if they are not in a file.
+
+    name: the value of the flag, or None.
+    """
+    path = Path(name or "")
+    if name is None or not path.exists():
+        return ""
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
+    return checksum_of_places(files)
+
+
+def is_known(program, run):
+    """Returns whether the referee has measured a run."""
+    return (program.directory(run) / "referee.json").exists()
+
+
+def train_missing(pairs, seeds):
+    """Trains the runs that earlier experiments have not trained -> these runs, as in `train`.
+
+    pairs: [base, change] of each size. seeds: those of the base, and those of the change.
+    """
+    runs = []
+    for programs in pairs:
+        for seed in seeds[0]:  # the base has all seeds of the change
+            for program, own in zip(programs, seeds):
+                if seed in own and not is_known(program, seed):
+                    runs.append((program, program.directory(seed), ["--seed", str(seed)]))
+    n = len(pairs) * (len(seeds[0]) + len(seeds[1]))
+    print0(f"{n - len(runs)} of {n} runs are known")
+    train(runs)
+    return runs
+
+
+def ratio_of_times(programs, runs):
+    """Returns the time of a step with the change over that of the base, or None without new runs.
+
+    runs: those that were just trained, as in `train`.
+    """
+    if not runs:
+        return None
+    ratios = []
+    # Two runs of the same seed follow each other in the list, and went side by side. A run whose
+    # partner was trained earlier does not count: the machine may have had more to do.
+    for (base, place, flags), (change, next_place, next_flags) in zip(runs, runs[1:]):
+        if (base.name, change.name) == ("base", "change") and flags == next_flags:
+            ratios.append(median_step_time(next_place) / median_step_time(place))
+    if not ratios:
+        base_time, change_time = time_steps(programs)
+        ratios = [change_time / base_time]
+    return float(np.median(ratios))
+
+
+def time_steps(programs):
+    """Trains a few steps of programs, side by side -> [the time of a step of each, in seconds]."""
+    timed = []
+    for program in programs:
+        place = probe_directory(f"timed_{program.name}")
+        shutil.rmtree(place, ignore_errors=True)  # it may be that of another size
+        timed.append((program, place, ["--max_minutes", "0.1"]))
+    train(timed, "measuring the time of a step")
+    return [median_step_time(place) for _, place, _ in timed]
+
+
+def median_step_time(place):
+    """Returns the median time of a step of a run, in seconds. place: the run directory."""
+    streams = read_streams(place / "log.txt")
+    times = []
+    before = 0
+    for step, tokens in streams["tokens"].items():  # those consumed so far
+        times.append((tokens - before) / streams["tok_s"][step])
+        before = tokens
+    return float(np.median(times))
+
+
+def show_look(programs, seeds):
+    """Prints the command that compares the models of the first seed, token by token."""
+    places = [os.path.relpath(program.directory(seeds[0][0])) for program in programs]
+    print0("a page with the losses of both models, first that of the base, on any text:")
+    print0(f'python look.py {" ".join(places)} --own_code --text "MARLOW: The boats came home."')
