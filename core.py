@@ -29,7 +29,7 @@ from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import reading
 from plaingpt.base.flags import flag
 from plaingpt.base.terminal import print0
-from plaingpt.data.records import read_records
+from plaingpt.data.documents import read_records
 from plaingpt.scoring.benchmark import (
     Benchmark,
     Example,

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import read_json, writing
+from plaingpt.base.files import read_facts, read_json, writing
 from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.log_file import read_facts
 from plaingpt.base.terminal import print0
 from plaingpt.weights.checkpoint import find_newest_model
-from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.weights.pretrained import save_gpt2
 
 import torch
 

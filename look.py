@@ -23,14 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, run_program
-from plaingpt.base.files import check_output, replacing, writing
+from plaingpt.base.files import check_output, read_facts, replacing, writing
 from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.log_file import read_facts
 from plaingpt.base.terminal import print0, show_progress
+from plaingpt.data.documents import RECORDS, kind_of, read_records
 from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
-from plaingpt.data.records import RECORDS, kind_of, read_records
-from plaingpt.data.text import clean_text
-from plaingpt.data.tokenizer import note_unknown
+from plaingpt.data.tokenizer import clean_text, note_unknown
 from plaingpt.distributed.process import init_process
 from plaingpt.lab.copies import find_commit, make_copy, remove_copies
 from plaingpt.look.page import Look, Stage, Text, build_page

@@ -20,7 +20,7 @@ from plaingpt.ops.loss import ChunkedCrossEntropy
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.precision import matmul_dtype, stream_dtype
 from plaingpt.ops.sampling import generate_tokens
-from plaingpt.weights.load import load_model
+from plaingpt.weights.pretrained import load_model
 
 import torch
 import torch.nn as nn

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
-from plaingpt.base.files import read_json
+from plaingpt.base.files import read_facts, read_json, read_streams
 from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.log_file import read_facts, read_streams
 from plaingpt.base.terminal import print0
 from plaingpt.lab.intervals import welch_interval
 from plaingpt.lab.ladder import draw_ladder, legend_label

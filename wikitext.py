@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass
 
 from plaingpt.base.flags import flag
-from plaingpt.data.text import clean_text
+from plaingpt.data.tokenizer import clean_text
 from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
 from plaingpt.scoring.program import launch
 

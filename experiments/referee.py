@@ -24,12 +24,18 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import checksum_of_places
 from plaingpt.base.flags import parse_flags, pick
-from plaingpt.data.mixture import read_shares, read_weight
+from plaingpt.data.data_sets import (
+    Sources,
+    encode_text,
+    is_pairs_file,
+    is_text_file,
+    open_splits,
+    read_shares,
+    read_weight,
+)
+from plaingpt.data.documents import read_records
 from plaingpt.data.pairs import encode_pair, join_pairs
-from plaingpt.data.records import read_records
 from plaingpt.data.shards import find_shards, open_shard
-from plaingpt.data.sources import Sources
-from plaingpt.data.splits import encode_text, is_pairs_file, is_text_file, open_splits
 from plaingpt.data.tokens import Tokens, find_cut
 from plaingpt.run.config import choose_data
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from forked import Program  # isort: skip  before torch, whose number of threads it sets
 
 
-from plaingpt.data.splits import open_splits
+from plaingpt.data.data_sets import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.process import Process
 

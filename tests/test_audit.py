@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.sources import Sources
-from plaingpt.data.splits import open_pairs, open_splits
+from plaingpt.data.data_sets import Sources, open_pairs, open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.data.tokens import Tokens
 

@@ -7,11 +7,10 @@ import shutil
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.log_file import read_streams
+from plaingpt.base.files import read_streams
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.checkpoint import load_checkpoint, load_newest, moments_by_name
-from plaingpt.weights.huggingface import save_gpt2
-from plaingpt.weights.load import load_model
+from plaingpt.weights.pretrained import load_model, save_gpt2
 from plaingpt.weights.saver import read_best_val, set_moments
 
 import pytest

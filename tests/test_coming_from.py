@@ -5,11 +5,11 @@ import sys
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import OTHER_NAMES, parse_flags
-from plaingpt.data.splits import open_splits
+from plaingpt.data.data_sets import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.scoring.program import EvalConfig
 from plaingpt.weights.checkpoint import load_newest
-from plaingpt.weights.load import load_model
+from plaingpt.weights.pretrained import load_model
 
 import numpy as np
 import pytest

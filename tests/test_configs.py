@@ -8,7 +8,7 @@ from unittest import mock
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
-from plaingpt.data.sources import Sources
+from plaingpt.data.data_sets import Sources
 from plaingpt.distributed.batch_size import plan_steps
 from plaingpt.run.config import choose_preset, find_start, resolve
 

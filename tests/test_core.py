@@ -7,8 +7,8 @@ import random
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.scoring.benchmark import load_examples
-from plaingpt.scoring.rows import make_rows
-from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.scoring.score import make_rows
+from plaingpt.weights.pretrained import save_gpt2
 
 import numpy as np
 import pytest

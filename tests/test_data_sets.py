@@ -6,11 +6,8 @@ import struct
 from fractions import Fraction
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Data, log_names
-from plaingpt.data.mixture import read_shares
+from plaingpt.data.data_sets import Data, Sources, log_names, open_splits, read_shares
 from plaingpt.data.order import order_of_sets, permute
-from plaingpt.data.sources import Sources
-from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
 import numpy as np

@@ -8,15 +8,13 @@ import re
 import sys
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.text import clean_text
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data.tokenizer import clean_text, get_tokenizer
 from plaingpt.distributed.process import Process
 from plaingpt.run.evals import import_benchmarks, load_evals, run_evals
 from plaingpt.scoring import program as scoring_program
 from plaingpt.scoring.benchmark import Example, accuracy, load_examples, perplexity
-from plaingpt.scoring.rows import make_rows
-from plaingpt.scoring.score import ROUND, score
-from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.scoring.score import ROUND, make_rows, score
+from plaingpt.weights.pretrained import save_gpt2
 
 import numpy as np
 import pytest

@@ -4,10 +4,9 @@ import json
 import runpy
 import shutil
 
-from plaingpt.data.sources import Sources
+from plaingpt.data.data_sets import Sources
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.scoring.rows import Row
-from plaingpt.scoring.score import forward
+from plaingpt.scoring.score import Row, forward
 
 import numpy as np
 import pytest

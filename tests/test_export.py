@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from plaingpt.base.errors import UserError
-from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.weights.pretrained import save_gpt2
 
 import pytest
 import torch

@@ -175,8 +175,8 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [2**20, 5000])  # one read and one batch, or hundreds
 def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatch, name, size):
-    monkeypatch.setattr("plaingpt.data.records.BLOCK", size)
-    monkeypatch.setattr("plaingpt.data.parsers.BLOCK", size)
+    monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
+    monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
     monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
     monkeypatch.setattr(fineweb, "BATCH", size)
     if name.startswith("text"):

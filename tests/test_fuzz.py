@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
+from plaingpt.data.data_sets import open_splits
 from plaingpt.data.documents import read_documents
 from plaingpt.data.shards import open_shard
-from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.batch_size import plan_steps
 from plaingpt.distributed.process import Process

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.huggingface import save_gpt2
+from plaingpt.weights.pretrained import save_gpt2
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""plaingpt/base/git.py: its patches do not depend on the user's settings."""
+"""plaingpt/base/source.py: its patches do not depend on the user's settings."""
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.git import diff_since, run_git
+from plaingpt.base.source import diff_since, run_git
 from plaingpt.lab.copies import find_commit
 
 import pytest
@@ -29,7 +29,7 @@ SETTINGS = dict(
 @pytest.mark.parametrize("setting", [*SETTINGS.values(), "all"])
 def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, setting):
     """diff_since gives a patch of the whole clone, which `git apply` accepts as it is."""
-    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "clone" / "inner")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "clone" / "inner")
     inner = tmp_path / "clone" / "inner"
     inner.mkdir(parents=True)
     settings = SETTINGS.values() if setting == "all" else [setting]
@@ -58,7 +58,7 @@ def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, s
 def test_a_clone_inside_another_repository(tmp_path, monkeypatch):
     """A copy of its commit would have the program in a directory of the copy."""
     (tmp_path / "plainGPT").mkdir()
-    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "plainGPT")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "plainGPT")
     run_git("init", place=tmp_path)
     with pytest.raises(UserError, match="is part of another git repository; clone plainGPT by its"):
         find_commit("HEAD")

@@ -10,8 +10,7 @@ from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.device import choose_dtype
 from plaingpt.distributed.process import Process
 from plaingpt.scoring.benchmark import Example
-from plaingpt.scoring.rows import make_rows
-from plaingpt.scoring.score import score
+from plaingpt.scoring.score import make_rows, score
 
 import pytest
 import torch

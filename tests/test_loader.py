@@ -3,9 +3,8 @@
 import re
 
 from plaingpt.base.errors import UserError
+from plaingpt.data.data_sets import encode_text, find_tokenizer, open_pairs, open_splits
 from plaingpt.data.order import permute
-from plaingpt.data.sources import find_tokenizer
-from plaingpt.data.splits import encode_text, open_pairs, open_splits
 from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
 from plaingpt.data.tokens import ENDS
 

@@ -12,14 +12,11 @@ from dataclasses import asdict
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.look.attention import attention_weights
-from plaingpt.look.page import fill_template
-from plaingpt.look.record import record_text
-from plaingpt.look.tokens import name_token, split_text
+from plaingpt.look.page import fill_template, name_token, split_text
+from plaingpt.look.record import attention_weights, record_text
 from plaingpt.run.directory import prepare_run_directory
 from plaingpt.scoring.benchmark import load_examples
-from plaingpt.scoring.rows import make_rows
-from plaingpt.scoring.score import score
+from plaingpt.scoring.score import make_rows, score
 from plaingpt.weights.checkpoint import hash_of_model
 
 import numpy as np

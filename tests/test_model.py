@@ -8,7 +8,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.sampling import KVCache, sample
-from plaingpt.weights.huggingface import read_gpt2, save_gpt2
+from plaingpt.weights.pretrained import read_gpt2, save_gpt2
 
 import pytest
 import torch

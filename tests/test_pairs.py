@@ -6,12 +6,10 @@ import random
 import re
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Data
+from plaingpt.data.data_sets import Data, Sources, open_pairs
 from plaingpt.data.pairs import read_pairs
-from plaingpt.data.sources import Sources
-from plaingpt.data.splits import open_pairs
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.huggingface import same_logits
+from plaingpt.weights.pretrained import same_logits
 
 import numpy as np
 import pytest

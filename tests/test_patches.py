@@ -64,7 +64,7 @@ def test_patches_are_merged_with_an_edit_of_attention(tmp_path, monkeypatch):
     """A patch and a later edit give the file that the same edit of a patched file gives."""
     needs_history()
     make_clone(tmp_path / "clone")
-    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "clone")
     make_copy(tmp_path / "before", "HEAD")
     edit_attention(tmp_path / "clone")
     commit_all(tmp_path / "clone")
@@ -89,7 +89,7 @@ def test_a_shallow_clone_says_what_it_lacks(tmp_path, monkeypatch):
     edit_attention(tmp_path / "clone")
     commit_all(tmp_path / "clone")
     git(*AUTHOR, "clone", "--depth", "1", f"file://{tmp_path}/clone", tmp_path / "shallow")
-    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "shallow")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "shallow")
     patches = {path.stem: path.read_bytes() for path in PATCHES}
     make_copy(tmp_path / "copy", "HEAD", patches["relu2"])
     with pytest.raises(UserError, match="shallow clone .*; run git fetch --unshallow$"):
@@ -100,7 +100,7 @@ def test_a_shallow_clone_says_what_it_lacks(tmp_path, monkeypatch):
 def test_an_edit_that_is_not_committed(tmp_path, monkeypatch):
     """Only in a file that the patch changes, and also if git add was called."""
     make_clone(tmp_path / "clone")
-    monkeypatch.setattr("plaingpt.base.git.CLONE", tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "clone")
     patches = {path.stem: path.read_bytes() for path in PATCHES}
     edit_attention(tmp_path / "clone")
     check_committed(patches["inverse-sqrt"])

@@ -7,11 +7,9 @@ import json
 import random
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.documents import read_documents
-from plaingpt.data.records import find_files, read_records
+from plaingpt.data.data_sets import Sources, open_splits
+from plaingpt.data.documents import find_files, read_documents, read_records
 from plaingpt.data.shards import find_shards
-from plaingpt.data.sources import Sources
-from plaingpt.data.splits import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
 import numpy as np

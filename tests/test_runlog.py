@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 from plaingpt.run.directory import prepare_run_directory
-from plaingpt.run.progress import Progress
-from plaingpt.run.sinks import find_wandb_id
+from plaingpt.run.log import Progress, find_wandb_id
 
 import conftest
 import pytest
@@ -58,7 +57,7 @@ def test_the_log_is_utf8_in_every_locale(tmp_path):
     """Windows has other encodings by default. The names of data sets are in the log."""
     code = r"""
 from types import SimpleNamespace
-from plaingpt.base.log_file import read_log
+from plaingpt.base.files import read_log
 from plaingpt.run.log import Path, RunLog
 path, name = Path("log.txt"), "val_\u6570"
 RunLog.write(SimpleNamespace(figures={}, known={}, path=path, publish=lambda *args: None,
@@ -257,7 +256,7 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
     (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")
     (tmp_path / "clone/\u60f3\u6cd5.py").write_text("")
-    monkeypatch.setattr("plaingpt.base.git.CLONE", package.parent)
+    monkeypatch.setattr("plaingpt.base.source.CLONE", package.parent)
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == [
         "idea.py",

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from plaingpt.distributed.fill import make_whole_gpt
+from plaingpt.distributed.parts import make_whole_gpt
 
 import pytest
 import torch

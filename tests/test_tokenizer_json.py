@@ -7,12 +7,12 @@ import json
 from dataclasses import replace
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.splits import open_pairs, open_splits
+from plaingpt.data.data_sets import open_pairs, open_splits
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 from plaingpt.run.evals import load_evals
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.benchmark import prompt_ids as harness_ids
-from plaingpt.scoring.rows import make_rows
+from plaingpt.scoring.score import make_rows
 
 import numpy as np
 import pytest

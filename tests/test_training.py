@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.splits import open_splits, open_whole_text
+from plaingpt.data.data_sets import open_splits, open_whole_text
 from plaingpt.data.tokenizer import get_tokenizer
 
 import numpy as np

@@ -11,10 +11,9 @@ import sys
 from dataclasses import replace
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.sources import find_tokenizer
+from plaingpt.data.data_sets import find_tokenizer
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.weights.huggingface import save_gpt2
-from plaingpt.weights.load import load_model
+from plaingpt.weights.pretrained import load_model, save_gpt2
 
 import numpy as np
 import pytest

@@ -4,8 +4,7 @@ from dataclasses import asdict, replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.huggingface import save_gpt2
-from plaingpt.weights.load import load_model
+from plaingpt.weights.pretrained import load_model, save_gpt2
 
 import pytest
 import torch

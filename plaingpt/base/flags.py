@@ -14,7 +14,7 @@ from operator import ge, gt, le, lt
 from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.ranks import read_ranks
+from plaingpt.base.machine import read_ranks
 
 # Our flags, each with what nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer call it.
 OTHER_NAMES = {

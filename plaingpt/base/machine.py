@@ -1,6 +1,8 @@
-"""What this machine has."""
+"""What this machine has, and the place that torchrun gives a process among the others."""
 
 import os
+
+from plaingpt.base.errors import UserError
 
 
 def count_cores():
@@ -13,3 +15,35 @@ def count_gpus():
     import torch  # only here: a program that never counts GPUs starts a second earlier
 
     return torch.cuda.device_count()
+
+
+def read_ranks():
+    """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size). Raises UserError.
+
+    Without them, a program has one process. LOCAL_RANK may be missing: then each machine has one.
+
+    Rank 0 alone prints and saves. So a process whose rank is wrong would run in vain.
+    """
+    world_size = read_number("WORLD_SIZE", default=1)
+    if world_size > 1 and "RANK" not in os.environ:
+        raise UserError(f"WORLD_SIZE is {world_size}, without RANK; use torchrun, or unset it")
+    if world_size < 1:
+        raise UserError(f"WORLD_SIZE is {world_size}; use torchrun, or unset WORLD_SIZE")
+    ranks = []
+    for name in ("RANK", "LOCAL_RANK"):
+        rank = read_number(name, default=0)
+        if not 0 <= rank < world_size:
+            raise UserError(
+                f"{name} is {rank}, but WORLD_SIZE is {world_size}; use torchrun, or unset {name}"
+            )
+        ranks.append(rank)
+    return *ranks, world_size
+
+
+def read_number(name, default):
+    """Returns the integer in a variable of the environment. Raises UserError."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} is {text!r}, no integer; use torchrun, or unset it") from None

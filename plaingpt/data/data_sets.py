@@ -1,9 +1,253 @@
-"""The open data sets of a run."""
+"""The data sets that --data names: their shares and tokenizer, and then, open, their tokens.
 
+This mixture has 70% of its sequences from fineweb:
+
+  --data fineweb=0.7 code=0.2 zh=0.1
+"""
+
+import functools
+import math
 import re
+from fractions import Fraction
 from pathlib import Path
 
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.files import reading
+from plaingpt.base.terminal import print0
+from plaingpt.data.documents import RECORDS, check_encoding, kind_of
+from plaingpt.data.pairs import read_pairs
+from plaingpt.data.shards import find_index, find_meta, find_shards, open_shard, read_meta
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, note_unknown
+from plaingpt.data.tokens import Tokens, find_cut
+
+import numpy as np
+
+# A weight is a decimal number or a ratio. Fraction would compute all digits of 1e99999999.
+WEIGHT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/0*[1-9]\d*", re.I)
+MAX_PERIOD = 100_000  # after at most so many sequences, the order of the sets repeats
+
+
+def read_shares(items):
+    """Values of --data, each PATH or PATH=WEIGHT -> {path: share}. The shares add up to 1.
+
+    A set without a weight has weight 1. Raises UserError.
+    """
+    weights = {}
+    for item in items:
+        path, weight = read_weight(item)
+        weights[path] = weights.get(path, 0) + weight
+    total = sum(weights.values())
+    shares = {path: weight / total for path, weight in weights.items()}
+    period = math.lcm(*(share.denominator for share in shares.values()))
+    return shares if period <= MAX_PERIOD else round_shares(shares)
+
+
+def read_weight(item):
+    """A value of --data, PATH or PATH=WEIGHT -> (path, weight). Raises UserError."""
+    if "=" not in item[1:] or Path(item).exists():
+        return item, Fraction(1)
+    path, _, text = item.rpartition("=")
+    if not WEIGHT.fullmatch(text) or Fraction(text) == 0:
+        raise UserError(f"--data {item}: give a weight from 1e-99 to 1e99, such as 0.5")
+    return path, Fraction(text)
+
+
+def round_shares(shares):
+    """Rounds {path: share} to multiples of 1 / MAX_PERIOD. They are above 0, and add up to 1."""
+    rounded = {}
+    for path, share in shares.items():
+        rounded[path] = Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
+    largest = max(rounded, key=rounded.get)
+    rounded[largest] += 1 - sum(rounded.values())
+    return rounded
+
+
+def is_text_file(path):
+    """Returns whether a value of --data is a text file."""
+    return Path(path).is_file() and not find_index(path)
+
+
+def is_pairs_file(path):
+    """Returns whether a value of --data is a file of pairs."""
+    return is_text_file(path) and kind_of(Path(path)) in RECORDS
+
+
+@functools.cache  # a text is encoded once
+def encode_text(path, tokenizer):
+    """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
+
+    Raises UserError.
+    """
+    data = path.read_bytes()
+    if path.suffix in (".bin", ".npy"):
+        raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
+    check_encoding(f"--data {path}", data)
+    if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
+        raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
+    if tokenizer.name == "bytes":
+        n_bad = len(data) - len(data.decode("utf-8", "ignore").encode())
+        if n_bad:
+            print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
+        return np.frombuffer(data, np.uint8)
+    with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
+        text = data.decode("utf-8-sig")
+    note_unknown(tokenizer, [text], path)
+    return np.array(tokenizer.encode(text), tokenizer.dtype)
+
+
+encode_pairs = functools.cache(read_pairs)  # pairs are encoded once
+
+
+def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
+    """Opens a file of pairs -> (training Tokens, validation Tokens). Raises UserError.
+
+    Holds out val_fraction of the pairs, by default a tenth. T: tokens in a sequence. vocab_size: as
+    in open_splits.
+    """
+    path = Path(path)
+    vocab_size = vocab_size or tokenizer.n_vocab
+    train_name, val_name = name_splits(path)
+    train, val = encode_pairs(path, tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
+    return (
+        Tokens(train_name, [train[0]], vocab_size, train[1]),
+        Tokens(val_name, [val[0]], vocab_size, val[1], is_held_out=True),
+    )
+
+
+def open_whole_text(path, tokenizer, vocab_size=None):
+    """Opens a text file, of which nothing is held out -> Tokens. Raises UserError.
+
+    vocab_size: as in open_splits.
+    """
+    if not is_text_file(path):
+        raise UserError(f"{path}: there is no such text file; give another one")
+    ids = encode_text(Path(path), tokenizer)
+    return Tokens(str(path), [ids], vocab_size or tokenizer.n_vocab)
+
+
+def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
+    """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
+
+    path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
+    X.idx as X. The validation data are the val shards. Without them, the last part of the data is
+    held out: val_fraction of the tokens, by default a tenth of a text, and a hundredth of shards.
+    vocab_size: that of the model. By default, it is the number of the tokenizer's ids.
+    """
+    path = Path(path)
+    vocab_size = vocab_size or tokenizer.n_vocab
+    train_name, val_name = name_splits(path)
+    if is_text_file(path):
+        whole = Tokens(train_name, [encode_text(path, tokenizer)], vocab_size)
+        cut = find_cut(whole, val_fraction or 0.1)
+    else:
+        files = find_shards(path, "train")
+        val_files = find_shards(path, "val")
+        if not files:
+            raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
+        whole = Tokens(train_name, files, vocab_size)
+        if val_files:
+            return whole, Tokens(val_name, val_files, vocab_size)
+        cut = find_cut(whole, val_fraction or 0.01)
+        cut = find_document(whole, cut, tokenizer.end_of_text)
+    val = whole.part(val_name, cut, len(whole), is_held_out=True)
+    return whole.part(train_name, 0, cut), val
+
+
+def name_splits(path):
+    """Returns the names of the training and the validation split of a data set, for messages."""
+    return f"--data {path}, train split", f"--data {path}, val split"
+
+
+def find_document(tokens, start, end_of_text):
+    """Returns where the first document from `start` on begins, or `start` if none is found.
+
+    At most 2^20 tokens, and at most half of those after `start`, come before the result.
+    """
+    n = len(tokens) - start
+    if n == 0:
+        return start
+    ids = tokens.read(start, min(2**20, (n + 1) // 2))
+    return start + int(np.argmax(ids == end_of_text))  # argmax of no match is 0
+
+
+class Sources:
+    """The data sets that --data names, before they are opened. Raises UserError.
+
+    items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
+    attribute `tokenizer` is what find_tokenizer returns. The attribute `shares` is {path: its share
+    of the sequences}, with Fractions that add up to 1.
+    """
+
+    def __init__(self, items, tokenizer=None, val_fraction=None):
+        # A notebook may start several runs, and files may have changed since the run before.
+        encode_text.cache_clear()
+        encode_pairs.cache_clear()
+        open_shard.cache_clear()
+        self.items = items
+        self.val_fraction = val_fraction
+        self.shares = read_shares(items)
+        self.is_text = all(map(is_text_file, self.shares))
+        self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
+        if val_fraction and all(find_shards(path, "val") for path in self.shares):
+            raise UserError("--val_fraction: the data have val shards; leave this flag out")
+
+    def open(self, tokenizer, T, vocab_size=None):
+        """Opens the data sets -> [(training Tokens, validation Tokens)]. Raises UserError.
+
+        tokenizer: the Tokenizer of the run, which may be that of its weights. T: tokens in a
+        sequence, which pairs depend on. vocab_size: as in open_splits.
+        """
+        opened = []
+        for path in self.shares:
+            if is_pairs_file(path):
+                opened.append(open_pairs(path, tokenizer, T, self.val_fraction, vocab_size))
+            else:
+                opened.append(open_splits(path, tokenizer, self.val_fraction, vocab_size))
+        return opened
+
+    def count_train_tokens(self, tokenizer, T):
+        """Returns the number of training tokens of all data sets. The arguments are as in open."""
+        return sum(len(train) for train, _ in self.open(tokenizer, T))
+
+
+def find_common_tokenizer(paths, place):
+    """The Tokenizer of all data sets. place: value of --tokenizer. Raises UserError."""
+    # A text takes the tokenizer of the shards beside it.
+    paths = [path for path in paths if not is_text_file(path)] or paths
+    found = [find_tokenizer(path, place) for path in paths]
+    if len({tokenizer.name for tokenizer in found}) > 1:
+        names = ", ".join(f"{path} has {tokenizer.name}" for path, tokenizer in zip(paths, found))
+        raise UserError(f"--data: {names}; use one tokenizer for all")
+    return found[0]
+
+
+def find_tokenizer(data, place=None):
+    """Returns the Tokenizer of a data set.
+
+    If the data set has none of its own, it is that of --tokenizer. Without this flag, it is gpt2
+    for shards and bytes for a text. place: value of --tokenizer. Raises UserError if there are no
+    data, or if they have another tokenizer than the flag.
+    """
+    path = Path(data)
+    if not (path.is_dir() or is_text_file(path) or find_index(path)):
+        raise UserError(f"--data {data}: not found; give a text file, or run fineweb.py")
+    if (path / "progress.json").exists():
+        print0(f"note: {path} is not complete; fineweb.py is still running, or was interrupted")
+    given = load_tokenizer(place) if place else None
+    name = read_meta(path).get("tokenizer")
+    own = None
+    if (path / "tokenizer.json").exists():
+        own = load_tokenizer(path)
+    elif name and not (given and given.name == name):
+        with reading(find_meta(path), "restore it"):
+            own = get_tokenizer(str(name))
+    if own and name and own.name != name:
+        raise UserError(f"{data}: tokenizer.json is not that of the shards, {name}; move it away")
+    if own and given and own.name != given.name:
+        raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
+    if own or given:
+        return own or given
+    return get_tokenizer("bytes" if is_text_file(path) else "gpt2")
 
 
 class Data:

@@ -1,17 +1,342 @@
-"""Reads the documents of files, one after the other, and marks the damaged ones.
+"""Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Only a few megabytes are in memory, whatever the size of a file, except for what records.py reads
-whole, and for a document of a .txt file that may not be cut.
+Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a .csv
+file, a benchmark's text file, and a document of a .txt file that may not be cut are read whole.
+
+Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, JSON as bytes,
+or the ValueError of a damaged record.
 """
 
 import codecs
+import csv
+import gzip
+import io
+import json
 import re
+import zlib
 from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, first_line
-from plaingpt.data.parsers import BLOCK, check_encoding
-from plaingpt.data.records import DAMAGE, decompress, kind_of, parse_record, read_items
-from plaingpt.data.text import clean_text
+from plaingpt.base.errors import UserError, explaining, first_line, require
+from plaingpt.base.files import read_json, reading
+from plaingpt.data.tokenizer import clean_text
+
+BLOCK = 2**20  # so many bytes are read at a time
+TABLES = (".parquet", ".arrow")
+ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
+BEFORE_ITEM = re.compile(r"[\s,]*")  # in an array
+OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
+MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
+
+
+def has_array(file):
+    """Returns whether a file of JSON is an array. Otherwise, it has JSON lines."""
+    return file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def check_encoding(name, start):
+    """Raises UserError if a file is UTF-16, as some programs of Windows write it.
+
+    name: what the message calls the file. start: its first bytes, or more.
+    """
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{name}: is UTF-16; convert it to UTF-8")
+
+
+def open_text(file):
+    """An open file of bytes -> a file with its text, whose lines end with "\\n"."""
+    return io.StringIO(file.read().decode("utf-8-sig").replace("\r\n", "\n"))
+
+
+def read_json_lines(path, file, columns):
+    """Yields (where, JSON as bytes) for each line that is not empty. Raises UserError.
+
+    columns: as in check_layout.
+    """
+    is_first = True
+    for n, line in enumerate(file, start=1):
+        line = line.strip()
+        if not line:
+            continue
+        if is_first:
+            is_only = not file.peek().strip()
+            check_layout(path, line.removeprefix(codecs.BOM_UTF8), is_only, columns)
+            is_first = False
+        yield f"line {n}", line
+
+
+def check_layout(path, line, is_only, columns):
+    """Raises UserError if a file of JSON does not have one record a line.
+
+    line: the first one. is_only: whether it is the only one. columns: names of fields of a record.
+    """
+    if ARRAY_OF_OBJECTS.match(line):
+        raise UserError(f"{path}: has a JSON array, not an object a line; name it .json")
+    if OBJECT_OF_SEVERAL_LINES.match(line):
+        raise UserError(f"{path}: has JSON objects of several lines; write each in one line")
+    if not is_only:
+        return
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return  # a damaged record
+    if not isinstance(record, dict) or any(name in record for name in columns):
+        return
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            raise UserError(
+                f"{path}: is one object, whose field {name!r} has the records; write only this list"
+            )
+
+
+def read_array(file):
+    """Yields (where, item) of a file that is a JSON array. Raises ValueError."""
+    text = file.read().decode("utf-8-sig")
+    items = json.loads(text)
+    decoder = json.JSONDecoder()
+    place = text.index("[") + 1  # after the item before
+    line = 1 + text.count("\n", 0, place)  # of this place
+    for n, item in enumerate(items, start=1):
+        start = BEFORE_ITEM.match(text, place).end()
+        line += text.count("\n", place, start)
+        yield f"line {line}, item {n}", item
+        _, place = decoder.raw_decode(text, start)
+        line += text.count("\n", start, place)
+
+
+def read_csv(file):
+    """Yields (where, dict or ValueError) of CSV, which begins with a line of names."""
+    names = None
+    for line, row in read_rows(open_text(file)):
+        if isinstance(row, ValueError):
+            if names is None:
+                raise row
+            yield f"line {line}", row
+        elif names is None:
+            names = row or None  # lines without a field are left out
+            check_names(row)
+        elif row:
+            yield f"line {line}", make_record(names, row)
+
+
+def check_names(names):
+    """Raises ValueError if two columns have one name, because a record would have only the last."""
+    for name in names:
+        if name and names.count(name) > 1:
+            raise ValueError(f"two columns are named {name!r}")
+
+
+def read_rows(text):
+    """Yields (number of its first line, list of fields) for each row of CSV, a file of text.
+
+    Instead of the list, a row with a quote at a wrong place has a ValueError. An open quote would
+    take all lines up to the next quote. So the next row begins in the line after the first one.
+    """
+    csv.field_size_limit(MOST_CHARACTERS)
+    reader = csv.reader(text, strict=True)
+    line = 1  # where the next row begins
+    while True:
+        start = text.tell()
+        n_before = reader.line_num
+        try:
+            row = next(reader, None)
+            n_lines = reader.line_num - n_before
+        except csv.Error as error:
+            row = ValueError(f"not CSV ({error})")
+            text.seek(start)
+            text.readline()
+            n_lines = 1
+        if row is None:
+            return
+        yield line, row
+        line += n_lines
+
+
+def make_record(names, row):
+    """Returns the fields of a row as a dict, or a ValueError if some of them have no name."""
+    if any(row[len(names) :]):
+        return ValueError(f"{len(row)} fields for {len(names)} names; quote a text with commas")
+    return dict(zip(names, row))
+
+
+def read_table(kind, file, columns):
+    """Yields (where, dict) for the rows of Parquet, or of an Arrow file of `datasets`.
+
+    columns: if the table has all columns of these names, only they are decoded. The file is not
+    memory-mapped, because mapped pages would count as memory of the process.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == ".parquet":
+        table = pq.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
+        chosen = choose_columns(table.schema_arrow, columns)
+        batches = table.iter_batches(256, columns=chosen, use_threads=False)
+    else:
+        batches = pa.ipc.open_stream(file)
+        chosen = choose_columns(batches.schema, columns)
+    n = 0
+    for batch in batches:
+        for item in batch.select(chosen).to_pylist():
+            n += 1
+            yield f"row {n}", item
+
+
+def choose_columns(schema, columns):
+    """Returns the names of the columns to decode, see read_table."""
+    has_all = columns and set(columns) <= set(schema.names)
+    return list(columns) if has_all else schema.names
+
+
+RECORDS = (".jsonl", ".json", ".csv", *TABLES)
+COMPRESSIONS = (".gz", ".zst")
+# The libraries that read files raise these if a file is damaged.
+DAMAGE = (
+    OSError,
+    ValueError,
+    RecursionError,
+    NotImplementedError,
+    EOFError,
+    MemoryError,
+    ArithmeticError,  # a date out of range
+    zlib.error,
+)
+
+
+def find_files(patterns):
+    """Files, globs, and directories of .arrow files -> list of paths. Raises UserError.
+
+    An existing path is no glob, even if it has a "[" or "*" in its name.
+    """
+    found = {}  # lists each file once
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            names = find_arrow(path)
+        elif path.exists():
+            names = [path]
+        else:
+            names = sorted(glob(pattern, recursive=True))
+        for name in names or [pattern]:
+            path = Path(name)
+            found[path.resolve()] = path
+    paths = list(found.values())
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; give files, a glob or a split's directory")
+        if kind_of(path) not in (*RECORDS, ".txt"):
+            raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
+    return paths
+
+
+def find_arrow(directory):
+    """Returns the paths of the .arrow files of a data set on disk. Raises UserError.
+
+    After map, filter, sort or shuffle, `datasets` keeps files beside the data: cache-*.arrow.
+    save_to_disk writes a state.json, which names the files of the data.
+    """
+    state = directory / "state.json"
+    if state.exists():
+        with reading(state):
+            return [directory / file["filename"] for file in read_json(state)["_data_files"]]
+    return [
+        path
+        for path in sorted(directory.glob("*.arrow"))
+        if not path.name.startswith((".", "cache-"))
+    ]
+
+
+def kind_of(path):
+    """Returns the kind of a file, which its name tells: ".jsonl" for a.jsonl and a.JSONL.gz."""
+    path = Path(path.name.lower())
+    if path.suffix in COMPRESSIONS:
+        path = Path(path.stem)
+    return path.suffix
+
+
+def decompress(path, file):
+    """An open file of bytes -> a file with its uncompressed contents."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")
+        return io.BufferedReader(stream, BLOCK)
+    return file
+
+
+def read_items(path, file, columns=()):
+    """Yields (where, item): a place such as "line 7", and a dict, JSON as bytes, or a ValueError.
+
+    In a file of an unknown kind, each line is {"text": line}. columns: names of the fields that the
+    caller needs; tables decode no other columns. Raises UserError.
+    """
+    check_encoding(path, file.peek())
+    kind = kind_of(path)
+    if kind in TABLES:
+        yield from read_table(kind, file, columns)
+    elif kind == ".json" and has_array(file):
+        yield from read_array(file)
+    elif kind in (".jsonl", ".json"):
+        yield from read_json_lines(path, file, columns)
+    elif kind == ".csv":
+        yield from read_csv(file)
+    else:
+        for n, line in enumerate(open_text(file), start=1):
+            yield f"line {n}", {"text": line}
+
+
+def parse_record(item):
+    """An item of read_items -> a dict. Raises ValueError."""
+    if isinstance(item, ValueError):
+        raise item
+    if isinstance(item, bytes):
+        try:
+            item = json.loads(item.decode("utf-8-sig"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(item, dict):
+        raise ValueError(f"not an object with fields, but a {type(item).__name__}")
+    return item
+
+
+def read_records(paths, columns=()):
+    """Yields the records of files, as dicts. Their field `where` is the place. Raises UserError.
+
+    A file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
+    read_items.
+    """
+    for path in map(Path, paths):
+        with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
+            for where, item in read_items(path, decompress(path, file), columns):
+                with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
+                    record = parse_record(item)
+                yield {**record, "where": f"{path}, {where}"}
+
+
+def load_hub(dataset, name=None, split="train", patient=True):
+    """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
+
+    patient: if False, and the hub does not answer in five seconds, only the cache is used.
+    `datasets` itself would wait for minutes. Raises UserError.
+    """
+    datasets = require("datasets")
+    import requests  # `datasets` needs this package, too
+
+    if not (patient or datasets.config.HF_HUB_OFFLINE):
+        try:
+            requests.head(datasets.config.HF_ENDPOINT, timeout=5)
+        except requests.RequestException:
+            datasets.config.HF_HUB_OFFLINE = True  # stays so until this program ends
+    # Network errors come from several libraries.
+    with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
+        data = datasets.load_dataset(dataset, name, split=split)
+    files = [Path(file["filename"]) for file in data.cache_files]
+    return files, data.num_rows, files[0].parent.name if files else None
+
 
 SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
 # Matches bytes up to the last place that is surely not inside a token of GPT-2. The place is before

@@ -15,7 +15,7 @@ from array import array
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
-from plaingpt.data.records import read_records
+from plaingpt.data.documents import read_records
 from plaingpt.data.tokenizer import note_unknown
 from plaingpt.data.tokens import find_cut
 

@@ -8,6 +8,7 @@ gpt2.tiktoken (OpenAI, MIT license), so no network is needed.
 import base64
 import functools
 import json
+import re
 import uuid
 import zlib
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.terminal import print0
-from plaingpt.data.text import clean_text
 from plaingpt.data.tokenizer_json import (
     add_unknown_token,
     build_tokenizer_json,
@@ -234,3 +234,20 @@ def load_tokenizer(place, end_of_text=None):
     with explaining(f"--tokenizer {place}: not usable", "give another, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
+
+
+LONG_SPACE = 500_000
+
+
+def clean_text(text):
+    """Replaces each half of a surrogate pair with U+FFFD, as tiktoken does -> text.
+
+    Raises UserError if a row of spaces would overflow the stack of tiktoken's regex.
+    """
+    # With (?<!\s), a match begins only at the first space of a row. Otherwise, the search would
+    # take quadratic time.
+    if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
+        raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -2,8 +2,13 @@
 
 The formats have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
 FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler enlarges them.
+
+Also names and peak speeds of hardware, how glibc keeps memory, and what to say when there is too
+little.
 """
 
+import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -120,3 +125,83 @@ def choose_dtype(name, device):
         precision = "medium"
     torch.set_float32_matmul_precision(precision)
     return getattr(torch, name)
+
+
+# These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches
+# counts.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "4090": 165e12,
+    "3090": 71e12,
+    "T4": 65e12,
+}
+
+
+def hardware_name(device):
+    """Returns the type and the name of the hardware, as people read them."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
+
+
+def peak_flops(process):
+    """Returns the peak FLOP/s of all processes together.
+
+    Returns None if it is unknown, or if the dtype is float32.
+    """
+    if process.dtype == torch.float32:
+        return None
+    hardware = hardware_name(process.device)
+    for name, peak in PEAK_FLOPS.items():
+        if re.search(rf"\b{name}\b", hardware):
+            return peak * process.world_size
+    return None
+
+
+# These numbers are from glibc's malloc.h. The options take a number of bytes.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+MOST = 2**31 - 1  # the largest int
+
+
+def set_malloc(keep_memory):
+    """Sets whether glibc keeps large freed blocks.
+
+    By default, glibc gives them back to the system. To get them again, zeroed, takes a third of a
+    step, so they should be kept. FSDP is the exception: it frees whole tensors all the time, and
+    kept blocks would fragment the memory.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # another libc than glibc
+        return
+    if keep_memory:
+        libc.mallopt(M_TRIM_THRESHOLD, MOST)
+        libc.mallopt(M_MMAP_THRESHOLD, MOST)
+    else:
+        libc.mallopt(M_MMAP_THRESHOLD, 2**17)  # the default, which glibc would otherwise raise
+
+
+@contextlib.contextmanager
+def memory_advice(message):
+    """Raises a UserError with this message if the block runs out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Not all are a torch.OutOfMemoryError: CPU, MPS, Triton and cuBLAS have no class for this.
+        if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
+            raise UserError(message) from error
+        raise
+
+
+def batch_size_advice(B):
+    """Returns memory_advice with the message for training and validation."""
+    return memory_advice(f"--batch_size {B}: out of memory; try half or --activation_checkpointing")

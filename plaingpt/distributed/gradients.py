@@ -1,7 +1,7 @@
 """Gradients on several processes: their scale, their mean and their norm."""
 
 from plaingpt.base.errors import UserError
-from plaingpt.distributed.dtensors import is_dtensor
+from plaingpt.distributed.parts import is_dtensor
 from plaingpt.distributed.pipeline import Pipeline
 
 import torch

@@ -32,8 +32,7 @@ import logging
 import warnings
 
 from plaingpt.base.errors import UserError
-from plaingpt.distributed.dtensors import is_dtensor
-from plaingpt.distributed.fill import fill_split_model, make_whole_gpt
+from plaingpt.distributed.parts import fill_split_model, is_dtensor, make_whole_gpt
 from plaingpt.distributed.pipeline import Pipeline, Stage
 
 import torch

@@ -7,7 +7,7 @@ import os
 import shutil
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.git import CLONE, diff_since, run_git
+from plaingpt.base.source import CLONE, diff_since, run_git
 
 # A run depends on no file in these folders of the clone, and on no page.
 UNUSED = (

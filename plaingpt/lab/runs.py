@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import checksum_of_places, read_json
-from plaingpt.base.git import CLONE
-from plaingpt.base.log_file import read_streams
+from plaingpt.base.files import checksum_of_places, read_json, read_streams
 from plaingpt.base.machine import count_cores, count_gpus
+from plaingpt.base.source import CLONE
 from plaingpt.base.terminal import print0
 
 import numpy as np

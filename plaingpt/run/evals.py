@@ -7,8 +7,7 @@ from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import on_rank0
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.scoring.benchmark import check_logged, load_examples
-from plaingpt.scoring.rows import make_rows
-from plaingpt.scoring.score import TOKENS, score
+from plaingpt.scoring.score import TOKENS, make_rows, score
 
 import torch
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.hub import load_hub
-from plaingpt.data.records import read_records
+from plaingpt.data.documents import load_hub, read_records
 
 import numpy as np
 

@@ -1,14 +1,124 @@
-"""Runs a model on rows of tokens, and scores each ending."""
+"""Turns examples into rows of tokens, runs a model on them, and scores each ending.
 
+A score is the log-likelihood that a model gives to an ending after a context.
+
+A benchmark, such as hellaswag.py, makes examples from records, and figures from scores. This file
+turns examples into rows of tokens. Endings of one context share a row:
+
+    token     c0 c1 c2 c3   a0 a1   b0 b1 b2      context c, endings a and b, each without its
+    position   0  1  2  3    4  5    4  5  6      last token, which is only predicted
+    part       0  0  0  0    1  1    2  2  2
+
+A token attends to the context and to earlier tokens of its own part, never to another ending.
+"""
+
+import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
-from plaingpt.base.terminal import show_progress
-from plaingpt.data.text import clean_text
+from plaingpt.base.errors import UserError
+from plaingpt.base.terminal import print0, show_progress
+from plaingpt.data.tokenizer import clean_text, note_unknown
 from plaingpt.ops.sampling import attention_for_many_shapes
-from plaingpt.scoring.rows import lay_out
+from plaingpt.scoring.benchmark import prompt_ids
 
 import numpy as np
 import torch
+
+
+class Row(NamedTuple):
+    """Ids of a context, and its endings: (ids, number of the pair, whether they end the pair)."""
+
+    context: np.ndarray
+    endings: list
+
+    @property
+    def length(self):
+        return len(self.context) + sum(len(ids) - 1 for ids, _, _ in self.endings)
+
+
+def windows(context, ending, block_size, stride):
+    """Splits ids that are longer than block_size. Yields (context, piece of ending, is_last).
+
+    context, ending: lists of ids. stride: see Example.
+    """
+    ids = context + ending
+    done = len(context)  # the ids before this index need no score, or have one
+    while done < len(ids):
+        # A window has up to block_size + 1 ids, because the last one is only predicted. Each window
+        # after the first one scores `stride` ids, or block_size ids if stride is 0.
+        end = max(block_size + 1, done + (stride or block_size))
+        end = min(end, len(ids))
+        start = max(0, end - block_size - 1)
+        done = max(done, start + 1)  # an id needs one before it
+        yield ids[start:done], ids[done:end], end == len(ids)
+        done = end
+
+
+def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
+    """Examples -> Rows for a model with this GPTConfig. Raises UserError if the stride is too long.
+
+    prompt_ids and spare are those of the Benchmark.
+    """
+    T = config.block_size - spare
+    texts = []
+    for example in examples:
+        texts += [*example.shots, *example.contexts, *example.endings]
+    note_unknown(tokenizer, texts, "the examples")
+    rows = []
+    n_pairs = 0
+    n_cut = 0
+    for example in examples:
+        has_one_window = example.stride == math.inf  # a long pair is cut, and not split
+        if T < example.stride and not has_one_window:
+            raise UserError(f"--stride {example.stride}: must be at most {T}, the model's context")
+        for context, endings in prompt_ids(example, tokenizer):
+            own_rows = []  # of this context
+            for ending in endings:
+                if has_one_window and len(context) + len(ending) - 1 > T:
+                    n_cut += 1
+                for before, piece, is_last in windows(context, ending, T, example.stride):
+                    before = np.array(before, np.int32)
+                    piece = np.array(piece, np.int32)
+                    # If endings have different lengths, the cut leaves different contexts.
+                    can_share = has_one_window and len(own_rows) > 0
+                    if not (can_share and np.array_equal(own_rows[-1].context, before)):
+                        own_rows.append(Row(before, []))
+                    own_rows[-1].endings.append((piece, n_pairs, is_last))
+                n_pairs += 1
+            rows += own_rows
+    if n_cut:
+        print0(f"note: {n_cut:,} of {n_pairs:,} endings, with context, were cut to {T + 1} tokens")
+    return rows
+
+
+def lay_out(rows, L):
+    """Lays out B Rows -> tokens (3, B, L), padded with 0, and the M scored tokens (4, M).
+
+    tokens has the id, position and part of each token, as at the top of this file. scored has, for
+    each scored token, the index in B x L of the token before it, its id, its pair, and 1 if it is
+    the last one of its pair.
+    """
+    tokens = np.zeros((3, len(rows), L), np.int64)
+    scored = []
+    for b, row in enumerate(rows):
+        P = len(row.context)
+        tokens[0, b, :P] = row.context
+        tokens[1, b, :P] = np.arange(P)
+        start = P  # where the next ending goes
+        for part, (ids, pair, is_last) in enumerate(row.endings, start=1):
+            n = len(ids)
+            end = start + n - 1  # without the last id, which is only predicted
+            tokens[0, b, start:end] = ids[:-1]
+            tokens[1, b, start:end] = np.arange(P, P + n - 1)
+            tokens[2, b, start:end] = part
+            # The token before the first one is the last one of the context.
+            previous = b * L + np.r_[P - 1, start:end]  # (n)
+            is_end_of_pair = is_last * (np.arange(n) == n - 1)  # (n)
+            scored.append(np.broadcast_arrays(previous, ids, pair, is_end_of_pair))  # (4, n)
+            start = end
+    return torch.from_numpy(tokens), torch.from_numpy(np.concatenate(scored, axis=1))
+
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
 # A forward pass has so many tokens, by device. The caches of a CPU are small.

@@ -1,23 +1,76 @@
-"""Finds and reads the checkpoints of runs."""
+"""Finds, checks and reads checkpoints: those of runs, of nanoGPT and of build-nanogpt."""
 
 import inspect
 import operator
 import sys
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading
-from plaingpt.base.source_hash import hash_of_code
+from plaingpt.base.source import hash_of_code
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.parts import make_whole_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.check import check_weights
-from plaingpt.weights.foreign import convert_nanogpt
 
 import torch
+
+
+def check_weights(weights, config, GPT):
+    """Raises an error of some kind unless a GPT of this GPTConfig can have these weights.
+
+    weights: a state dict. It must have the right names and shapes, and finite values. A matrix that
+    is tied, as those of embedding and head, must have the same values under each of its names.
+    load_state_dict would take the last ones. GPT: the class of the model.
+    """
+    if config.n_embd % config.n_head:  # no shape depends on the number of heads
+        raise ValueError(f"n_head {config.n_head} is no divisor of n_embd {config.n_embd}")
+    model = make_whole_gpt(GPT, config)
+    first_names = {}  # {parameter: its first name}
+    tied = []  # pairs of names
+    for name, p in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(p, name)
+        if first != name:
+            tied.append((first, name))
+    model.load_state_dict(weights, assign=True)  # compares names and shapes
+    if not all(tensor.isfinite().all() for tensor in weights.values()):
+        raise ValueError("its weights are not finite")
+    for first, name in tied:
+        if not torch.equal(weights[first], weights[name]):
+            raise ValueError(f"{first} and {name} have different values, and the model ties them")
+
+
+def convert_nanogpt(found, GPT):
+    """Dict of a checkpoint of nanoGPT or build-nanogpt -> one with the model as we store it.
+
+    Raises ValueError unless its ids are GPT-2's. Their vocabulary of 50,304 has unused ids, which
+    are cut off.
+    """
+    settings = found.get("model_args")  # of nanoGPT
+    if not settings:
+        settings = getattr(found.get("config"), "__dict__", {})  # of build-nanogpt
+    if settings.get("vocab_size") not in (50257, 50304):
+        raise ValueError("another program wrote it, or its ids are not GPT-2's")
+    config = GPT.config_class(
+        vocab_size=50257,
+        block_size=settings["block_size"],
+        n_layer=settings["n_layer"],
+        n_head=settings["n_head"],
+        n_embd=settings["n_embd"],
+    )
+    given = {}
+    for name, tensor in found["model"].items():
+        given[name.removeprefix("_orig_mod.")] = tensor  # torch.compile has added this prefix
+    weights = {}
+    for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
+        if name in given:
+            weights[name] = given[name].float()[: len(p)]
+        elif name.endswith(".bias"):  # with nanoGPT's bias=False, they are missing
+            weights[name] = torch.zeros(p.shape)
+    return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
 def load_checkpoint(path, GPT, remedy="give another one"):

@@ -5,11 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import replacing, writing
-from plaingpt.base.log_file import read_streams
+from plaingpt.base.files import read_streams, replacing, writing
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.dtensors import scatter
-from plaingpt.distributed.gather import gather
+from plaingpt.distributed.parts import gather, scatter
 from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model, map_file

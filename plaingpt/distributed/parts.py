@@ -1,11 +1,82 @@
-"""Makes a GPT without memory, and gives the parts of a split one their values."""
+"""The parts of a split model: makes them, fills them with values, and gathers them for checkpoints.
 
-from plaingpt.distributed.dtensors import scatter
-from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.pipeline import own_gpt
+They are DTensors: tensors of which each process has a part.
+"""
+
+from plaingpt.distributed.device import memory_advice
+from plaingpt.distributed.pipeline import Pipeline, own_gpt
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+
+def scatter(name, whole, p, device):
+    """Returns this process's part of a whole tensor, on the device, split like parameter p."""
+    if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
+        return whole.to(device, copy=True)  # a copy lets the file of the checkpoint go
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = by_heads(name, whole, p.device_mesh)
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
+
+
+def by_heads(name, tensor, mesh, back=False):
+    """Reorders c_attn's rows (first q, then k, then v) into tp parts of whole heads, or back."""
+    if ".c_attn." not in name or "tp" not in mesh.mesh_dim_names:
+        return tensor
+    tp = mesh["tp"].size()
+    shape = (tp, 3, -1) if back else (3, tp, -1)
+    return tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2)  # (3C, ...)
+
+
+def is_dtensor(tensor):
+    """Returns whether a tensor or a parameter is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def gather(model, parts, process):
+    """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
+
+    Gathers the split tensors on the device one at a time, and moves each to the CPU before the next
+    one, to save memory. All processes must call this.
+    """
+    if isinstance(model, Pipeline):
+        return gather_stages(model, parts, process)
+    found = {}
+    for name, part in parts.items():
+        whole = join_parts(name, part)
+        if process.rank == 0:
+            found[name] = whole.cpu()
+    return found
+
+
+def gather_stages(model, parts, process):
+    """Does the same for a Pipeline. One stage after the other broadcasts its tensors."""
+    found = {}
+    for stage in range(model.n_stages):
+        # The other stages do not know the names, shapes and dtypes of these tensors.
+        shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
+        message = [shapes]  # the broadcast replaces this element by that of the stage
+        dist.broadcast_object_list(message, group=model.group, group_src=stage)
+        for name, (shape, dtype) in message[0].items():
+            if stage == model.index:
+                whole = join_parts(name, parts[name])
+            else:
+                whole = torch.empty(shape, dtype=dtype)
+            whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
+            dist.broadcast(whole, group=model.group, group_src=stage)
+            if process.rank == 0:
+                found[name] = whole.cpu()
+    return found
+
+
+def join_parts(name, part):
+    """Returns the whole tensor of which each process has a part. All processes must call this."""
+    part = part.detach()
+    if not is_dtensor(part):
+        return part
+    return by_heads(name, part.full_tensor(), part.device_mesh, back=True)
 
 
 class SkipNormal(TorchFunctionMode):
