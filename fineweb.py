@@ -80,7 +80,6 @@ def read_progress(directory, name, settings):
     if not replaced and not shards:
         return facts
     old = read_meta(directory)
-    old.setdefault("input_checksum", settings["input_checksum"])  # older versions wrote none
     differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
         raise UserError(

@@ -31,7 +31,7 @@ from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
 from plaingpt.data.tokenizer import clean_text, note_unknown
 from plaingpt.distributed.process import init_process
 from plaingpt.lab.copies import find_commit, make_copy, remove_copies
-from plaingpt.look.page import Look, Stage, Text, build_page
+from plaingpt.look.page import Look, Snapshot, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
 from plaingpt.weights.checkpoint import find_checkpoints, find_newest_model
@@ -255,7 +255,7 @@ def look_at_all(runs, config, process):
             sample = write_sample(model, tokenizer, text, config.sample_tokens)
             looks.append(Look(record, describe(run, name, model), sample))
         title = name or "the last checkpoints"
-        stages.append(Stage(title, looks))
+        stages.append(Snapshot(title, looks))
         means = [f"{text.mean_of(look.record.prediction.losses):.4f}" for look in looks]
         of_what = " of the responses" if text.counted else ""
         print0(f"{title}: mean loss {', '.join(means)} nats per token{of_what}")

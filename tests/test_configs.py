@@ -216,14 +216,6 @@ def test_a_resumed_run_keeps_what_its_first_max_steps_decided(tmp_path):
     assert (config.warmup_steps, config.val_every) == (7, 3)
 
 
-def test_a_resumed_run_keeps_its_validation_data(tmp_path):
-    """Runs from before val_spread measured the start of what is held out."""
-    saved = save_weights(tmp_path / "run", val_spread=True)
-    assert resolved("--max_steps", 9, saved=saved)[1].val_spread
-    del saved["train_config"]["val_spread"]
-    assert not resolved("--max_steps", 9, saved=saved)[1].val_spread
-
-
 def test_validation_on_val_shards_has_no_fraction(shards):
     with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
         Sources([str(shards)], None, 0.1)

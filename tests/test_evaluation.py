@@ -661,29 +661,6 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
     assert (10, "hella") not in log
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        (
-            "from plaingpt.evaluation import Benchmark, launch",
-            "plaingpt.evaluation is now plaingpt.scoring; import Benchmark and its helpers from",
-        ),
-        (
-            "from lambada import BENCHMARK\n"
-            "from plaingpt.scoring.program import launch\n"
-            "launch(BENCHMARK)",
-            "lambada.py: ends with launch(BENCHMARK); write: from model import GPT, and launch(",
-        ),
-    ],
-    ids=["import", "launch"],
-)
-def test_the_file_of_an_older_benchmark_is_told_what_to_write(tmp_path, code, message):
-    (tmp_path / "older.py").write_text(code)
-    _, err = program(cwd=tmp_path, program=tmp_path / "older.py", status=2)
-    assert err.startswith(f"error: {message}") and err.count("\n") == 1
-
-
 OWN = """from plaingpt.scoring.benchmark import Benchmark, Example
 from plaingpt.scoring.program import launch
 from model import GPT

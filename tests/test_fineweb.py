@@ -337,17 +337,6 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     assert everything_in(out) == before
 
 
-def test_a_directory_of_an_older_version_is_accepted(documents, tmp_path):
-    """It has no checksum of the input."""
-    path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
-    fine("--input", path, "--max_shards", 2, directory=out, shard_size=500)
-    facts = facts_of(out)
-    del facts["input_checksum"]
-    (out / "meta.json").write_text(json.dumps(facts))
-    fine("--input", path, directory=out, shard_size=500)
-    assert shards_in(out) == reference(documents[:50], 500)
-
-
 def test_which_edits_the_checksum_of_places_finds(tmp_path):
     path = tmp_path / "a"
     for size in (0, 1, 2**16, 2**16 + 1, 2**22 - 1, 2**22):  # a file up to 4 MiB is read whole

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-# A room imports only the rooms before it. ops and base stand side by side.
-ROOMS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look", "lab")
+# A folder imports only the folders before it. ops and base stand side by side.
+PARTS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look", "lab")
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")
 PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").glob("*.py"))
@@ -42,32 +42,29 @@ def module_name(path):
     return ".".join(path.with_suffix("").parts)
 
 
-def room(name):
-    """The room of a module: "base" for "plaingpt.base.flags"."""
+def folder(name):
+    """The folder of a module: "base" for "plaingpt.base.flags"."""
     return name.split(".")[1]
 
 
-def test_all_rooms_are_known():
+def test_all_folders_are_known():
     folders = {path.parts[1] for path in PRODUCT if len(path.parts) == 3}
-    assert folders == set(ROOMS)
-    assert {path.name for path in PRODUCT if path.parent == Path("plaingpt")} == {
-        "__init__.py",
-        "evaluation.py",  # imports nothing
-    }
+    assert folders == set(PARTS)
+    assert {path.name for path in PRODUCT if path.parent == Path("plaingpt")} == {"__init__.py"}
 
 
 @pytest.mark.parametrize("path", [p for p in PRODUCT if p.parts[0] == "plaingpt"], ids=str)
-def test_the_package_imports_no_program_and_rooms_import_one_way(path):
+def test_the_package_imports_no_program_and_folders_import_one_way(path):
     found = imports(path)
     assert not found & PROGRAMS
     if len(path.parts) < 3:
         assert not found
         return
     own = path.parts[1]
-    allowed = {own, *ROOMS[: ROOMS.index(own)]}
+    allowed = {own, *PARTS[: PARTS.index(own)]}
     if own == "base":
         allowed.remove("ops")
-    assert {room(name) for name in found} <= allowed
+    assert {folder(name) for name in found} <= allowed
 
 
 def test_no_import_cycles():
@@ -96,14 +93,8 @@ def runs_at_import(statement):
 
 @pytest.mark.parametrize("path", PRODUCT, ids=str)
 def test_importing_a_file_does_nothing(path):
-    """Except for three files. plaingpt/__init__.py, which everything imports first, sets OpenMP's
-    environment before torch is imported. train_gpt2.py asserts that model.py is the one beside it.
-    plaingpt/evaluation.py only says that it has moved."""
+    """Except that train_gpt2.py asserts that model.py is the one beside it."""
     found = [ast.unparse(statement) for statement in parsed[path].body if runs_at_import(statement)]
-    if path == Path("plaingpt/__init__.py"):
-        assert found.pop().startswith("os.environ.setdefault(")
-    if path == Path("plaingpt/evaluation.py"):
-        assert found.pop() == "sys.exit(2)" and found.pop().startswith("print(")
     if path == Path("train_gpt2.py"):
         assert found.pop().startswith("assert Path(MODEL).samefile(")
     assert not found

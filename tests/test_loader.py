@@ -3,7 +3,7 @@
 import re
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import encode_text, find_tokenizer, open_pairs, open_splits
+from plaingpt.data.data_sets import find_tokenizer, open_pairs, open_splits
 from plaingpt.data.order import permute
 from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
 from plaingpt.data.tokens import ENDS
@@ -116,7 +116,6 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     flags = [*TINY, *"--total_batch_size 128 --val_tokens 128 --log_dir r".split()]
     flags += ["--data", "t.txt", "--tokenizer", "gpt2"]
     for max_steps in "12":
-        encode_text.cache_clear()
         train_gpt2.main([*flags, "--max_steps", max_steps, "--resume"])
         assert encoded == [text]
         encoded.clear()

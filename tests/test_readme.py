@@ -22,6 +22,7 @@ BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.M | re.S)
 ENGLISH = (
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
     *(
         f"docs/{name}.md"
         for name in (

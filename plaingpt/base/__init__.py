@@ -1,1 +1,1 @@
-"""What every program needs, without torch: errors, flags, files, the terminal, git."""
+"""What every program needs, without torch: errors, flags, files, the terminal, source code."""

@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 from operator import ge, gt, le, lt
+from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
@@ -105,6 +107,8 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
             prog, max_help_position=30
         ),
     )
+    version = f"plainGPT {read_version()}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     add_flags(parser, configs, groups)
     if rest:
         parser.add_argument(rest, nargs="*", default=[])
@@ -124,6 +128,12 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
     if problems:
         raise UserError("; ".join(problems))
     return vars(given)
+
+
+def read_version():
+    """Returns the version in pyproject.toml, such as "0.9"."""
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8")
+    return re.search(r'^version = "(.+)"$', text, re.M)[1]
 
 
 def advise(text, flags):

@@ -1,1 +1,1 @@
-"""From texts to tokens: reading, tokenizers, shards, mixtures, pairs."""
+"""From documents to sequences: tokenizers, shards, data sets, pairs, and their order."""

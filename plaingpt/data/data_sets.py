@@ -5,7 +5,6 @@ This mixture has 70% of its sequences from fineweb:
   --data fineweb=0.7 code=0.2 zh=0.1
 """
 
-import functools
 import math
 import re
 from fractions import Fraction
@@ -72,7 +71,6 @@ def is_pairs_file(path):
     return is_text_file(path) and kind_of(Path(path)) in RECORDS
 
 
-@functools.cache  # a text is encoded once
 def encode_text(path, tokenizer):
     """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
 
@@ -95,9 +93,6 @@ def encode_text(path, tokenizer):
     return np.array(tokenizer.encode(text), tokenizer.dtype)
 
 
-encode_pairs = functools.cache(read_pairs)  # pairs are encoded once
-
-
 def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     """Opens a file of pairs -> (training Tokens, validation Tokens). Raises UserError.
 
@@ -107,7 +102,7 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     path = Path(path)
     vocab_size = vocab_size or tokenizer.n_vocab
     train_name, val_name = name_splits(path)
-    train, val = encode_pairs(path, tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
+    train, val = read_pairs(path, tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
     return (
         Tokens(train_name, [train[0]], vocab_size, train[1]),
         Tokens(val_name, [val[0]], vocab_size, val[1], is_held_out=True),
@@ -180,8 +175,6 @@ class Sources:
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
         # A notebook may start several runs, and files may have changed since the run before.
-        encode_text.cache_clear()
-        encode_pairs.cache_clear()
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction

@@ -107,8 +107,7 @@ class Tokens:
                 n = min(n, ENDS)
             for first in sorted({start, stop - n}):  # only one place if n is all of the file
                 ids = self.read(first, n)
-                # uint16 and uint32 shards with the same ids have the same checksum, which older
-                # versions computed, too.
+                # uint16 and uint32 shards with the same ids have the same checksum.
                 dtype = "<u2" if ids.max() < 2**16 else "<u4"
                 crc = zlib.crc32(ids.astype(dtype), crc)
         return f"{len(self):,} tokens with CRC-32 {crc:08x}"

@@ -79,7 +79,7 @@ class Look:
 
 
 @dataclass
-class Stage:
+class Snapshot:
     """What the page shows at one place of its slider: one look for each run."""
 
     name: str  # such as "step 300"

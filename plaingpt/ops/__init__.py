@@ -1,1 +1,1 @@
-"""What model.py and a training step compute: the loss, Muon, sampling, the order of the data."""
+"""What model.py and a step compute, with torch and numpy only: the loss, Muon, sampling."""

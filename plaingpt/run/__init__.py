@@ -1,1 +1,1 @@
-"""A training run: its configuration, its directory, its log and what it prints."""
+"""A training run: its settings, its directory, its log, and its benchmarks and samples."""

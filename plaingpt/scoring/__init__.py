@@ -1,1 +1,1 @@
-"""Benchmarks: questions, rows of tokens, scores, and the program that prints them."""
+"""Benchmarks: examples, rows of tokens, scores, and the program that prints them."""

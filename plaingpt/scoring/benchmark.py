@@ -76,7 +76,7 @@ class Benchmark:
 
 
 def check_logged(benchmark):
-    """Raises UserError if a benchmark does not say which figure is logged, as older ones do."""
+    """Raises UserError if a benchmark does not say which figure a run logs."""
     if benchmark.logged not in benchmark.figures:
         raise UserError(
             f"{benchmark.name}.py: its BENCHMARK must say which figure a run logs, and which ones "

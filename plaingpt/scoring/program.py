@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from plaingpt.base.errors import UserError, run_program
+from plaingpt.base.errors import run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
@@ -102,15 +102,6 @@ def results_of_examples(examples, scores):
     return results
 
 
-def launch(benchmark, GPT=None):
+def launch(benchmark, GPT):
     """Runs a benchmark's file as a program. GPT: the class of model.py."""
-
-    def run():
-        if GPT is None:  # as the files of older versions end
-            raise UserError(
-                f"{benchmark.name}.py: ends with launch(BENCHMARK); write: "
-                "from model import GPT, and launch(BENCHMARK, GPT)"
-            )
-        run_benchmark(benchmark, GPT)
-
-    run_program(run)
+    run_program(lambda: run_benchmark(benchmark, GPT))

@@ -1,1 +1,1 @@
-"""Checkpoints: reading, writing, those of other programs, and where a run starts."""
+"""Checkpoints: reading, writing, and those of other programs."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading
-from plaingpt.base.source import hash_of_code
+from plaingpt.base.source import hash_of_files
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.parts import make_whole_gpt
@@ -127,8 +127,8 @@ def check_checksums(path):
 
 
 def hash_of_model(GPT):
-    """Returns a hash of the code in the file of the class GPT, see hash_of_code."""
-    return hash_of_code([Path(inspect.getsourcefile(GPT))])
+    """Returns a hash of the file of the class GPT."""
+    return hash_of_files([Path(inspect.getsourcefile(GPT))])
 
 
 def find_checkpoints(directory):
@@ -161,7 +161,7 @@ def read_state(checkpoint):
     optimizers = {}
     for kind, saved in checkpoint["optimizer"].items():
         optimizers[kind] = {}
-        for key, tensor in moments_by_name(saved).items():
+        for key, tensor in saved.items():
             tensor = tensor.float().contiguous()
             if not tensor.isfinite().all():
                 raise ValueError(f"{key} is not finite")
@@ -178,24 +178,6 @@ def read_state(checkpoint):
     if min(state["step"], state["position"]) < 0:
         raise ValueError("its step or position is below 0")
     return state
-
-
-def moments_by_name(saved):
-    """An optimizer's part of a checkpoint -> {"transformer.wte.weight.exp_avg": tensor}.
-
-    Older versions stored the state dict of the optimizer. In it, the parameters have numbers, and
-    each group lists their names.
-    """
-    if "param_groups" not in saved:
-        return saved
-    names = []
-    for group in saved["param_groups"]:
-        names += group["param_names"]
-    found = {}
-    for i, moments in saved["state"].items():
-        for moment, tensor in moments.items():
-            found[f"{names[i]}.{moment}"] = tensor
-    return found
 
 
 def unpack(checkpoint, GPT):
