@@ -22,7 +22,7 @@ perfect. Prompts and rules follow nanochat; docs/benchmarks.md explains them.
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, run_program
@@ -153,11 +153,13 @@ def load_task(task, options):
     examples = [make_example(item, delimiter, task.kind) for item in items]
     chance = mean_chance(examples) if task.chance is None else task.chance
     solved = [prompts(example)[example.label] + "\n\n" for example in examples]
+    complete = []
     for i, (example, item) in enumerate(zip(examples, items)):
         others = solved[:i] + solved[i + 1 :]
-        example.shots = tuple(random.Random(1234 + i).sample(others, n_shots))
-        example.facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
-    return examples
+        shots = tuple(random.Random(1234 + i).sample(others, n_shots))
+        facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
+        complete.append(replace(example, shots=shots, facts=facts))
+    return complete
 
 
 def mean_chance(examples):
@@ -180,8 +182,7 @@ def make_example(item, delimiter, kind=None):
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
     # A single choice cannot be compared with others. So the model must write it.
-    example.kind = kind if len(example) > 1 else "language_modeling"
-    return example
+    return replace(example, kind=kind if len(example) > 1 else "language_modeling")
 
 
 def find_kind(item):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_streams
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.checkpoint import load_checkpoint, load_newest
+from plaingpt.weights.checkpoint import hash_of_model, load_checkpoint, load_newest
 from plaingpt.weights.pretrained import load_model, save_gpt2
 from plaingpt.weights.saver import read_best_val, set_moments
 
@@ -380,7 +380,7 @@ WTE = "transformer.wte.weight"
 
 def damaged_copy(directory, change):
     """Copies a stored checkpoint of AdamW, changed by `change`, as the newest one of a run."""
-    saved = torch.load(STORED, weights_only=True)
+    saved = torch.load(STORED, weights_only=True) | dict(model_code=hash_of_model(GPT))
     change(saved)
     torch.save(saved, directory / "model_000004.pt")
 

@@ -2,7 +2,7 @@
 
 import re
 
-from plaingpt.base import log_file
+from plaingpt.base import files
 from plaingpt.base.errors import UserError
 
 import matplotlib.image
@@ -174,7 +174,7 @@ def test_plot_by_tokens_after_a_resume_with_another_batch(copy, tmp_path):
     )
     consumed = {
         step: int(value)
-        for step, stream, value in log_file.read_log(copy / "log.txt")
+        for step, stream, value in files.read_log(copy / "log.txt")
         if stream == "tokens"
     }
     assert consumed == {
@@ -224,7 +224,7 @@ def test_plot_of_the_largest_numbers(tmp_path, stream):
 
 def test_a_step_of_a_thousand_digits_is_no_step(tmp_path):
     (tmp_path / "log.txt").write_text(f"{'9' * 5000} val 1.5\n1 val 2.5\n")
-    assert log_file.read_streams(tmp_path / "log.txt") == {"val": {1: 2.5}}
+    assert files.read_streams(tmp_path / "log.txt") == {"val": {1: 2.5}}
 
 
 def test_names_that_begin_with_an_underscore_are_in_the_legend():

@@ -7,6 +7,7 @@ import json
 import random
 
 from plaingpt.base.errors import UserError
+from plaingpt.base.files import checksum_of_places
 from plaingpt.data.data_sets import Sources, open_splits
 from plaingpt.data.documents import find_files, read_documents, read_records
 from plaingpt.data.shards import find_shards
@@ -243,7 +244,8 @@ def test_a_meta_json_of_another_hand_makes_fineweb_write_nothing(tmp_path, chang
     (tmp_path / "victim").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "a.txt").write_text("a boat b")
-    (tmp_path / "out/meta.json").write_text(json.dumps(META | change))
+    meta = META | dict(input_checksum=checksum_of_places([tmp_path / "a.txt"]))
+    (tmp_path / "out/meta.json").write_text(json.dumps(meta | change))
     flags = ["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out")]
     with pytest.raises(UserError, match=r"meta\.json: is damaged \(.*\); use a new directory"):
         fineweb.main([*flags, "--shard_size", "2"])

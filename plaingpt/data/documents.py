@@ -14,7 +14,7 @@ import io
 import json
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 
@@ -365,8 +365,7 @@ def read_documents(paths, text_key="text", cut=False):
     for path in paths:
         with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
             for document in read_file(path, decompress(path, file), text_key, cut):
-                document.done = n_before + file.tell()
-                yield document
+                yield replace(document, done=n_before + file.tell())
         n_before += path.stat().st_size
 
 
@@ -379,8 +378,7 @@ def read_file(path, file, text_key, cut):
     check_encoding(path, file.peek())
     begins = True
     for line, piece, is_last in split_text(file, cut):
-        document = make_document(f"{path}, line {line}", {"text": piece}, "text")
-        document.begins = begins
+        document = make_document(f"{path}, line {line}", {"text": piece}, "text", begins)
         yield document
         # If the first pieces of a document are damaged, the document begins after them.
         begins = is_last or (begins and document.text is None)
@@ -419,12 +417,12 @@ def split_text(file, cut):
         yield line, rest, True
 
 
-def make_document(where, item, text_key):
+def make_document(where, item, text_key, begins=True):
     """An item of read_items -> Document, with its text or the problem of a damaged record."""
     try:
-        return Document(where, find_text(parse_record(item), text_key))
+        return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:
-        return Document(where, problem=first_line(error))
+        return Document(where, problem=first_line(error), begins=begins)
 
 
 def find_text(record, text_key):

@@ -7,7 +7,7 @@ that it really has.
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plaingpt.ops.sampling import attention_for_many_shapes
 from plaingpt.scoring.score import CHUNK, Row, forward
@@ -143,7 +143,7 @@ def record_text(model, ids):
         with watching(model, watch) as streams, watch:
             x = model.hidden(idx)[0]  # (n, C)
         prediction = predict(model, x, targets, N_LIKELIEST)
-        prediction.losses = score_tokens(model, ids, device)
+        prediction = replace(prediction, losses=score_tokens(model, ids, device))
         blocks = [describe_block(model, i, stream, targets) for i, stream in enumerate(streams)]
     return Record(prediction, blocks, complete_calls(watch.calls, len(model.transformer.h)))
 
