@@ -38,8 +38,9 @@ from plaingpt.base.flags import flag, parse_flags, pick, types_of
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.batch_size import fit_batch_size, plan_steps
-from plaingpt.distributed.device import batch_size_advice, choose_compile, peak_flops
+from plaingpt.distributed.device import choose_compile, peak_flops
 from plaingpt.distributed.gradients import GradientClipper, grad_scaler
+from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.parts import make_whole_gpt
 from plaingpt.distributed.process import Process, init_process
 from plaingpt.run.config import PRESETS

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, end_at_once_on_ctrl_c, run_program
+from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import (
     checksum_of_places,
     lock,
@@ -33,6 +33,7 @@ from plaingpt.base.files import (
 )
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
+from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, visible
 from plaingpt.data.documents import find_files, load_hub, read_documents
 from plaingpt.data.shards import find_meta, find_shards, read_meta

@@ -18,7 +18,8 @@ from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, visible
 from plaingpt.data.tokenizer import note_unknown
-from plaingpt.distributed.device import Dtype, memory_advice
+from plaingpt.distributed.device import Dtype
+from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import init_process
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.weights.checkpoint import find_newest_model

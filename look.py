@@ -59,7 +59,9 @@ class Run:
     """A run, a checkpoint, or a GPT-2 of Hugging Face."""
 
     name: str
-    checkpoints: dict  # {name of the stage, such as "step 300": what GPT.load takes}, oldest first
+    checkpoints: (
+        dict  # {name of the snapshot, such as "step 300": what GPT.load takes}, oldest first
+    )
     directory: Path | None  # of the run; None for a GPT-2 of Hugging Face
     GPT: type = GPT  # the class of its model
 
@@ -96,8 +98,8 @@ def find_runs(places, model):
     return runs
 
 
-def choose_stages(runs, n):
-    """Chooses at most n stages, the last one included -> list of names.
+def choose_snapshots(runs, n):
+    """Chooses at most n snapshots, the last one included -> list of names.
 
     Two runs have those that are in both; if there is none, the last one of each: [None].
     """
@@ -212,31 +214,31 @@ def write_sample(model, tokenizer, text, n):
     return tokenizer.decode(ids[1:n_prompt]) + sample
 
 
-def find_own_stage(run, stage):
-    """Returns the name of a stage, or that of the last one of the run if it does not have it."""
-    return stage if stage in run.checkpoints else list(run.checkpoints)[-1]
+def find_own_snapshot(run, snapshot):
+    """Returns the name of a snapshot, or that of the last one of the run if it does not have it."""
+    return snapshot if snapshot in run.checkpoints else list(run.checkpoints)[-1]
 
 
-def load(run, stage, process):
+def load(run, snapshot, process):
     """Loads a checkpoint of a run -> (GPT, Tokenizer), ready for the device. Raises UserError.
 
-    stage: its name, as in find_own_stage.
+    snapshot: its name, as in find_own_snapshot.
     """
-    model, tokenizer = run.GPT.load(str(run.checkpoints[find_own_stage(run, stage)]))
+    model, tokenizer = run.GPT.load(str(run.checkpoints[find_own_snapshot(run, snapshot)]))
     return model.to(process.device).eval(), tokenizer
 
 
-def describe(run, stage, model):
-    """Returns which model of a run this is, in words. stage: its name, as in find_own_stage."""
+def describe(run, snapshot, model):
+    """Returns which model of a run this is, in words. snapshot: as in find_own_snapshot."""
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
     size = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
     change = ", trained with a changed model.py" if changes_model(run) else ""
-    return f"{find_own_stage(run, stage)}, {size}{change}"
+    return f"{find_own_snapshot(run, snapshot)}, {size}{change}"
 
 
 def look_at_all(runs, config, process):
-    """Looks at all stages of the runs -> (Text, list of Stages, Tokenizer). Raises UserError."""
+    """Looks at all snapshots of the runs -> (Text, Snapshots, Tokenizer). Raises UserError."""
     newest = [load(run, None, process) for run in runs]
     tokenizer = newest[0][1]
     if newest[-1][1].name != tokenizer.name:
@@ -244,23 +246,23 @@ def look_at_all(runs, config, process):
         raise UserError(f"{names}: have different tokenizers; give runs with the same one")
     contexts = [model.config.block_size for model, _ in newest]
     text = read_text(config.text, tokenizer, min(config.max_tokens, *contexts))
-    names = choose_stages(runs, config.max_checkpoints)
-    stages = []
+    names = choose_snapshots(runs, config.max_checkpoints)
+    snapshots = []
     for i, name in enumerate(names, start=1):
         looks = []
         for run, (model, _) in zip(runs, newest):
-            if find_own_stage(run, name) != find_own_stage(run, None):
+            if find_own_snapshot(run, name) != find_own_snapshot(run, None):
                 model, _ = load(run, name, process)
             record = record_text(model, text.ids)
             sample = write_sample(model, tokenizer, text, config.sample_tokens)
             looks.append(Look(record, describe(run, name, model), sample))
         title = name or "the last checkpoints"
-        stages.append(Snapshot(title, looks))
+        snapshots.append(Snapshot(title, looks))
         means = [f"{text.mean_of(look.record.prediction.losses):.4f}" for look in looks]
         of_what = " of the responses" if text.counted else ""
         print0(f"{title}: mean loss {', '.join(means)} nats per token{of_what}")
         show_progress(i, len(names), "checkpoints")
-    return text, stages, tokenizer
+    return text, snapshots, tokenizer
 
 
 def default_output(runs):
@@ -286,8 +288,8 @@ def main(argv=None):
                 copies.enter_context(own_class(run))
             elif changes_model(run):
                 print0(f"note: {run.name} has changes of model.py; --own_code reads it with them")
-        text, stages, tokenizer = look_at_all(runs, config, process)
-    page = build_page(text, stages, [run.name for run in runs], tokenizer)
+        text, snapshots, tokenizer = look_at_all(runs, config, process)
+    page = build_page(text, snapshots, [run.name for run in runs], tokenizer)
     with writing(output), replacing(Path(output).resolve()) as file:
         file.write(page)
     print0(f"{output}: {len(page) / 1e6:.1f} MB; open it in a browser")

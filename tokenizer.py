@@ -12,9 +12,10 @@ import json
 import sys
 from dataclasses import dataclass
 
-from plaingpt.base.errors import UserError, end_at_once_on_ctrl_c, require, run_program
+from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
+from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import find_files, read_documents
 from plaingpt.data.tokenizer import END_OF_TEXT, load_tokenizer

@@ -14,7 +14,8 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.machine import read_ranks
 from plaingpt.data.order import prefetch
 from plaingpt.distributed import batch_size
-from plaingpt.distributed.device import choose_compile, find_device, memory_advice
+from plaingpt.distributed.device import choose_compile, find_device
+from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import Process, init_process
 from plaingpt.weights import saver
 

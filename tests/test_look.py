@@ -98,12 +98,12 @@ def test_losses_are_those_of_wikitext(run, tmp_path):
     look_at(run, "--text", tmp_path / "held.txt", "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
     examples = load_examples(wikitext.BENCHMARK, tmp_path / "held.txt")
-    for stage, step in zip(data["stages"], (5, 10, 20), strict=True):
-        assert stage["name"] == f"step {step}"
+    for snapshot, step in zip(data["snapshots"], (5, 10, 20), strict=True):
+        assert snapshot["name"] == f"step {step}"
         gpt, tokenizer = model.GPT.load(run / f"model_{step:06d}.pt")
         rows = make_rows(examples, tokenizer, gpt.config)
         scores = score(gpt.eval(), examples, rows, ALONE, 2048)
-        (packed,) = stage["looks"]
+        (packed,) = snapshot["looks"]
         assert losses_of(packed).sum(dtype=float) == pytest.approx(
             -scores.log_likelihood.sum(), abs=1e-5
         )
@@ -145,7 +145,7 @@ def attention_by_hand(gpt, idx):
 
 def test_attention_is_that_of_the_model(run, tmp_path):
     look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    (packed,) = read_page(tmp_path / "a.html")["stages"][-1]["looks"]
+    (packed,) = read_page(tmp_path / "a.html")["snapshots"][-1]["looks"]
     gpt, _ = model.GPT.load(run)
     expected = attention_by_hand(gpt, torch.tensor([ids_of(TEXT)[:-1]]))
     assert [call["block"] for call in packed["calls"]] == [1, 2]
@@ -349,11 +349,11 @@ def test_two_runs(run, tmp_path, capsys):
         save_model(tmp_path / "b", step, other)
     look_at(run, tmp_path / "b", "--text", TEXT, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
-    assert [stage["name"] for stage in data["stages"]] == ["step 10", "step 20"]
+    assert [snapshot["name"] for snapshot in data["snapshots"]] == ["step 10", "step 20"]
     assert data["runs"] == [str(run), str(tmp_path / "b")] and len(data["tokens"]) == 17
     assert data["note"] == "The text has 28 tokens. The page shows the first 16."
     assert "note: The text has 28 tokens." in capsys.readouterr().out
-    first, second = data["stages"][1]["looks"]
+    first, second = data["snapshots"][1]["looks"]
     means = [packed["prediction"]["mean"] for packed in (first, second)]
     assert means[0] == pytest.approx(losses_of(first).mean(), abs=1e-5)
     assert means[1] != pytest.approx(means[0], abs=1e-3)
@@ -367,7 +367,7 @@ def test_pairs(run, tmp_path, capsys):
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
     # The training counts responses only, so the mean does, too.
-    (packed,) = data["stages"][-1]["looks"]
+    (packed,) = data["snapshots"][-1]["looks"]
     mean = losses_of(packed)[np.array(data["counted"][1:])].mean()
     assert packed["prediction"]["mean"] == pytest.approx(mean)
     assert mean != pytest.approx(losses_of(packed).mean(), abs=1e-5)
@@ -378,25 +378,25 @@ def test_pairs(run, tmp_path, capsys):
     counted = "".join("x" if each else "." for each in data["counted"])
     assert counted == "......xxx..xxx"
     assert data["note"] == "The page shows the first 2 pairs."
-    assert data["stages"][0]["looks"][0]["sample"].startswith("12+3=")
+    assert data["snapshots"][0]["looks"][0]["sample"].startswith("12+3=")
     with pytest.raises(UserError, match="pairs.jsonl: no first pair of at most 4 tokens"):
         look_at(run, "--text", path, "--max_tokens", 4)
 
 
 def test_checkpoints_are_chosen_evenly():
     first = look.Run("a", {str(step): None for step in range(20)}, None)
-    assert look.choose_stages([first], 30) == [str(step) for step in range(20)]
-    assert look.choose_stages([first], 3) == ["0", "10", "19"]
-    assert look.choose_stages([first], 1) == ["19"]
+    assert look.choose_snapshots([first], 30) == [str(step) for step in range(20)]
+    assert look.choose_snapshots([first], 3) == ["0", "10", "19"]
+    assert look.choose_snapshots([first], 1) == ["19"]
     second = look.Run("b", {"7": None, "30": None}, None)
-    assert look.choose_stages([first, second], 8) == ["7"]
-    assert look.choose_stages([first, look.Run("c", {"x": None}, None)], 8) == [None]
+    assert look.choose_snapshots([first, second], 8) == ["7"]
+    assert look.choose_snapshots([first, look.Run("c", {"x": None}, None)], 8) == [None]
 
 
 def test_a_large_page_has_the_attention_of_the_last_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.setattr("plaingpt.look.page.LIMIT", 1000)
     look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    looks = [stage["looks"][0] for stage in read_page(tmp_path / "a.html")["stages"]]
+    looks = [snapshot["looks"][0] for snapshot in read_page(tmp_path / "a.html")["snapshots"]]
     assert [look["calls"] is None for look in looks] == [True, True, False]
 
 
@@ -412,7 +412,7 @@ def test_own_code(run, tmp_path):
     with pytest.raises(UserError, match="restore that model.py"):
         look_at(directory, "--text", TEXT)
     look_at(directory, "--text", TEXT, "--own_code")
-    (packed,) = read_page(directory / "look.html")["stages"][0]["looks"]
+    (packed,) = read_page(directory / "look.html")["snapshots"][0]["looks"]
     assert np.allclose(losses_of(packed), record_text(gpt.eval(), ids_of(TEXT)).prediction.losses)
     assert packed["facts"].endswith(" of 2 heads, trained with a changed model.py")
     with pytest.raises(UserError, match="run.json names no commit; leave out --own_code"):
@@ -506,10 +506,10 @@ def test_a_browser_shows_the_numbers(run, tmp_path):
     look_at(run, "--text", evil, "--output", tmp_path / "a.html")
     tokens = read_page(tmp_path / "a.html")["tokens"]
     seen = set()
-    for stage, token in ((0, 3), (1, 7), (2, len(tokens) - 2)):
-        dom, console = dump(tmp_path / "a.html", f"token={token}&stage={stage}&head=0.1.0")
+    for snapshot, token in ((0, 3), (1, 7), (2, len(tokens) - 2)):
+        dom, console = dump(tmp_path / "a.html", f"token={token}&snapshot={snapshot}&head=0.1.0")
         assert console == []
-        gpt, _ = model.GPT.load(run / f"model_{(5, 10, 20)[stage]:06d}.pt")
+        gpt, _ = model.GPT.load(run / f"model_{(5, 10, 20)[snapshot]:06d}.pt")
         record = record_text(gpt.eval(), ids_of(evil))
         prediction = record.prediction
         card = text_of(dom, "card")
@@ -528,7 +528,7 @@ def test_a_browser_shows_the_numbers(run, tmp_path):
         assert abs(float(found[1]) - largest) < 0.5 / 255 + 1e-3
         seen.add(card)
     assert len(seen) == 3
-    dom, console = dump(tmp_path / "a.html", "token=999&stage=-1&head=7.x")  # is ignored
+    dom, console = dump(tmp_path / "a.html", "token=999&snapshot=-1&head=7.x")  # is ignored
     assert (
         console == [] and f"token {len(tokens) // 2} " in text_of(dom, "card") and "step 20" in dom
     )
@@ -556,7 +556,7 @@ def test_keys_and_clicks(run, tmp_path):
         file.write(ACTIONS)
     dom, console = dump(tmp_path / "a.html", "")
     assert console == []
-    assert "<title>#token=8&amp;stage=0&amp;head=0.1.1</title>" in dom
+    assert "<title>#token=8&amp;snapshot=0&amp;head=0.1.1</title>" in dom
     assert "token 2 A" in text_of(dom, "card")  # that under the pointer
     gpt, _ = model.GPT.load(run / "model_000005.pt")
     losses = record_text(gpt.eval(), ids_of(TEXT)).prediction.losses
@@ -586,8 +586,8 @@ def test_a_browser_shows_pairs(run, tmp_path):
 def test_a_browser_shows_the_difference_of_two_runs(run, tmp_path):
     save_model(tmp_path / "b", 20, randomise(fresh(MODEL)))
     look_at(run, tmp_path / "b", "--text", TEXT, "--output", tmp_path / "a.html")
-    (stage,) = read_page(tmp_path / "a.html")["stages"]
-    a, b = (losses_of(packed).astype(float) for packed in stage["looks"])
+    (snapshot,) = read_page(tmp_path / "a.html")["snapshots"]
+    a, b = (losses_of(packed).astype(float) for packed in snapshot["looks"])
     dom, console = dump(tmp_path / "a.html", "token=2")
     assert console == []
     assert f"{b.sum() - a.sum():.4f} nats over the text" in text_of(dom, "sum")

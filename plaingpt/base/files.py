@@ -16,6 +16,8 @@ from plaingpt.base.terminal import print0
 # checksum_of_places reads so many bytes at each place, and at most so many places.
 PLACE = 2**16
 N_PLACES = 64
+# A line of log.txt: step, stream, value.
+LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
 
 def writing(path, remedy="choose another place, or free some space"):
@@ -116,10 +118,6 @@ def checksum_of_places(paths):
                 file.seek(max(0, size - PLACE) * i // max(1, n - 1))
                 crc = zlib.crc32(file.read(PLACE), crc)
     return f"{crc:08x}"
-
-
-# A line of log.txt: step, stream, value.
-LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
 
 def read_log(path):

@@ -28,6 +28,23 @@ ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
 BEFORE_ITEM = re.compile(r"[\s,]*")  # in an array
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
 MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
+RECORDS = (".jsonl", ".json", ".csv", *TABLES)
+COMPRESSIONS = (".gz", ".zst")
+# The libraries that read files raise these if a file is damaged.
+DAMAGE = (
+    OSError,
+    ValueError,
+    RecursionError,
+    NotImplementedError,
+    EOFError,
+    MemoryError,
+    ArithmeticError,  # a date out of range
+    zlib.error,
+)
+SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
+# Matches bytes up to the last place that is surely not inside a token of GPT-2. The place is before
+# a space or line break. The byte before it is printable ASCII, or it ends no Unicode space.
+CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 
 
 def has_array(file):
@@ -189,21 +206,6 @@ def choose_columns(schema, columns):
     return list(columns) if has_all else schema.names
 
 
-RECORDS = (".jsonl", ".json", ".csv", *TABLES)
-COMPRESSIONS = (".gz", ".zst")
-# The libraries that read files raise these if a file is damaged.
-DAMAGE = (
-    OSError,
-    ValueError,
-    RecursionError,
-    NotImplementedError,
-    EOFError,
-    MemoryError,
-    ArithmeticError,  # a date out of range
-    zlib.error,
-)
-
-
 def find_files(patterns):
     """Files, globs, and directories of .arrow files -> list of paths. Raises UserError.
 
@@ -336,12 +338,6 @@ def load_hub(dataset, name=None, split="train", patient=True):
         data = datasets.load_dataset(dataset, name, split=split)
     files = [Path(file["filename"]) for file in data.cache_files]
     return files, data.num_rows, files[0].parent.name if files else None
-
-
-SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
-# Matches bytes up to the last place that is surely not inside a token of GPT-2. The place is before
-# a space or line break. The byte before it is printable ASCII, or it ends no Unicode space.
-CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 
 
 @dataclass

@@ -24,6 +24,13 @@ from plaingpt.base.files import read_json
 
 import numpy as np
 
+BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # keys: llm.c's magic, version
+# The keys are the codes in X.idx. Code 4 is int32. Read as uint32, negative ids become large ones,
+# which no vocabulary has.
+MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
+# The name of a file of Megatron for validation contains this.
+VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
+
 
 @functools.lru_cache(48)  # a process may open only 256 files on macOS
 def open_shard(path):
@@ -70,14 +77,6 @@ def find_meta(directory):
 def read_meta(directory):
     """Returns the contents of meta.json or progress.json, or {} without them. Raises UserError."""
     return read_json(find_meta(directory))
-
-
-BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # keys: llm.c's magic, version
-# The keys are the codes in X.idx. Code 4 is int32. Read as uint32, negative ids become large ones,
-# which no vocabulary has.
-MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
-# The name of a file of Megatron for validation contains this.
-VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 
 
 def find_index(path):

@@ -33,6 +33,7 @@ END_OF_TEXT = "<|endoftext|>"
 MERGES = Path(__file__).with_name("gpt2.tiktoken")
 # Before it merges bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+LONG_SPACE = 500_000
 
 
 @dataclass(eq=False, repr=False)  # has a hash for functools.cache
@@ -234,9 +235,6 @@ def load_tokenizer(place, end_of_text=None):
     with explaining(f"--tokenizer {place}: not usable", "give another, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
-
-
-LONG_SPACE = 500_000
 
 
 def clean_text(text):

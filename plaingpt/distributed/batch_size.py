@@ -4,8 +4,8 @@ import contextlib
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.device import batch_size_advice
 from plaingpt.distributed.gradients import set_gradient_sync
+from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.split import is_split
 
 import torch

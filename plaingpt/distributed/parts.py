@@ -3,7 +3,7 @@
 They are DTensors: tensors of which each process has a part.
 """
 
-from plaingpt.distributed.device import memory_advice
+from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.pipeline import Pipeline, own_gpt
 
 import torch

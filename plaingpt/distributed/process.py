@@ -8,7 +8,8 @@ from datetime import timedelta
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
-from plaingpt.distributed.device import choose_dtype, find_device, set_malloc
+from plaingpt.distributed.device import choose_dtype, find_device
+from plaingpt.distributed.memory import set_malloc
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the data of the page. What is chosen is in the address behind "#", so that a link shows it:
-// token (a number), stage (the place of the slider), head (run, call and head, such as 0.1.3).
+// token (a number), snapshot (the place of the slider), head (run, call and head, such as 0.1.3).
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const n = data.tokens.length;
@@ -8,7 +8,7 @@ const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows noth
 const WIDEST = 3;  // nats: a larger difference of two losses has the same colour
 // At first, the middle of the text is chosen, or the first token of a response.
 const FIRST = data.counted ? data.counted.indexOf(true) : Math.floor(n / 2);
-const state = { token: FIRST, stage: data.stages.length - 1, head: [0, 0, 0] };
+const state = { token: FIRST, snapshot: data.snapshots.length - 1, head: [0, 0, 0] };
 const names = nameRuns();
 const texts = [];  // the elements with the text: each has a span for each token
 const heads = [];  // the buttons of the heads that are shown
@@ -32,7 +32,7 @@ function unpack(text, Type) {
   return unpacked.get(text);
 }
 
-const looks = () => data.stages[state.stage].looks;
+const looks = () => data.snapshots[state.snapshot].looks;
 const isCounted = (i) => i > 0 && (!data.counted || data.counted[i]);  // whether its loss counts
 const counted = data.tokens.map((_, i) => i).filter(isCounted);
 const lossesOf = (prediction) => unpack(prediction.losses, Float32Array);
@@ -170,10 +170,10 @@ function drawFacts() {
   byId("facts").replaceChildren(...rows);
 }
 
-function drawStage() {
-  byId("slider").value = state.stage;
-  byId("slider").setAttribute("aria-valuetext", data.stages[state.stage].name);
-  byId("stage").textContent = data.stages[state.stage].name;
+function drawSnapshot() {
+  byId("slider").value = state.snapshot;
+  byId("slider").setAttribute("aria-valuetext", data.snapshots[state.snapshot].name);
+  byId("snapshot").textContent = data.snapshots[state.snapshot].name;
   byId("samples").replaceChildren(...sides((look) => make("pre", { text: visible(look.sample) })));
 }
 
@@ -383,7 +383,7 @@ function drawToken() {
 
 function drawAll() {
   drawFacts();
-  drawStage();
+  drawSnapshot();
   drawLosses();
   drawDifference();
   drawAttention();
@@ -391,12 +391,12 @@ function drawAll() {
   drawChecks();
 }
 
-/** Chooses a token, a stage or a head. The address follows. */
+/** Chooses a token, a snapshot or a head. The address follows. */
 function choose(change) {
   Object.assign(state, change);
-  const address = new URLSearchParams({ token: state.token, stage: state.stage, head: state.head.join(".") });
+  const address = new URLSearchParams({ token: state.token, snapshot: state.snapshot, head: state.head.join(".") });
   history.replaceState(null, "", `#${address}`);
-  if ("stage" in change) drawAll();
+  if ("snapshot" in change) drawAll();
   else drawToken();
 }
 
@@ -404,10 +404,10 @@ function choose(change) {
 function readAddress() {
   const address = new URLSearchParams(location.hash.slice(1));
   const token = Number(address.get("token") ?? NaN);
-  const stage = Number(address.get("stage") ?? NaN);
+  const snapshot = Number(address.get("snapshot") ?? NaN);
   const head = (address.get("head") ?? "").split(".").map(Number);
   if (Number.isInteger(token) && token >= 0 && token < n) state.token = token;
-  if (data.stages[stage]) state.stage = stage;
+  if (data.snapshots[snapshot]) state.snapshot = snapshot;
   if (head.length === 3 && head.every(Number.isInteger)) state.head = head;
 }
 
@@ -419,9 +419,9 @@ const headText = { title: make("h3"), line: make("p"), text: makeText("the text,
 byId("head").append(headText.title, headText.line, headText.text, headText.picture);
 byId("compare").hidden = data.runs.length < 2;
 byId("outlined").hidden = !data.counted;
-byId("slider").max = data.stages.length - 1;
-byId("stages").hidden = data.stages.length < 2;
-byId("slider").addEventListener("input", (event) => choose({ stage: Number(event.target.value) }));
+byId("slider").max = data.snapshots.length - 1;
+byId("snapshots").hidden = data.snapshots.length < 2;
+byId("slider").addEventListener("input", (event) => choose({ snapshot: Number(event.target.value) }));
 byId("guess").textContent = `${GUESS.toFixed(2)}: a guess among ${data.vocabulary} tokens`;
 byId("first").textContent = `${names[1]} is better by ${WIDEST} nats`;
 byId("second").textContent = `${names[0]} is better by ${WIDEST} nats`;

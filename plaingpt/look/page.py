@@ -1,4 +1,8 @@
-"""What the page shows for each token of a text."""
+"""Writes records of a text into one HTML file, which needs no network and no other file.
+
+page.html has the parts of the page, page.css their look, and page.js draws the numbers. Arrays are
+stored as base64: losses in float32, and attention in 8 bits, since the eye needs no more.
+"""
 
 import base64
 import codecs
@@ -10,6 +14,9 @@ from pathlib import Path
 from plaingpt.look.record import AttentionCall, BlockOutput, Record
 
 import numpy as np
+
+# A page has so many bytes of attention at most, or the attention of the last snapshot only.
+LIMIT = 2**24
 
 
 def split_text(ids, tokenizer):
@@ -65,10 +72,6 @@ def bytes_of(i, tokenizer):
     return tokenizer.token_bytes[i] if is_text else b""
 
 
-# A page has so many bytes of attention at most, or the attention of the last stage only.
-LIMIT = 2**24
-
-
 @dataclass
 class Look:
     """A record of one model, and what else the page shows of it."""
@@ -101,26 +104,26 @@ class Text:
         return float(losses.mean(dtype=np.float64))
 
 
-def build_page(text, stages, runs, tokenizer):
+def build_page(text, snapshots, runs, tokenizer):
     """Returns the HTML file, as bytes.
 
-    text: a Text. stages: list of Stages. runs: names of the runs, one or two. tokenizer: that of
-    the ids.
+    text: a Text. snapshots: list of Snapshots. runs: names of the runs, one or two. tokenizer: that
+    of the ids.
     """
-    n_bytes = sum(size_of_calls(look.record) for stage in stages for look in stage.looks)
+    n_bytes = sum(size_of_calls(look.record) for snapshot in snapshots for look in snapshot.looks)
     packed = []
-    for stage in stages:
-        with_attention = n_bytes <= LIMIT or stage is stages[-1]
-        looks = [pack_look(look, text, with_attention) for look in stage.looks]
-        packed.append(dict(name=stage.name, looks=looks))
+    for snapshot in snapshots:
+        with_attention = n_bytes <= LIMIT or snapshot is snapshots[-1]
+        looks = [pack_look(look, text, with_attention) for look in snapshot.looks]
+        packed.append(dict(name=snapshot.name, looks=looks))
     data = dict(
         runs=runs,
         note=text.note,
         tokens=split_text(text.ids, tokenizer),
         counted=text.counted,
-        names={i: name_token(i, tokenizer) for i in find_ids(text, stages)},
+        names={i: name_token(i, tokenizer) for i in find_ids(text, snapshots)},
         vocabulary=tokenizer.n_vocab,
-        stages=packed,
+        snapshots=packed,
     )
     return fill_template(" · ".join(runs), data)
 
@@ -140,11 +143,11 @@ def read_part(name):
     return Path(__file__).with_name(name).read_text("utf-8")
 
 
-def find_ids(text, stages):
+def find_ids(text, snapshots):
     """Returns all ids that a page names: those of the text, and those that models predict."""
     ids = set(text.ids)
-    for stage in stages:
-        for look in stage.looks:
+    for snapshot in snapshots:
+        for look in snapshot.looks:
             ids.update(look.record.prediction.ids.ravel().tolist())
             for block in look.record.blocks:
                 if block.prediction:

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # what the weights depend on
 TOLERANCE = 1e-3  # relative; a GPU that multiplies in TF32 makes a smaller difference
+N_LIKELIEST = 5  # of the model's prediction
+N_LIKELIEST_OF_BLOCK = 3
 
 
 @dataclass
@@ -37,7 +39,7 @@ class AttentionWatch(TorchFunctionMode):
     """A context that keeps an AttentionCall for each call of F.scaled_dot_product_attention.
 
     A TorchFunctionMode sees the calls of all functions of PyTorch in its context. `block` is the
-    number of the block that is running, or None; the hooks of record.py set it.
+    number of the block that is running, or None; `watching` sets it.
     """
 
     def __init__(self):
@@ -93,10 +95,6 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
         scores = scores + attn_mask
     # A token that may see no key has the weight 0 for all of them.
     return scores.softmax(dim=-1).masked_fill(scores == -math.inf, 0.0)
-
-
-N_LIKELIEST = 5  # of the model's prediction
-N_LIKELIEST_OF_BLOCK = 3
 
 
 @dataclass

@@ -1,14 +1,12 @@
 """The directory of a run: moves an old run aside, and writes run.json and changes.patch."""
 
-import contextlib
 import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_log, replacing, write_json, writing
-from plaingpt.base.source import diff_since, hash_of_program, run_git
+from plaingpt.base.source import hash_of_program, read_git
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import hardware_name
 
@@ -112,55 +110,3 @@ def write_facts(step, whole_gpt, config, given, data, process):
             patch.write_bytes(changes)
         elif commit:  # removes an older patch: this code has no changes any more
             patch.unlink(missing_ok=True)
-
-
-def print_summary(training, config, data, sizes, process):
-    """Prints what is trained and what a step is. Adds notes if there is too little data.
-
-    sizes: from plan_steps. The other arguments are those of main.
-    """
-    n_parameters = sum(p.numel() for p in training.whole_gpt.parameters())
-    n_train = sum(map(len, data.train))
-    print0(
-        f"{n_parameters:,} parameters, {n_train:,} training tokens, {process.dtype_name} "
-        f"on {hardware_name(process.device)}, {process.world_size} processes, in {config.log_dir}"
-    )
-    n, B = sizes[-1]  # after the ramp, if there is one
-    T = config.total_batch_size // n
-    n_micro = n // B // process.dp_size
-    schedule = f"rate {config.max_lr:g} after {config.warmup_steps} steps"
-    if config.schedule != "constant":
-        schedule += f", then {config.schedule} to {config.min_lr:g}"
-    parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
-    print0(f"a step: {parts} on each process; {schedule}")
-    groups = []  # with --pp, those of the first stage
-    for optimizer in training.optimizers:
-        for group in optimizer.param_groups:
-            decay = group.get("weight_decay", 0)
-            size = len(group["params"])
-            groups.append(f"{type(optimizer).__name__} with decay {decay:g}: {size} tensors")
-    print0("; ".join(groups))
-    epochs = config.max_steps * config.total_batch_size // n_train
-    if epochs > 30:
-        print0(f"note: the run reads the data {epochs} times; more data would be better")
-    n_val = min(map(len, data.val))  # of the smallest set
-    if n_val < 4096:
-        print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
-
-
-def read_git():
-    """Returns what git says about this clone: (commit, names of untracked files, changes).
-
-    All are empty in a copy of the files without git.
-    """
-    commit = b""
-    untracked = b""
-    changes = b""
-    with contextlib.suppress(UserError):
-        commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
-        # With -z, git does not quote names that are not ASCII.
-        listed = ("ls-files", "-z", "--others", "--exclude-standard", "--full-name", ":/")
-        untracked = run_git(*listed)
-        changes = diff_since("HEAD")
-    names = [name for name in untracked.decode(errors="replace").split("\0") if name]
-    return commit.decode().strip(), names, changes

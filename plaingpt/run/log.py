@@ -13,9 +13,9 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import lock, writing
 from plaingpt.base.terminal import print0, shorten_line, show_progress
-from plaingpt.distributed.device import peak_flops
+from plaingpt.distributed.device import hardware_name, peak_flops
 from plaingpt.distributed.process import on_rank0
-from plaingpt.run.directory import prepare_run_directory, print_summary, write_facts
+from plaingpt.run.directory import prepare_run_directory, write_facts
 
 
 class TensorBoard:
@@ -167,6 +167,40 @@ class Progress:
         skipped = f"{self.n_skipped} steps skipped; " if self.n_skipped else ""
         program = f"python generate.py --checkpoint {self.config.log_dir}"
         print0(f"{how}: {skipped}{program} writes text")
+
+
+def print_summary(training, config, data, sizes, process):
+    """Prints what is trained and what a step is. Adds notes if there is too little data.
+
+    sizes: from plan_steps. The other arguments are those of main.
+    """
+    n_parameters = sum(p.numel() for p in training.whole_gpt.parameters())
+    n_train = sum(map(len, data.train))
+    print0(
+        f"{n_parameters:,} parameters, {n_train:,} training tokens, {process.dtype_name} "
+        f"on {hardware_name(process.device)}, {process.world_size} processes, in {config.log_dir}"
+    )
+    n, B = sizes[-1]  # after the ramp, if there is one
+    T = config.total_batch_size // n
+    n_micro = n // B // process.dp_size
+    schedule = f"rate {config.max_lr:g} after {config.warmup_steps} steps"
+    if config.schedule != "constant":
+        schedule += f", then {config.schedule} to {config.min_lr:g}"
+    parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
+    print0(f"a step: {parts} on each process; {schedule}")
+    groups = []  # with --pp, those of the first stage
+    for optimizer in training.optimizers:
+        for group in optimizer.param_groups:
+            decay = group.get("weight_decay", 0)
+            size = len(group["params"])
+            groups.append(f"{type(optimizer).__name__} with decay {decay:g}: {size} tensors")
+    print0("; ".join(groups))
+    epochs = config.max_steps * config.total_batch_size // n_train
+    if epochs > 30:
+        print0(f"note: the run reads the data {epochs} times; more data would be better")
+    n_val = min(map(len, data.val))  # of the smallest set
+    if n_val < 4096:
+        print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
 
 
 class RunLog:

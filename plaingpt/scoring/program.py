@@ -7,7 +7,8 @@ from plaingpt.base.errors import run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.device import Dtype, memory_advice
+from plaingpt.distributed.device import Dtype
+from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import init_process, on_rank0
 from plaingpt.scoring.benchmark import check_logged, load_examples, split_by_example
 from plaingpt.scoring.score import TOKENS, make_rows, score

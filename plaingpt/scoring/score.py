@@ -25,6 +25,12 @@ from plaingpt.scoring.benchmark import prompt_ids
 import numpy as np
 import torch
 
+CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
+# A forward pass has so many tokens, by device. The caches of a CPU are small.
+TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
+# Rows are padded to a multiple of so many tokens, so that a GPU sees few shapes.
+ROUND = dict(cpu=1, cuda=64, mps=64)
+
 
 class Row(NamedTuple):
     """Ids of a context, and its endings: (ids, number of the pair, whether they end the pair)."""
@@ -118,13 +124,6 @@ def lay_out(rows, L):
             scored.append(np.broadcast_arrays(previous, ids, pair, is_end_of_pair))  # (4, n)
             start = end
     return torch.from_numpy(tokens), torch.from_numpy(np.concatenate(scored, axis=1))
-
-
-CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
-# A forward pass has so many tokens, by device. The caches of a CPU are small.
-TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
-# Rows are padded to a multiple of so many tokens, so that a GPU sees few shapes.
-ROUND = dict(cpu=1, cuda=64, mps=64)
 
 
 def forward(model, rows, L, device):

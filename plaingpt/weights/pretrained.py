@@ -23,6 +23,7 @@ GPT2 = dict(
     add_cross_attention=False,
     scale_attn_by_inverse_layer_idx=False,
 )
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
 
 def read_gpt2(name, GPT):
@@ -142,9 +143,6 @@ def transpose_conv1d(weights):
     for name, tensor in weights.items():
         found[name] = tensor.t().contiguous() if name.endswith(CONV1D) else tensor
     return found
-
-
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
 
 
 def load_model(name, GPT):
