@@ -141,8 +141,7 @@ def choose_rates(programs, rates, sealed):
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
         print0(f"{program.name}: losses of the rates {own}; the best rate is {best}{edge}")
         chosen.append(program.with_flags(["--max_lr", str(best)]))
-    probe(chosen, sealed)
-    return chosen
+    return probe(chosen, sealed)
 
 
 def compare_programs(programs, sealed, config, ledger, entry):
@@ -255,8 +254,8 @@ def main():
             Program("base", flags, hash_of_copy(LAB / "base")),
             Program("change", flags + more, hash_of_copy(LAB / "change")),
         ]
-        sealed = split_data(programs)
-        probe(programs, sealed)
+        programs, sealed = split_data(programs)
+        programs = probe(programs, sealed)
         if programs[0].key == programs[1].key:
             verdict = "no gain" if config.sizes else "equal"
             entry.update(verdict=verdict, reason=UNCHANGED)

@@ -249,10 +249,22 @@ def test_the_time_ratio_is_that_of_a_step(tmp_path):
         for step in range(3):
             lines.append(f"{step} tokens {tokens * (step + 1)}\n{step} tok_s {tokens / seconds}\n")
         (tmp_path / name / "log.txt").write_text("".join(lines))
-        made.append((lab.Program(name, [], ""), tmp_path / name, ["--seed", "1"]))
+        program = lab.Program(name, [], "")
+        made.append(runs.TrainingRun(program, tmp_path / name, ["--seed", "1"]))
     programs = [program for program, _, _ in made]
     assert runs.ratio_of_times(programs, made) == pytest.approx(3)
     assert runs.ratio_of_times(programs, []) is None  # nothing was trained
+
+
+def test_a_run_depends_on_the_weights_that_it_starts_from(tmp_path):
+    """Their name alone does not say it: a run directory gets new checkpoints."""
+    (tmp_path / "model_000001.pt").write_bytes(b"one")
+    for place in (tmp_path, tmp_path / "model_000001.pt"):
+        (tmp_path / "model_000001.pt").write_bytes(b"one")
+        before = runs.hash_of_weights(str(place))
+        (tmp_path / "model_000001.pt").write_bytes(b"two")
+        assert runs.hash_of_weights(str(place)) != before
+    assert runs.hash_of_weights(None) == runs.hash_of_weights("gpt2") == ""
 
 
 def test_a_ledger_survives_half_a_line(tmp_path, capsys):
@@ -615,7 +627,7 @@ def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Run)
     base = lab.Program("base", [], "")
-    runs.train([(base, tmp_path / str(i), []) for i in range(4)])
+    runs.train([runs.TrainingRun(base, tmp_path / str(i), []) for i in range(4)])
     assert devices["1"] == devices["2"] == devices["3"] != devices["0"]
 
 

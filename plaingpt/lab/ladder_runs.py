@@ -53,7 +53,7 @@ def compare_ladder(programs, sealed, config, ledger, entry):
         judge_ladder(entry["base_losses"], entry["losses"], config.sizes, flops, config.delta)
     )
     entry["reason"] += note
-    largest = [run for run in runs if any(run[0] is program for program in pairs[-1])]
+    largest = [run for run in runs if run.program in pairs[-1]]
     entry["time_ratio"] = ratio_of_times(pairs[-1], largest)
     show_look(pairs[-1], seeds)
 
@@ -101,8 +101,7 @@ def programs_of_size(programs, size, factors, sealed):
             value = getattr(size, name)
             flags += [f"--{name}", str(factor * value if name == "max_lr" else value)]
         found.append(program.with_flags(flags))
-    probe(found, sealed)
-    return found
+    return probe(found, sealed)
 
 
 def choose_factors(programs, sizes, factors, sealed):

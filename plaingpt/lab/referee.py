@@ -13,7 +13,7 @@ import sys
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_json, write_json
-from plaingpt.lab.runs import LAB, ROOT, is_known, probe_directory, train
+from plaingpt.lab.runs import LAB, ROOT, TrainingRun, is_known, probe_directory, train
 
 LATER_TOLERANCE = 1e-4  # relative; rounding to float32 makes a smaller difference
 
@@ -34,16 +34,18 @@ def call_referee(task, given):
 
 
 def split_data(programs):
-    """Splits the data of both programs, and gives them the training part -> the sealed sets.
+    """Splits the data of both programs -> (the programs, with the training part; sealed sets).
 
     programs: [base, change], not probed yet. Raises UserError.
     """
     base, change = programs
     given = dict(flags=base.flags, more=change.flags, place=str(LAB))
     parts = call_referee("split", given)
+    found = []
     for program in programs:
-        program.flags += ["--data", *parts["data"][program.name]]  # the last --data counts
-    return parts["sealed"]
+        # If --data is given twice, the last one counts.
+        found.append(program.with_flags(["--data", *parts["data"][program.name]]))
+    return found, parts["sealed"]
 
 
 def read_score(program, run):
@@ -112,7 +114,8 @@ def try_runs(programs, run, flags, sealed):
     for program in programs:
         with contextlib.suppress(UserError):  # a large rate may diverge
             if not is_known(program, run):
-                train([(program, program.directory(run), flags)], f"{program.name}, {run}")
+                new = TrainingRun(program, program.directory(run), flags)
+                train([new], f"{program.name}, {run}")
     measure_runs(programs, ([run], [run]), sealed)
     for program in programs:
         delete_models(program, run)

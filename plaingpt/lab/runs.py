@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import checksum_of_places, read_json, read_streams
@@ -23,8 +24,8 @@ from tqdm import tqdm
 
 ROOT = CLONE.resolve()
 LAB = (ROOT / "log" / "experiments").resolve()  # log may be a link to a larger disk
-# Facts in run.json on which a loss does not depend. Data have a fingerprint, too. The code has a
-# hash of its own, see hash_of_copy.
+# Facts in run.json that are not in the key. Runs with one key differ in their seed. The data are in
+# it by their fingerprint, and the code by a hash of its own, see hash_of_copy.
 OTHER_FACTS = (
     "program",
     "git_commit",
@@ -40,7 +41,7 @@ OTHER_FACTS = (
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
     """The base or the change: a copy of the code, and flags."""
 
@@ -63,6 +64,14 @@ class Program:
         return replace(self, flags=[*self.flags, *flags], facts=None, key="")
 
 
+class TrainingRun(NamedTuple):
+    """A run that is to be trained."""
+
+    program: Program
+    directory: Path
+    flags: list[str]  # beside those of the program
+
+
 def probe_directory(name):
     """Returns the directory of the probe of a program."""
     return LAB / "probes" / name
@@ -79,8 +88,8 @@ def count_slots():
 def train(runs, title="training; after Ctrl-C, the same command continues"):
     """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
 
-    runs: [(program, run directory, flags)]. A run that was stopped earlier continues. After Ctrl-C,
-    each running one saves a checkpoint. title: what the progress bar says.
+    runs: list of TrainingRun. One that was stopped earlier continues. After Ctrl-C, each running
+    one saves a checkpoint. title: what the progress bar says.
     """
     n_gpus = count_gpus()
     slots = count_slots()
@@ -90,17 +99,16 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
         free.put(["--device", f"cuda:{i}"] if n_gpus else [])
 
     def train_one(run):
-        program, place, flags = run
         device = free.get()
         try:
-            process = start_run(program, place, [*device, *program.flags, *flags])
+            process = start_run(run, device)
             processes.append(process)
             status = process.wait()
         finally:
             free.put(device)
         if status:
-            lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
-            raise UserError("\n".join([f"{place} failed:", *lines[-3:]]))
+            lines = (run.directory / "output.txt").read_text("utf-8", "replace").splitlines()
+            raise UserError("\n".join([f"{run.directory} failed:", *lines[-3:]]))
 
     # After an error or Ctrl-C, no other run starts, and those that have started come to their end.
     with ThreadPoolExecutor(slots) as pool:
@@ -114,13 +122,17 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
             raise
 
 
-def start_run(program, place, flags):
-    """Starts a run -> Popen. Its output goes to output.txt in the run directory."""
-    place.mkdir(parents=True, exist_ok=True)
-    file = LAB / program.name / "train_gpt2.py"
-    with open(place / "output.txt", "w") as output:
+def start_run(run, device):
+    """Starts a TrainingRun -> Popen. Its output goes to output.txt in the run directory.
+
+    device: the flags that choose it.
+    """
+    run.directory.mkdir(parents=True, exist_ok=True)
+    file = LAB / run.program.name / "train_gpt2.py"
+    flags = [*device, *run.program.flags, *run.flags, *QUIET, "--log_dir", run.directory]
+    with open(run.directory / "output.txt", "w") as output:
         return subprocess.Popen(
-            [sys.executable, file, *flags, *QUIET, "--log_dir", place],
+            [sys.executable, file, *flags],
             stdout=output,
             stderr=output,
             start_new_session=True,  # out of reach of the terminal's Ctrl-C, see train
@@ -128,22 +140,23 @@ def start_run(program, place, flags):
 
 
 def probe(programs, sealed):
-    """Completes the programs: each one makes a step, and writes its facts. Raises UserError.
+    """Lets each program make a step, which writes its facts -> the programs with facts and key.
 
-    programs: [base, change]. sealed: the sets on which the referee measures.
+    programs: [base, change]. sealed: the sets on which the referee measures. Raises UserError.
     """
     runs = []
     for program in programs:
         place = probe_directory(program.name)
         shutil.rmtree(place, ignore_errors=True)  # it may be that of another size
-        runs.append((program, place, ["--max_minutes", "1e-4"]))
+        runs.append(TrainingRun(program, place, ["--max_minutes", "1e-4"]))
     train(runs, "one step")
+    facts_of_both = []
     for program in programs:
-        said = read_json(probe_directory(program.name) / "run.json")
-        train_config = said.pop("train_config")
-        # `said` is last: it has the device and the dtype that were chosen, not "auto" or "cuda:1".
-        program.facts = train_config | said["model_config"] | said
-    base, change = [program.facts for program in programs]
+        run_json = read_json(probe_directory(program.name) / "run.json")
+        train_config = run_json.pop("train_config")
+        # run_json is last: it has the device and dtype that were chosen, not "auto" or "cuda:1".
+        facts_of_both.append(train_config | run_json["model_config"] | run_json)
+    base, change = facts_of_both
     for name in ("tokenizer", "block_size"):
         if base[name] != change[name]:
             raise UserError(
@@ -154,12 +167,15 @@ def probe(programs, sealed):
     for part in sealed:
         path = Path(part["sealed"])
         measured.append([part["share"], path.parent.name, path.name])
-    for program in programs:
-        known = {name: fact for name, fact in program.facts.items() if name not in OTHER_FACTS}
-        known["training split"] = program.facts["fingerprints"]["training split"]
-        weights = hash_of_weights(program.facts["init_from"])
+    probed = []
+    for program, facts in zip(programs, facts_of_both):
+        known = {name: fact for name, fact in facts.items() if name not in OTHER_FACTS}
+        known["training split"] = facts["fingerprints"]["training split"]
+        weights = hash_of_weights(facts["init_from"])
         text = json.dumps([known, program.code, weights, measured], sort_keys=True)
-        program.key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        probed.append(replace(program, facts=facts, key=key))
+    return probed
 
 
 def hash_of_weights(name):
@@ -189,7 +205,8 @@ def train_missing(pairs, seeds):
         for seed in seeds[0]:  # the base has all seeds of the change
             for program, own in zip(programs, seeds):
                 if seed in own and not is_known(program, seed):
-                    runs.append((program, program.directory(seed), ["--seed", str(seed)]))
+                    flags = ["--seed", str(seed)]
+                    runs.append(TrainingRun(program, program.directory(seed), flags))
     n = len(pairs) * (len(seeds[0]) + len(seeds[1]))
     print0(f"{n - len(runs)} of {n} runs are known")
     train(runs)
@@ -206,9 +223,10 @@ def ratio_of_times(programs, runs):
     ratios = []
     # Two runs of the same seed follow each other in the list, and went side by side. A run whose
     # partner was trained earlier does not count: the machine may have had more to do.
-    for (base, place, flags), (change, next_place, next_flags) in zip(runs, runs[1:]):
-        if (base.name, change.name) == ("base", "change") and flags == next_flags:
-            ratios.append(median_step_time(next_place) / median_step_time(place))
+    for run, following in zip(runs, runs[1:]):
+        names = (run.program.name, following.program.name)
+        if names == ("base", "change") and run.flags == following.flags:
+            ratios.append(median_step_time(following.directory) / median_step_time(run.directory))
     if not ratios:
         base_time, change_time = time_steps(programs)
         ratios = [change_time / base_time]
@@ -221,9 +239,9 @@ def time_steps(programs):
     for program in programs:
         place = probe_directory(f"timed_{program.name}")
         shutil.rmtree(place, ignore_errors=True)  # it may be that of another size
-        timed.append((program, place, ["--max_minutes", "0.1"]))
+        timed.append(TrainingRun(program, place, ["--max_minutes", "0.1"]))
     train(timed, "measuring the time of a step")
-    return [median_step_time(place) for _, place, _ in timed]
+    return [median_step_time(run.directory) for run in timed]
 
 
 def median_step_time(place):
