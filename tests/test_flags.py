@@ -100,3 +100,11 @@ def test_losses_do_not_depend_on_the_fields_of_run_config():
     names -= {field.name for field in dataclasses.fields(RunConfig)}
     assert TrainConfig().settings_of_losses().keys() == names
     assert {"seed", "dtype", "max_lr", "val_tokens"} < names
+
+
+def test_every_program_says_its_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_flags("", Postponed, argv=["--version"])
+    assert stop.value.code == 0
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert capsys.readouterr().out == f"plainGPT {version}\n"
