@@ -132,8 +132,10 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 
 def read_version():
     """Returns the version in pyproject.toml, such as "0.9"."""
-    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8")
-    return re.search(r'^version = "(.+)"$', text, re.M)[1]
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    if not path.exists():  # only the Python files were copied
+        return "unknown"
+    return re.search(r'^version = "(.+)"$', path.read_text("utf-8"), re.M)[1]
 
 
 def advise(text, flags):
