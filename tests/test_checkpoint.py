@@ -10,8 +10,9 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_streams
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.checkpoint import hash_of_model, load_checkpoint, load_newest
+from plaingpt.weights.optimizer_state import OptimizerState
 from plaingpt.weights.pretrained import load_model, save_gpt2
-from plaingpt.weights.saver import read_best_val, set_moments
+from plaingpt.weights.saver import read_best_val
 
 import pytest
 import torch
@@ -367,12 +368,33 @@ def test_moments_of_a_wrong_shape_are_refused(copy, key):
     assert err == f"error: {key} has a wrong shape in the checkpoint; resume from another\n"
 
 
+def adamw_state():
+    """A small model's AdamW, and what a checkpoint needs of it."""
+    model = GPT(GPTConfig(1, 1, 8, 8, 256))
+    (optimizer,) = model.configure_optimizers(0.1, 1e-3)
+    names = {p: name for name, p in model.named_parameters()}
+    return optimizer, OptimizerState(optimizer, names), dict(model.named_parameters())
+
+
 @pytest.mark.parametrize("moment, shape", [("exp_avg", ()), ("exp_avg_sq", (1,)), ("step", (3,))])
 def test_only_the_count_of_steps_is_a_scalar(moment, shape):
     """AdamW's fused kernel writes beyond a moment that is too small."""
-    (optimizer,) = GPT(GPTConfig(1, 1, 8, 8, 16)).configure_optimizers(0.1, 1e-3)
+    _, state, _ = adamw_state()
+    saved = dict(exp_avg=torch.ones(256, 8), exp_avg_sq=torch.ones(256, 8), step=torch.ones(()))
+    saved[moment] = torch.ones(shape)
     with pytest.raises(UserError, match="has a wrong shape in the checkpoint; resume from another"):
-        set_moments(optimizer, {f"transformer.wte.weight.{moment}": torch.ones(shape)})
+        state.restore({f"{WTE}.{name}": value for name, value in saved.items()})
+
+
+def test_a_trial_step_changes_nothing():
+    torch.manual_seed(0)
+    optimizer, state, parameters = adamw_state()
+    before = torch.random.get_rng_state()
+    weights = {name: p.detach().clone() for name, p in parameters.items()}
+    state.try_step()
+    assert torch.equal(torch.random.get_rng_state(), before) and not optimizer.state
+    for name, p in parameters.items():
+        assert p.grad is None and torch.equal(p, weights[name])
 
 
 WTE = "transformer.wte.weight"
@@ -401,7 +423,10 @@ def test_moments_become_contiguous_float32(tmp_path, kind):
 
     expected = []
     damaged_copy(tmp_path, change)
-    found = load_newest(tmp_path, GPT)["optimizer"]["adamw"][f"{WTE}.exp_avg"]
+    saved = load_newest(tmp_path, GPT)["optimizer"]["adamw"]
+    optimizer, state, parameters = adamw_state()
+    state.restore({key: value for key, value in saved.items() if key.startswith(WTE)})
+    found = optimizer.state[parameters[WTE]]["exp_avg"]
     assert found.dtype == torch.float32 and found.is_contiguous()
     assert torch.equal(found, expected[0])
 
@@ -419,7 +444,6 @@ FIELDS = {  # changes of a checkpoint that no resume can read
     "no optimizer": lambda saved: saved.pop("optimizer"),
     "optimizer": lambda saved: saved.update(optimizer=[]),
     "moments": lambda saved: saved.update(optimizer=dict(adamw=7)),
-    "a moment": lambda saved: saved["optimizer"]["adamw"].update({f"{WTE}.exp_avg": 7}),
     "NaN": lambda saved: saved["optimizer"]["adamw"][f"{WTE}.exp_avg"].fill_(torch.nan),
     "count": lambda saved: saved["optimizer"]["adamw"][f"{WTE}.step"].fill_(-3),
     "heads": lambda saved: saved["model_config"].update(n_head=3),

@@ -35,8 +35,27 @@ def is_dtensor(tensor):
     return hasattr(tensor, "placements")
 
 
+def map_tensors(value, function):
+    """Returns a value in which each tensor is replaced by function(tensor).
+
+    value: a tensor, a number, a text or None, or a list, tuple or dict of these. Raises TypeError
+    if it is, or has, something else.
+    """
+    if torch.is_tensor(value):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(each, function) for each in value)
+    if type(value) is dict:
+        return {key: map_tensors(each, function) for key, each in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"it is a {type(value).__name__}")
+
+
 def gather(model, parts, process):
     """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
+
+    A part may also be another value, see map_tensors. It stays as it is, but on the CPU.
 
     Gathers the split tensors on the device one at a time, and moves each to the CPU before the next
     one, to save memory. All processes must call this.
@@ -47,7 +66,7 @@ def gather(model, parts, process):
     for name, part in parts.items():
         whole = join_parts(name, part)
         if process.rank == 0:
-            found[name] = whole.cpu()
+            found[name] = map_tensors(whole, torch.Tensor.cpu)
     return found
 
 
@@ -56,9 +75,17 @@ def gather_stages(model, parts, process):
     found = {}
     for stage in range(model.n_stages):
         # The other stages do not know the names, shapes and dtypes of these tensors.
-        shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
-        message = [shapes]  # the broadcast replaces this element by that of the stage
+        shapes = {}
+        others = {}  # values that are no tensors
+        for name, part in parts.items():
+            if torch.is_tensor(part):
+                shapes[name] = (part.shape, part.dtype)
+            else:
+                others[name] = map_tensors(part, torch.Tensor.cpu)
+        message = [shapes, others]  # the broadcast replaces both by those of the stage
         dist.broadcast_object_list(message, group=model.group, group_src=stage)
+        if process.rank == 0:
+            found.update(message[1])
         for name, (shape, dtype) in message[0].items():
             if stage == model.index:
                 whole = join_parts(name, parts[name])
@@ -73,9 +100,11 @@ def gather_stages(model, parts, process):
 
 def join_parts(name, part):
     """Returns the whole tensor of which each process has a part. All processes must call this."""
-    part = part.detach()
     if not is_dtensor(part):
-        return part
+        return map_tensors(part, torch.Tensor.detach)
+    part = part.detach()
+    if part.dim() == 0:
+        return part.full_tensor()
     return by_heads(name, part.full_tensor(), part.device_mesh, back=True)
 
 

@@ -13,7 +13,7 @@ from plaingpt.base.files import reading
 from plaingpt.base.source import hash_of_files
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.parts import make_whole_gpt
+from plaingpt.distributed.parts import make_whole_gpt, map_tensors
 from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
@@ -155,19 +155,14 @@ def load_newest(directory, GPT):
 def read_state(checkpoint):
     """Returns what a resumed run takes from a checkpoint besides the model: a dict.
 
-    Fused kernels read and write moments as contiguous float32, whatever they are. So all of them
-    become that. Raises an exception if a field is missing, or if it has another type.
+    Raises an exception if a field is missing, or if it has another type.
     """
-    optimizers = {}
-    for kind, saved in checkpoint["optimizer"].items():
-        optimizers[kind] = {}
-        for key, tensor in saved.items():
-            tensor = tensor.float().contiguous()
-            if not tensor.isfinite().all():
-                raise ValueError(f"{key} is not finite")
-            if key.endswith(".step") and (tensor < 0).any():
+    optimizers = {name: dict(values) for name, values in checkpoint["optimizer"].items()}
+    for values in optimizers.values():
+        for key, value in values.items():
+            map_tensors(value, lambda tensor, key=key: check_finite(key, tensor))
+            if key.endswith(".step") and value < 0:
                 raise ValueError(f"{key} is below 0")
-            optimizers[kind][key] = tensor
     state = dict(
         step=operator.index(checkpoint["step"]),
         position=operator.index(checkpoint["position"]),
@@ -178,6 +173,12 @@ def read_state(checkpoint):
     if min(state["step"], state["position"]) < 0:
         raise ValueError("its step or position is below 0")
     return state
+
+
+def check_finite(key, tensor):
+    """Raises ValueError if a tensor has a number that is not finite."""
+    if not tensor.isfinite().all():
+        raise ValueError(f"{key} is not finite")
 
 
 def unpack(checkpoint, GPT):

@@ -7,10 +7,11 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import read_streams, replacing, writing
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.parts import gather, scatter
+from plaingpt.distributed.parts import gather
 from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model, map_file
+from plaingpt.weights.optimizer_state import OptimizerState, kind_of_name, name_optimizers
 
 import torch
 
@@ -28,8 +29,10 @@ class Saver:
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
         flags = {**asdict(config), **asdict(self.model.config)}
         check_equal(flags, "the processes have different flags; give all the same")
-        # The keys are "adamw" and "muon".
-        self.optimizers = {type(each).__name__.lower(): each for each in training.optimizers}
+        names = {p: name for name, p in own_gpt(self.model).named_parameters()}
+        self.optimizers = {}  # {"adamw": its OptimizerState}
+        for name, optimizer in name_optimizers(training.optimizers).items():
+            self.optimizers[name] = OptimizerState(optimizer, names)
         # model.py may be edited later, so hash it now.
         self.model_code = hash_of_model(type(self.whole_gpt))
         self.best_val = math.inf  # the lowest validation loss of the run
@@ -42,11 +45,18 @@ class Saver:
         """
         model, process = self.model, self.process
         gathered = gather(model, tensors_to_save(model), process)
-        moments = {}  # {"adamw": {"transformer.wte.weight.exp_avg": tensor}}
+        # Stages of a pipeline may have other optimizers, so all values are gathered together.
+        values = {}
         for kind, optimizer in self.optimizers.items():
-            moments[kind] = gather(model, get_moments(optimizer), process)
+            for key, value in optimizer.values().items():
+                values[f"{kind}/{key}"] = value
+        values = gather(model, values, process)
         if process.rank > 0:
             return
+        optimizers = {}  # {"adamw": {"transformer.wte.weight.exp_avg": tensor}}
+        for key, value in values.items():
+            kind, _, own_key = key.partition("/")
+            optimizers.setdefault(kind, {})[own_key] = value
         # A tied matrix has two names. `gathered` has only the first one, the checkpoint has both.
         first_name = {}  # {parameter or buffer: its first name}
         weights = {}
@@ -54,7 +64,7 @@ class Saver:
             weights[key] = gathered[first_name.setdefault(tensor, key)]
         state = dict(
             model=weights,
-            optimizer=moments,
+            optimizer=optimizers,
             scaler=self.scaler.state_dict(),
             step=step,
             position=position,
@@ -104,10 +114,7 @@ class Saver:
                     f"{place} had other data: the {split} was {before[split]} and is {now}; "
                     "use --init_from, not --resume"
                 )
-        if checkpoint["optimizer"].keys() != self.optimizers.keys():
-            raise UserError(f"the run in {place} has another --optimizer; give all its flags again")
-        for kind, optimizer in self.optimizers.items():
-            set_moments(optimizer, checkpoint["optimizer"][kind])
+        self.restore_optimizers(checkpoint["optimizer"])
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:
@@ -120,6 +127,27 @@ class Saver:
             if before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
+
+    def restore_optimizers(self, saved):
+        """Gives the optimizers their state from a checkpoint. Raises UserError.
+
+        saved: {"adamw": {key: value}}. A process takes what belongs to its parameters. Which one of
+        two AdamW had a parameter does not matter.
+        """
+        kinds = {}  # {name of a parameter: class of its optimizer}
+        values = {}  # those of all optimizers
+        for name, own in saved.items():
+            values.update(own)
+            for key in own:
+                kinds[key.rpartition(".")[0]] = kind_of_name(name)
+        for optimizer in self.optimizers.values():
+            found = {kinds[name] for name in optimizer.named if name in kinds}
+            if optimizer.expected and found != {optimizer.kind}:
+                raise UserError(
+                    f"the run in {self.config.log_dir} has another --optimizer; "
+                    "give all its flags again"
+                )
+            optimizer.restore(values)
 
 
 def tensors_to_save(model):
@@ -153,38 +181,3 @@ def read_best_val(directory, step):
         if 0 < val_step <= step:
             best = min(best, val)  # this order ignores NaN, which is not below `best`
     return best
-
-
-def get_moments(optimizer):
-    """Returns the moments of an optimizer: {"transformer.wte.weight.exp_avg": tensor}."""
-    moments = {}
-    for name, p in named_params(optimizer):
-        for moment, tensor in optimizer.state.get(p, {}).items():
-            moments[f"{name}.{moment}"] = tensor
-    return moments
-
-
-def set_moments(optimizer, moments):
-    """Gives an optimizer its moments, whole contiguous tensors under the names of get_moments.
-
-    Learning rates and weight decay come from the flags, not from here. Raises UserError if a shape
-    is wrong, because fused kernels would write beyond the tensor.
-    """
-    own = dict(named_params(optimizer))
-    for key, whole in moments.items():
-        name, _, moment = key.rpartition(".")
-        if name not in own:  # it belongs to another stage of the pipeline
-            continue
-        p = own[name]
-        shape = () if moment == "step" else p.shape  # AdamW's count of steps is a scalar
-        if whole.shape != shape:
-            raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
-        optimizer.state[p][moment] = scatter(name, whole, p, p.device)
-
-
-def named_params(optimizer):
-    """Returns [(name, parameter)] of an optimizer."""
-    pairs = []
-    for group in optimizer.param_groups:
-        pairs += zip(group["param_names"], group["params"])
-    return pairs

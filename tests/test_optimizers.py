@@ -1,0 +1,241 @@
+"""Optimizers of any kind: their state is saved, and a resumed run equals one without a break."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import TINY, checkpoint, program, read_log
+from test_experiments import WAYS, copy_program, edit_model
+
+# What model.py has, and what a reader writes instead.
+ADAMW = (
+    "        adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, "
+    "fused=True)\n        optimizers.append(adamw)\n"
+)
+FLAGS = [
+    *TINY,
+    *(
+        "--n_embd 16 --block_size 16 --total_batch_size 128 --max_steps 6 --save_every 3 --keep 0 "
+        "--val_every 0 --val_tokens 64 --sample_tokens 1 --max_lr 1e-2 --min_lr 1e-3"
+    ).split(),
+]
+SHAMPOO = """class Shampoo(torch.optim.Optimizer):
+    \"\"\"Lists, matrices of another shape, a number and None in the state.\"\"\"
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["count"] = 0
+                    state["unused"] = None
+                    state["factors"] = [torch.eye(n, dtype=torch.float64) for n in p.shape]
+                    state["seen"] = torch.zeros(3, dtype=torch.bool)
+                state["count"] += 1
+                state["seen"][state["count"] % 3] = True
+                g = p.grad.double()
+                if p.dim() == 2:
+                    left, right = state["factors"]
+                    left.add_(g @ g.T)
+                    right.add_(g.T @ g)
+                    g = torch.linalg.solve(left, torch.linalg.solve(right, g.T).T)
+                p.sub_(g.float(), alpha=group["lr"] / state["count"])
+
+
+class CausalSelfAttention("""
+SCHEDULE_FREE = """class ScheduleFree(torch.optim.Optimizer):
+    \"\"\"Numbers in the groups that steps change (Defazio et al. 2024, arXiv:2405.15682).\"\"\"
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["z"] = p.clone()
+                z = self.state[p]["z"]
+                z.sub_(p.grad, alpha=group["lr"])
+                p.lerp_(z, group["lr"] ** 2 / group["weight_sum"])
+
+
+class CausalSelfAttention("""
+CLASS = "class CausalSelfAttention("
+MORE = "self.state[p]['seen'] = torch.zeros(3); "
+OPTIMIZERS = {
+    "two AdamWs": (
+        "        for group in groups:\n"
+        "            optimizers.append(torch.optim.AdamW([group], lr=learning_rate, fused=True))\n"
+    ),
+    "without names": (
+        "        optimizers.append(torch.optim.AdamW(self.parameters(), learning_rate))\n"
+    ),
+    "SGD": "        optimizers.append(torch.optim.SGD(groups, learning_rate, momentum=0.9))\n",
+    "plain SGD": "        optimizers.append(torch.optim.SGD(groups, learning_rate))\n",
+    "NAdam": "        optimizers.append(torch.optim.NAdam(groups, learning_rate))\n",
+    "ASGD": "        optimizers.append(torch.optim.ASGD(groups, learning_rate))\n",
+    "Adafactor": "        optimizers.append(torch.optim.Adafactor(groups, learning_rate))\n",
+    "Shampoo": "        optimizers.append(Shampoo(groups, dict(lr=learning_rate)))\n",
+    "schedule-free": "        optimizers.append(ScheduleFree(groups, dict(lr=learning_rate)))\n",
+    "SGD for positions": (
+        "        wpe = [p for name, p in self.named_parameters() if 'wpe' in name]\n"
+        "        if wpe:  # a later stage of a pipeline has none\n"
+        "            optimizers.append(torch.optim.SGD(wpe, learning_rate, momentum=0.9))\n"
+        "        rest = [p for name, p in self.named_parameters() if 'wpe' not in name]\n"
+        "        optimizers.append(torch.optim.AdamW(rest, learning_rate, fused=True))\n"
+    ),
+    "torch's Muon": (
+        "        hidden = [p for p in self.transformer.h.parameters() if p.dim() == 2]\n"
+        "        rest = [p for p in self.parameters() if all(p is not other for other in hidden)]\n"
+        "        optimizers.append(torch.optim.Muon(hidden, learning_rate))\n"
+        "        optimizers.append(torch.optim.AdamW(rest, learning_rate, fused=True))\n"
+    ),
+}
+
+
+def copy_with(directory, name):
+    """Copies the program, with another optimizer in its model.py."""
+    copy_program(directory)
+    edit_model(directory, (ADAMW, OPTIMIZERS[name]))
+    if name == "Shampoo":
+        edit_model(directory, (CLASS, SHAMPOO))
+    if name == "schedule-free":
+        edit_model(directory, (CLASS, SCHEDULE_FREE))
+
+
+def run(directory, name, *flags, **options):
+    return program(
+        *FLAGS,
+        "--log_dir",
+        name,
+        *flags,
+        cwd=directory,
+        program=directory / "train_gpt2.py",
+        **options,
+    )
+
+
+def resume(directory, name, *flags, **options):
+    """Continues a copy of a run from its checkpoint of step 3. Returns the name of the copy."""
+    again = f"{name}-again"
+    shutil.copytree(directory / name, directory / again)
+    (directory / again / "model_000006.pt").unlink()
+    run(directory, again, "--resume", *flags, **options)
+    return again
+
+
+def assert_equal(a, b, where):
+    """Compares values of a checkpoint: tensors, lists, dicts, numbers."""
+    if torch.is_tensor(a):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for i, (one, other) in enumerate(zip(a, b)):
+            assert_equal(one, other, f"{where}.{i}")
+    else:
+        assert a == b, where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_with_another_optimizer_resumes_bit_for_bit(tmp_path, name):
+    copy_with(tmp_path, name)
+    run(tmp_path, "run")
+    again = resume(tmp_path, "run")
+    assert read_log(tmp_path / again) == read_log(tmp_path / "run")
+    whole, resumed = (checkpoint(tmp_path / place, 6) for place in ("run", again))
+    for part in ("model", "optimizer"):
+        assert_equal(whole[part], resumed[part], part)
+    if name == "two AdamWs":
+        assert [*whole["optimizer"]] == ["adamw", "adamw_2"]
+    if name == "schedule-free":
+        found = whole["optimizer"]["schedulefree"]
+        assert found["transformer.wte.weight.group:k"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two AdamWs", "schedule-free", "SGD for positions"])
+def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name):
+    """Also in another layout than the one that has saved."""
+    copy_with(tmp_path, name)
+    run(tmp_path, "run")
+    expected = read_log(tmp_path / "run")
+    for way, flags in dict(WAYS, ddp=[]).items():
+        run(tmp_path, way, *flags, processes=2)
+        places = [resume(tmp_path, way, *flags, processes=2)]
+        if way != "ddp":
+            shutil.copytree(tmp_path / way, tmp_path / f"{way}-one")
+            places.append(resume(tmp_path, f"{way}-one"))
+        for place in places:
+            for key, value in read_log(tmp_path / place).items():
+                assert float(value) == pytest.approx(float(expected[key]), rel=1e-4), (place, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Adafactor", "Shampoo"])
+def test_a_state_of_another_shape_is_whole_with_ddp(tmp_path, name):
+    copy_with(tmp_path, name)
+    run(tmp_path, "run")
+    expected = read_log(tmp_path / "run")
+    run(tmp_path, "ddp", processes=2)
+    again = resume(tmp_path, "ddp", processes=2)
+    for key, value in read_log(tmp_path / again).items():
+        assert float(value) == pytest.approx(float(expected[key]), rel=1e-3), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp", "tp"])
+def test_a_state_of_another_shape_is_refused_for_a_split_model(tmp_path, way):
+    """Before the first step, and before any file is written."""
+    copy_with(tmp_path, "schedule-free")
+    edit_model(
+        tmp_path, ('self.state[p]["z"] = p.clone()', f"{MORE}self.state[p]['z'] = p.clone()")
+    )
+    _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=2)
+    assert "schedulefree has transformer.wte.weight.seen, which has not the shape of its" in err
+    assert "is split cannot save it; use --parallel ddp without --tp" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda adamw: adamw.clear(), "has another --optimizer; give all its flags again"),
+        (
+            lambda adamw: adamw.pop("transformer.wte.weight.exp_avg"),
+            "the checkpoint lacks transformer.wte.weight.exp_avg; resume from another",
+        ),
+        (
+            lambda adamw: adamw.update({"transformer.wte.weight.more": 1}),
+            "the checkpoint has transformer.wte.weight.more; resume from another",
+        ),
+        (
+            lambda adamw: adamw.update({"transformer.wte.weight.exp_avg": 7}),
+            "transformer.wte.weight.exp_avg has a wrong shape in the checkpoint; resume from",
+        ),
+    ],
+    ids=["all", "one", "more", "number"],
+)
+def test_missing_moments_are_refused(tmp_path, change, message):
+    copy_program(tmp_path)
+    run(tmp_path, "run", "--max_steps", 3)
+    saved = checkpoint(tmp_path / "run", 3)
+    change(saved["optimizer"]["adamw"])
+    torch.save(saved, tmp_path / "run" / "model_000003.pt")
+    _, err = run(tmp_path, "run", "--resume", status=2)
+    assert message in err
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path):
+    copy_with(tmp_path, "Shampoo")
+    edit_model(tmp_path, ('state["unused"] = None', 'state["unused"] = object()'))
+    _, err = run(tmp_path, "run", status=2)
+    assert "shampoo has transformer.wte.weight.unused, which no checkpoint can hold (" in err
+    assert not (tmp_path / "run").exists()
