@@ -163,6 +163,33 @@ def test_a_stream_of_ones_own(tmp_path):
             assert float(value) == pytest.approx(float(log[key]), rel=rel), (way, key)
 
 
+SOFT_CAP = (
+    "        return self.lm_head(x)\n",
+    "        return 3 * torch.tanh(self.lm_head(x) / 3)\n",
+)
+
+
+@pytest.mark.slow
+def test_a_loss_that_does_not_follow_the_logits_is_noted(tmp_path):
+    """Otherwise, one model would be trained, and another one scored."""
+    copy_program(tmp_path)
+    note = "note: GPT.loss and the cross-entropy of GPT.logits differ by "
+    for way, flags in dict(WAYS, one=[], compile=["--compile"]).items():
+        processes = 1 if way in ("one", "compile") else 2
+        out, _ = run(tmp_path, way, 1, *flags, processes=processes)
+        assert note not in out, way
+    path = tmp_path / "run" / "model_000001.pt"
+    run(tmp_path, "run", 1)
+    saved = torch.load(path)
+    saved["model"]["transformer.ln_f.weight"] *= 100  # large logits, which the cap changes
+    torch.save(saved, path)
+    edit_model(tmp_path, SOFT_CAP)
+    for way, flags in dict(WAYS, one=[]).items():
+        more = ["--init_from", "run", "--preset", "baby", *flags]
+        out, _ = run(tmp_path, f"cap-{way}", 1, *more, processes=1 if way == "one" else 2)
+        assert note in out, way
+
+
 # The mean id of the targets. It depends on the data alone, so the test can compute it.
 OWN_FIGURE = (
     "        return None, self.loss(x, targets)\n",

@@ -10,6 +10,10 @@ from plaingpt.scoring.benchmark import check_logged, load_examples
 from plaingpt.scoring.score import TOKENS, make_rows, score
 
 import torch
+import torch.nn.functional as F
+
+MOST_COMPARED = 128  # positions whose logits are computed at the start
+TOLERANCE = 0.02  # in nats; rounding to bfloat16 makes a smaller difference
 
 
 def import_benchmarks(config):
@@ -72,6 +76,32 @@ def run_evals(evals, model, process, config, step):
     texts = [f"{name} {value:.4f}" for name, value in figures.items()]
     print0(" | ".join([f"step {step}", *texts]))
     return figures
+
+
+@torch.no_grad()
+def compare_loss_with_logits(model, loader, process):
+    """Prints a note if GPT.loss is not the cross-entropy of GPT.logits, without training terms.
+
+    Training and validation call the first one, benchmarks and generation the second one. So who
+    edits only one of them trains one model and scores another. loader: a DataLoaderLite, whose
+    first tokens are compared. All processes must call this.
+    """
+    x, y = loader.batch(0, 1, process.device)  # (1, T) each
+    model.eval()
+    # This is another shape than that of a step, so it would be compiled, too.
+    with process.autocast, torch.compiler.set_stance("force_eager"):
+        x = model.hidden(x)  # (1, T, C)
+        losses = model.loss(x, y, reduction="none").flatten()  # (T)
+        logits = model.logits(x[:, :MOST_COMPARED]).float()[0]  # (n, vocab_size)
+    model.train()
+    n = len(logits)
+    expected = F.cross_entropy(logits, y[0, :n], reduction="none")  # (n); 0 where y is -100
+    difference = (losses[:n] - expected).abs().max().item()
+    if difference > TOLERANCE:
+        print0(
+            f"note: GPT.loss and the cross-entropy of GPT.logits differ by {difference:.2g} nats; "
+            "if this is not meant, edit both"
+        )
 
 
 def draw_samples(model, data, config, process):

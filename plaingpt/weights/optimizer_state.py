@@ -79,44 +79,51 @@ class OptimizerState:
         self.expected = {}  # {name of a parameter: {name of a value: Expected, or None}}
         self.try_step()
 
+    @property
+    def has_state(self):
+        """Whether a step makes any value of a parameter. SGD without momentum makes none."""
+        return any(self.expected.values())
+
     def values(self):
         """Returns what a checkpoint needs: {key: value}."""
         found = {}
-        for name, p in self.named.items():
-            for value_name, value in self.optimizer.state.get(p, {}).items():
-                found[f"{name}.{value_name}"] = value
         for group, first in zip(self.optimizer.param_groups, self.first_values):
-            for value_name, value in group.items():
-                is_state = value_name not in NO_STATE and group["params"]
-                if is_state and not equal(value, first.get(value_name)):
-                    found[f"{self.names[group['params'][0]]}.group:{value_name}"] = value
+            for p in group["params"]:
+                for value_name, value in self.optimizer.state.get(p, {}).items():
+                    found[f"{self.names[p]}.{value_name}"] = value
+            for value_name, value in changed_values(group, first).items():
+                found[f"{self.names[group['params'][0]]}.group:{value_name}"] = value
         return found
 
     @torch.no_grad()
     def try_step(self):
-        """Makes a step with gradients of zero, looks at the values, and takes the step back."""
+        """Makes a step with gradients of zero, looks at the values, and takes the step back.
+
+        It does this for one parameter after the other, which needs little memory.
+        """
         optimizer = self.optimizer
-        before = {name: p.clone() for name, p in self.named.items()}
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            for p in self.named.values():
+        groups = optimizer.param_groups
+        for group, first in zip(groups, self.first_values):
+            for i, p in enumerate(group["params"]):
+                alone = dict(copy.deepcopy(first), lr=group["lr"], params=[p])
+                if "param_names" in group:
+                    alone["param_names"] = [group["param_names"][i]]
+                before = p.clone()
                 p.grad = torch.zeros_like(p)
-            optimizer.step()
-        for key, value in self.values().items():
-            self.check(key, value)
-            name, _, value_name = key.rpartition(".")
-            expected = None
-            if torch.is_tensor(value):
-                expected = Expected(value.shape, value.dtype, value.device)
-            if not value_name.startswith("group:"):
-                self.expected.setdefault(name, {})[value_name] = expected
-        optimizer.state.clear()
-        for group, first in zip(optimizer.param_groups, self.first_values):
-            for value_name in group.keys() - first.keys() - set(NO_STATE):
-                del group[value_name]  # the step has added it
-            group.update(copy.deepcopy(first))
-        for name, p in self.named.items():
-            p.copy_(before[name])
-            p.grad = None
+                optimizer.param_groups = [alone]
+                with torch.random.fork_rng(range(torch.cuda.device_count())):
+                    optimizer.step()
+                name = self.names[p]
+                self.expected[name] = {}
+                for value_name, value in optimizer.state.get(p, {}).items():
+                    self.check(f"{name}.{value_name}", value)
+                    self.expected[name][value_name] = describe(value)
+                for value_name, value in changed_values(alone, first).items():
+                    self.check(f"{name}.group:{value_name}", value)
+                optimizer.state.clear()
+                p.copy_(before)
+                p.grad = None
+        optimizer.param_groups = groups
 
     def check(self, key, value):
         """Raises UserError if a checkpoint cannot have this value."""
@@ -154,7 +161,7 @@ class OptimizerState:
             for value_name, value in by_parameter.get(name, {}).items():
                 if not value_name.startswith("group:"):
                     own[value_name] = value
-            expected = self.expected.get(name, {})
+            expected = self.expected[name]
             if expected and not own:  # no gradient has reached it
                 print0(f"note: the checkpoint has no state of {name}, so its state is new")
                 continue
@@ -169,6 +176,26 @@ class OptimizerState:
                 for value_name, value in by_parameter.get(self.names[p], {}).items():
                     if value_name.startswith("group:"):
                         group[value_name.removeprefix("group:")] = copy.deepcopy(value)
+
+
+def changed_values(group, first):
+    """Returns the values of a parameter group that steps have changed: {name: value}.
+
+    first: the values that the constructor has set.
+    """
+    changed = {}
+    if group["params"]:
+        for name, value in group.items():
+            if name not in NO_STATE and not equal(value, first.get(name)):
+                changed[name] = value
+    return changed
+
+
+def describe(value):
+    """Returns what a step makes of a value: Expected for a tensor, otherwise None."""
+    if torch.is_tensor(value):
+        return Expected(value.shape, value.dtype, value.device)
+    return None
 
 
 def place(key, value, p, expected):

@@ -142,7 +142,7 @@ class Saver:
                 kinds[key.rpartition(".")[0]] = kind_of_name(name)
         for optimizer in self.optimizers.values():
             found = {kinds[name] for name in optimizer.named if name in kinds}
-            if optimizer.expected and found != {optimizer.kind}:
+            if optimizer.has_state and found != {optimizer.kind}:
                 raise UserError(
                     f"the run in {self.config.log_dir} has another --optimizer; "
                     "give all its flags again"
