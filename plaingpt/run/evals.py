@@ -79,7 +79,7 @@ def run_evals(evals, model, process, config, step):
 
 
 @torch.no_grad()
-def compare_loss_with_logits(model, loader, process):
+def check_loss(model, loader, process):
     """Prints a note if GPT.loss is not the cross-entropy of GPT.logits, without training terms.
 
     Training and validation call the first one, benchmarks and generation the second one. So who
