@@ -246,7 +246,7 @@ EXERCISES = {
     "not orthogonal": (
         9,
         "    x = x / x.norm().clamp(min=1e-7)",
-        "    return x / x.norm() * math.sqrt(x.size(0))",
+        "    return x / x.norm() * math.sqrt(x.numel())",
         0.2,
         dict(max_steps=60, **SHORT),
     ),
