@@ -43,15 +43,17 @@ class GPTConfig:
 class CausalSelfAttention(nn.Module):
     """Each position attends to itself and the positions before it (Vaswani et al. 2017, 3.2)."""
 
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
+        self.index = index  # of its block: 0, 1, 2. In GPT-2 all blocks are alike, so it is unused
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cache=None, mask=None):
+    def forward(self, x, pos, cache=None, mask=None):
+        """x: (B, T, C). pos: as in GPT.hidden; unused here, because x contains the positions."""
         B, T, C = x.size()
         # With DDP, torch.compile may cut its graph just before c_attn. Without .to, x would then be
         # stored twice for the backward pass: in float32, and in the dtype of autocast.
@@ -89,15 +91,15 @@ class Block(nn.Module):
     See section 2.3 of the GPT-2 paper.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, index)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None, mask=None):
-        x = x + self.attn(self.ln_1(x), cache, mask)
+    def forward(self, x, pos, cache=None, mask=None):
+        x = x + self.attn(self.ln_1(x), pos, cache, mask)
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
@@ -105,6 +107,12 @@ class GPT(nn.Module):
     """The language model."""
 
     config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
+    OPTIMIZERS = ("adamw", "muon")  # what configure_optimizers knows: the values of --optimizer
+    # --tp splits these layers over its processes, by the last part of their names. All others stay
+    # whole. plaingpt/distributed/split.py explains the words.
+    tp_plan = dict(
+        wte="vocabulary", lm_head="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise"
+    )
 
     def __init__(self, config, activation_checkpointing=False, seed=None):
         """activation_checkpointing: if True, training keeps only the input of each block.
@@ -121,14 +129,20 @@ class GPT(nn.Module):
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
                 wpe=nn.Embedding(config.block_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                h=nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
                 ln_f=nn.LayerNorm(config.n_embd),
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
-        self.loss_fn = ChunkedCrossEntropy()  # computes the head, too, in chunks
+        # It computes the head, too, in chunks. Here it looks at logits: x @ weight.T alone is fused
+        # with the loss, which is faster. If you edit logits, the loss calls it, and so follows it.
+        self.loss_fn = ChunkedCrossEntropy(self.logits, self.lm_head.weight)
         self.init_weights(seed)
+
+    def blocks(self):
+        """All blocks, each once. For --compile, FSDP and Muon, a block may be anywhere in a GPT."""
+        return [module for module in self.modules() if isinstance(module, Block)]
 
     @torch.no_grad()
     def init_weights(self, seed=None):
@@ -168,7 +182,8 @@ class GPT(nn.Module):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
 
         cache: a KVCache for each block, with the keys and values of earlier tokens.
-        pos: the positions, (B, T). By default, they continue after the cache.
+        pos: the positions, (B, T), or (1, T) for all rows. By default, they continue after the
+        cache.
         mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
         tokens in the cache. plaingpt/scoring gives pos and mask, to pack endings into rows.
         """
@@ -179,7 +194,7 @@ class GPT(nn.Module):
         if pos is None:
             if start + T > self.config.block_size:
                 raise ValueError(f"{start + T} tokens exceed block_size {self.config.block_size}")
-            pos = torch.arange(start, start + T, device=idx.device)  # (T)
+            pos = torch.arange(start, start + T, device=idx.device)[None]  # (1, T)
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
         # On CUDA, a bfloat16 stream is faster. Norms and their statistics stay float32.
@@ -191,13 +206,14 @@ class GPT(nn.Module):
                 x = checkpoint(
                     block,
                     x,
+                    pos,
                     None,
                     mask,
                     use_reentrant=False,
                     preserve_rng_state=self.config.dropout > 0,
                 )
             else:
-                x = block(x, cache[i] if cache else None, mask)
+                x = block(x, pos, cache[i] if cache else None, mask)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
@@ -210,7 +226,7 @@ class GPT(nn.Module):
         It is F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()), in chunks.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
-        return self.loss_fn(x, self.lm_head.weight, targets, reduction)
+        return self.loss_fn(x, targets, self.logits, self.lm_head.weight, reduction)
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets.
@@ -240,32 +256,30 @@ class GPT(nn.Module):
         """
         return load_model(place, cls)
 
-    def configure_optimizers(
-        self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None, n_processes=1
-    ):
-        """Returns [AdamW], or for "muon" [Muon, AdamW].
+    def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
+        """Returns [AdamW], or for "muon" [Muon, AdamW]. All processes must call this.
 
-        muon_lr: None means learning_rate. n_processes: those of DDP, which share Muon's work.
+        muon_lr: None means learning_rate.
 
         AdamW has the betas and eps of the GPT-3 paper, appendix B. Matrices and embeddings decay,
         biases and norms do not.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices of the
         blocks. Its updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, 2.2).
         """
+        in_blocks = {p for block in self.blocks() for p in block.parameters()}
         of_muon = []  # pairs of name and parameter, as in the other two lists
         matrices = []
         vectors = []
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 vectors.append((name, p))
-            elif optimizer == "muon" and ".h." in name and p.dim() == 2:
+            elif optimizer == "muon" and p in in_blocks and p.dim() == 2:
                 of_muon.append((name, p))
             else:
                 matrices.append((name, p))
         optimizers = []
         if optimizer == "muon":
-            lr = muon_lr or learning_rate
-            optimizers.append(Muon(of_muon, lr, weight_decay, n_processes=n_processes))
+            optimizers.append(Muon(of_muon, muon_lr or learning_rate, weight_decay))
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
@@ -280,10 +294,13 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).
 
-        Matrix products need 6 for each weight. The loss pads the head to a multiple of 128 rows.
-        Attention needs 12 n_layer n_embd T. This counts all T x T scores, although the mask needs
-        only half of them.
+        Matrix products need 6 for each weight of an nn.Linear. The loss pads the head to a multiple
+        of 128 rows. Attention needs 12 n_layer n_embd T. This counts all T x T scores, although the
+        mask needs only half of them.
         """
         c = self.config
-        weights = 12 * c.n_layer * c.n_embd**2 + (c.vocab_size + -c.vocab_size % 128) * c.n_embd
+        weights = (-c.vocab_size % 128) * c.n_embd  # the padding
+        for _, module in self.named_modules(remove_duplicate=False):  # one may be used twice
+            if isinstance(module, nn.Linear):
+                weights += module.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size

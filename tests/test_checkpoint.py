@@ -372,8 +372,7 @@ def adamw_state():
     """A small model's AdamW, and what a checkpoint needs of it."""
     model = GPT(GPTConfig(1, 1, 8, 8, 256))
     (optimizer,) = model.configure_optimizers(0.1, 1e-3)
-    names = {p: name for name, p in model.named_parameters()}
-    return optimizer, OptimizerState(optimizer, names), dict(model.named_parameters())
+    return optimizer, OptimizerState(optimizer, model), dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("moment, shape", [("exp_avg", ()), ("exp_avg_sq", (1,)), ("step", (3,))])

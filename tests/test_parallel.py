@@ -226,7 +226,7 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (TP, "--tp 2 does not divide the model's 3 heads; give a divisor"),
+        (TP, "--tp 2 does not divide the 3 heads of transformer.h.0.attn.c_attn; give a divisor"),
         (PP, "--pp 2 is more than the model's 1 blocks; give fewer"),
     ],
     ids=["tp", "pp"],

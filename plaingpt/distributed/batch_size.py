@@ -9,6 +9,7 @@ from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.split import is_split
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
@@ -134,11 +135,14 @@ def has_memory(training, B, T, process):
     """Returns whether all processes have memory to train with micro-batches of (B, T).
 
     It runs two of them, beside as much memory as AdamW's moments will take, and some more. It
-    leaves the gradients and the random state as they are before a step.
+    leaves the gradients, the buffers and the random state as they are before a step.
     """
+    buffers = {name: buffer.clone() for name, buffer in training.raw_model.named_buffers()}
     torch.cuda.empty_cache()  # frees what the attempt before this one has left
     n_fit = torch.zeros(())  # 1 if this process has memory
     set_gradient_sync(training.model, False)  # one process may fail, so none may wait
+    if isinstance(training.model, DDP):
+        training.model.require_forward_param_sync = False  # does not broadcast buffers, either
     # batch_size_advice turns an error of missing memory into a UserError.
     with (
         contextlib.suppress(UserError),
@@ -158,4 +162,6 @@ def has_memory(training, B, T, process):
         del moments
         n_fit += 1
     training.raw_model.zero_grad()
+    for name, buffer in training.raw_model.named_buffers():
+        buffer.copy_(buffers[name])
     return process.sum(n_fit).item() == process.dp_size

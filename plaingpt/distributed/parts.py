@@ -11,19 +11,26 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
-def scatter(name, whole, p, device):
-    """Returns this process's part of a whole tensor, on the device, split like parameter p."""
+def scatter(name, whole, p, device, tp_plan):
+    """Returns this process's part of a whole tensor, on the device, split like parameter p.
+
+    tp_plan: that of GPT.
+    """
     if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
         return whole.to(device, copy=True)  # a copy lets the file of the checkpoint go
     from torch.distributed.tensor import distribute_tensor
 
-    whole = by_heads(name, whole, p.device_mesh)
+    whole = by_heads(name, whole, p.device_mesh, tp_plan)
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
 
 
-def by_heads(name, tensor, mesh, back=False):
-    """Reorders c_attn's rows (first q, then k, then v) into tp parts of whole heads, or back."""
-    if ".c_attn." not in name or "tp" not in mesh.mesh_dim_names:
+def by_heads(name, tensor, mesh, tp_plan, back=False):
+    """Reorders the rows of a "qkv" layer (first q, then k, then v) into tp parts of whole heads.
+
+    back: does the inverse. Other tensors stay as they are.
+    """
+    is_qkv = any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
+    if not is_qkv or "tp" not in mesh.mesh_dim_names:
         return tensor
     tp = mesh["tp"].size()
     shape = (tp, 3, -1) if back else (3, tp, -1)
@@ -64,7 +71,7 @@ def gather(model, parts, process):
         return gather_stages(model, parts, process)
     found = {}
     for name, part in parts.items():
-        whole = join_parts(name, part)
+        whole = join_parts(name, part, model.tp_plan)
         if process.rank == 0:
             found[name] = map_tensors(whole, torch.Tensor.cpu)
     return found
@@ -88,7 +95,7 @@ def gather_stages(model, parts, process):
             found.update(message[1])
         for name, (shape, dtype) in message[0].items():
             if stage == model.index:
-                whole = join_parts(name, parts[name])
+                whole = join_parts(name, parts[name], model.part.tp_plan)
             else:
                 whole = torch.empty(shape, dtype=dtype)
             whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
@@ -98,14 +105,14 @@ def gather_stages(model, parts, process):
     return found
 
 
-def join_parts(name, part):
+def join_parts(name, part, tp_plan):
     """Returns the whole tensor of which each process has a part. All processes must call this."""
     if not is_dtensor(part):
         return map_tensors(part, torch.Tensor.detach)
     part = part.detach()
     if part.dim() == 0:
         return part.full_tensor()
-    return by_heads(name, part.full_tensor(), part.device_mesh, back=True)
+    return by_heads(name, part.full_tensor(), part.device_mesh, tp_plan, back=True)
 
 
 class SkipNormal(TorchFunctionMode):
@@ -153,7 +160,7 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
                 if values is None:
                     values = others[name]
             if name in own:
-                filled = torch.nn.Parameter(scatter(name, values, own[name], device))
+                filled = torch.nn.Parameter(scatter(name, values, own[name], device, part.tp_plan))
                 torch.utils.swap_tensors(own[name], filled)  # keeps tied weights tied
     for name, buffer in list(part.named_buffers()):
         values = (weights or {}).get(name, others[name])

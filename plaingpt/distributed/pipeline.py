@@ -1,5 +1,9 @@
 """Pipeline parallelism: each process has some of the blocks of a GPT."""
 
+import copy
+from dataclasses import replace
+
+from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.ops.precision import stream_dtype
 
@@ -183,6 +187,58 @@ def keep_stage(model, stage, n_stages):
     if stage < n_stages - 1:
         t.ln_f = nn.Identity()
         model.lm_head = None
+
+
+def check_stages(model, n_stages):
+    """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
+
+    A stage gives the residual stream to the next one, and nothing else. Only the last stage calls
+    GPT.forward. An edited model.py may need more than that. So this compares the training loss of a
+    small GPT with that of its stages. They are in this process, and nothing is sent.
+
+    model: the GPT that will be cut; its class and its config are used.
+    """
+    first_names = {}  # {parameter: its first name}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(p, name)
+        if name != first and name != "lm_head.weight":  # a tied head has two copies, see Pipeline
+            raise UserError(
+                f"--pp: {first} and {name} are one parameter, which stages cannot share; "
+                "use no --pp"
+            )
+    config = model.config
+    shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
+    with torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(0)
+        whole = type(model)(replace(config, **shape))
+        for p in whole.parameters():
+            p.normal_(std=0.3)  # with other values than the first ones, most edits change the loss
+        idx = torch.randint(64, (2, 17))
+        x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
+        expected = figures_of_forward(whole, x, y)
+        try:
+            for stage in range(n_stages):
+                part = copy.deepcopy(whole)
+                keep_stage(part, stage, n_stages)
+                if stage < n_stages - 1:
+                    x = part.hidden(x)  # (B, T, C)
+            found = figures_of_forward(part, x, y)
+        except Exception as error:  # whatever an edited model raises if it is not whole
+            raise UserError(
+                f"--pp: model.py cannot run in stages ({error!r}); use no --pp"
+            ) from error
+    for name, value in expected.items():
+        if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
+            raise UserError(
+                f"--pp: the stages of this model.py compute another {name} than the whole model: "
+                f"{found[name]:.6g}, not {value:.6g}; use no --pp"
+            )
+
+
+def figures_of_forward(model, x, y):
+    """Returns the loss of GPT.forward and what else it returns: {name: scalar tensor}."""
+    _, loss, *rest = model(x, y)
+    return dict(loss=loss, **(rest[0] if rest else {}))
 
 
 def first_block(stage, n_stages, config):

@@ -33,7 +33,7 @@ import warnings
 
 from plaingpt.base.errors import UserError
 from plaingpt.distributed.parts import fill_split_model, is_dtensor, make_whole_gpt
-from plaingpt.distributed.pipeline import Pipeline, Stage
+from plaingpt.distributed.pipeline import Pipeline, Stage, check_stages
 
 import torch
 
@@ -65,15 +65,12 @@ def cut_model(model, config, process):
     """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if model.config.n_head % config.tp:
-        raise UserError(
-            f"--tp {config.tp} does not divide the model's {model.config.n_head} heads; "
-            "give a divisor"
-        )
     if config.pp > model.config.n_layer:
         raise UserError(
             f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
         )
+    if config.pp > 1:
+        check_stages(model, config.pp)
     if config.tp > 1:
         for name, _ in model.named_buffers():  # with fewer heads, it may need other values
             raise UserError(
@@ -99,10 +96,10 @@ def cut_model(model, config, process):
         # under the name that it has on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
     if config.compile:
-        for module in (*model.transformer.h, model.loss_fn):
+        for module in (*model.blocks(), model.loss_fn):
             module.compile(dynamic=False, fullgraph=True)
     if process.dp_size > 1:
-        apply_fsdp(root, model.transformer.h, mesh, config.parallel == "fsdp", process)
+        apply_fsdp(root, model.blocks(), mesh, config.parallel == "fsdp", process)
     return result
 
 
@@ -138,34 +135,60 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
 
 
 def split_layers(model, mesh):
-    """Splits the layers over a mesh: each process computes its share, from the same input.
+    """Splits the layers in GPT.tp_plan over a mesh: each process computes its share of a layer.
 
     A block's forward has two all-reduces, after attention and MLP. The processes draw the same
     random numbers, because dropout on the residual stream must be equal. So the attention dropout
     of their heads is equal, too.
     """
-    import torch.distributed.tensor.parallel as tp
-    from torch.distributed.tensor import Replicate
-
-    styles = dict(
-        # For a short time, its backward holds the gradient of all rows.
-        wte=tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        c_attn=tp.ColwiseParallel(),
-        c_fc=tp.ColwiseParallel(),
-        c_proj=tp.RowwiseParallel(),
-        lm_head=tp.ColwiseParallel(output_layouts=Replicate()),
-    )
-    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "weight")]
-    for name, module in layers:
-        style = styles.get(name.rpartition(".")[2])
-        if style:
-            # The weights are on the meta device and have no values yet, so none are sent.
-            tp.parallelize_module(module, mesh, style, src_data_rank=None)
-        else:
+    for name, module in model.named_modules():
+        if not hasattr(module, "weight"):
+            continue
+        word = model.tp_plan.get(name.rpartition(".")[2])
+        if word is None:
             keep_whole(module, mesh)
+        else:
+            split_layer(name, module, word, mesh, model.config)
     for name, p in model.named_parameters():
         if not is_dtensor(p):
             raise UserError(f"--tp: {name} is in no layer; make it the weight of an nn.Module")
+
+
+def split_layer(name, module, word, mesh, config):
+    """Splits a layer over a mesh, as a word of GPT.tp_plan says. Raises UserError.
+
+    - vocabulary: a process has the rows of some ids. The results of an nn.Embedding are summed, and
+      those of an nn.Linear gathered, so all processes have the whole.
+    - colwise: a process computes some of the outputs.
+    - heads: a process computes the outputs of some heads, which have n_embd / n_head each.
+    - qkv: the same, for an nn.Linear that gives first all queries, then all keys, then all values.
+    - rowwise: a process has some of the inputs, such as the outputs of a colwise layer. The results
+      are summed, so all processes have the whole.
+    """
+    import torch.distributed.tensor.parallel as tp
+    from torch.distributed.tensor import Replicate
+
+    is_embedding = isinstance(module, torch.nn.Embedding)
+    if is_embedding:
+        # For a short time, its backward holds the gradient of all rows.
+        rows = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    else:
+        rows = tp.ColwiseParallel(output_layouts=Replicate())
+    styles = dict(
+        vocabulary=rows,
+        colwise=tp.ColwiseParallel(),
+        heads=tp.ColwiseParallel(),
+        qkv=tp.ColwiseParallel(),
+        rowwise=tp.RowwiseParallel(),
+    )
+    n_heads = len(module.weight) // (config.n_embd // config.n_head)
+    n_heads //= 3 if word == "qkv" else 1
+    if word in ("heads", "qkv") and n_heads % mesh.size():
+        raise UserError(
+            f"--tp {mesh.size()} does not divide the {n_heads} heads of {name}; give a divisor"
+        )
+    # The weights are on the meta device and have no values yet, so none are sent.
+    tp.parallelize_module(module, mesh, styles[word], src_data_rank=None)
 
 
 def keep_whole(module, mesh):

@@ -162,17 +162,16 @@ def watching(model, watch):
     streams = []
 
     def before(block, args):
-        watch.block = numbers[block]
         if not streams:
             streams.append(args[0])
+        watch.block = len(streams) - 1  # by the order of calls: a block may be in several places
 
     def after(block, args, output):
         watch.block = None
         streams.append(output)
 
-    numbers = {block: i for i, block in enumerate(model.transformer.h)}
     hooks = []
-    for block in numbers:
+    for block in set(model.transformer.h):
         hooks += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
     try:
         yield streams

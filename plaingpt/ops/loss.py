@@ -1,7 +1,8 @@
 """Computes the head and its cross-entropy in one function, a chunk of positions at a time.
 
-The logits are never all in memory: the loss and the gradient of a chunk are computed before the
-next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+The logits are never all in memory. If the head is a plain matrix product, the loss and the gradient
+of a chunk are computed before the next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989,
+section 3.2). Otherwise, the backward pass computes the logits of a chunk again.
 """
 
 import math
@@ -10,39 +11,90 @@ from plaingpt.ops.precision import matmul_dtype
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
 class ChunkedCrossEntropy(torch.nn.Module):
-    """Cross-entropy of the logits x @ weight.T, in nats."""
+    """Cross-entropy of the logits of a head, in nats.
 
-    def forward(self, x, weight, targets, reduction="mean"):
-        """x: (B, T, C). weight: (V, C), or a DTensor sharded by rows. targets: (B, T).
+    It is fused with a head that is x @ weight.T and nothing else. Any other head is called for each
+    chunk, in the backward pass once more. This takes longer, and needs no formula of its gradient.
+
+    logits: the head, a function (N, C) -> (N, V). weight: (V, C), the matrix that it may use.
+    """
+
+    def __init__(self, logits, weight):
+        super().__init__()
+        self.is_fused = is_product(logits, weight)
+
+    def forward(self, x, targets, logits, weight, reduction="mean"):
+        """x: (B, T, C). targets: (B, T). weight: (V, C), or a DTensor sharded by rows.
 
         Positions with target -100 are ignored. Any other target must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
-        group = None
         shape = targets.shape
+        x = x.flatten(0, 1)  # (N, C)
         targets = targets.flatten()  # (N)
         counted = targets != -100  # (N); -100 is PyTorch's ignore_index
         in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
         if x.device.type != "mps":  # MPS lacks _assert_async, which needs no synchronization
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
-        if hasattr(weight, "placements"):  # it is a DTensor, with tensor parallelism
-            group = weight.device_mesh.get_group()
-            rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
-            # Target 0 is now the first row that this process has.
-            targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
-            weight = weight.to_local()
-        with_gradient = torch.is_grad_enabled()
-        if with_gradient and reduction == "none":
+        if torch.is_grad_enabled() and reduction == "none":
             raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
-        losses, mean = LinearCrossEntropy.apply(
-            x.flatten(0, 1), weight, targets, counted, with_gradient, group
-        )
+        if self.is_fused:
+            losses, mean = fused_losses(x, weight, targets, counted)
+        else:
+            losses = recomputed_losses(x, weight, targets, logits)
+            mean = losses.sum() / counted.sum().clamp(min=1)  # without targets, it is 0
         return mean if reduction == "mean" else losses.view(shape)
+
+
+def is_product(logits, weight):
+    """Returns whether logits(x) is x @ weight.T, and nothing else. The graph of autograd tells."""
+
+    def operations(node):
+        if node is None or hasattr(node, "variable"):  # a tensor without or with a gradient
+            return node and id(node.variable)
+        return [node.name(), *[operations(child) for child, _ in node.next_functions]]
+
+    with torch.enable_grad():
+        x = weight.new_zeros(1, weight.size(1)).requires_grad_()
+        found = logits(x).grad_fn
+        expected = F.linear(x, weight).grad_fn
+    return operations(found) == operations(expected)
+
+
+def recomputed_losses(x, weight, targets, logits):
+    """x (N, C), targets (N) -> losses (N). Only one chunk of logits is in memory at a time.
+
+    With tensor parallelism, logits gives all logits to each process.
+    """
+
+    def losses_of_chunk(x, targets):
+        return F.cross_entropy(logits(x).float(), targets, reduction="none")  # 0 if ignored
+
+    rows = rows_of_chunk(x.device.type, matmul_dtype(x), weight.size(0))
+    losses = []
+    for x_chunk, y in zip(x.split(rows), targets.split(rows)):
+        losses.append(checkpoint(losses_of_chunk, x_chunk, y, use_reentrant=False))
+    return torch.cat(losses)
+
+
+def fused_losses(x, weight, targets, counted):
+    """x (N, C), targets and counted (N) -> losses (N), without a gradient, and their mean."""
+    group = None
+    if hasattr(weight, "placements"):  # it is a DTensor, with tensor parallelism
+        group = weight.device_mesh.get_group()
+        rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
+        # Target 0 is now the first row that this process has.
+        targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
+        weight = weight.to_local()
+    with_gradient = torch.is_grad_enabled()
+    return LinearCrossEntropy.apply(x, weight, targets, counted, with_gradient, group)
 
 
 def rows_of_chunk(device, dtype, V):

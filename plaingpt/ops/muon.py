@@ -16,15 +16,16 @@ class Muon(torch.optim.Optimizer):
     about ten times as long as float32. This class uses float32 there.
 
     params: pairs of a name and a matrix. The c_attn of attention is three matrices, those of query,
-    key and value, and each of them is made orthogonal by itself. n_processes: the number of
-    processes of DDP, otherwise 1. Each process updates its share of the matrices and sends them to
-    the others, because the orthogonalization takes most of the time. All processes keep the
-    momentum of all matrices, so that a checkpoint fits any number of processes.
+    key and value, and each of them is made orthogonal by itself. All processes must make a Muon.
+
+    With DDP, each process updates its share of the matrices and sends them to the others, because
+    the orthogonalization takes most of the time. All processes keep the momentum of all matrices,
+    so that a checkpoint fits any number of processes.
     """
 
-    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_processes=1):
+    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-        self.n_processes = n_processes
+        self.n_processes = count_copies(self.param_groups[0])
 
     @torch.no_grad()
     def step(self):
@@ -52,6 +53,16 @@ class Muon(torch.optim.Optimizer):
         if self.n_processes > 1:
             for i, (_, p) in enumerate(matrices):
                 dist.broadcast(p, i % self.n_processes)
+
+
+def count_copies(group):
+    """Returns how many processes have a copy of these parameters: all with DDP, otherwise one."""
+    if not dist.is_initialized() or hasattr(group["params"][0], "placements"):  # they are DTensors
+        return 1
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, group["param_names"])
+    # The stages of a pipeline have parameters of different names.
+    return len(names) if all(each == names[0] for each in names) else 1
 
 
 def orthogonalize_qkv(x):

@@ -203,6 +203,16 @@ def print_summary(training, config, data, sizes, process):
         print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
 
 
+def note_first_values(model):
+    """Prints which matrices of a new model are not GPT-2's, and so do not begin as GPT-2's do."""
+    own = {}  # {name without the number of the block: None}, in order
+    for name, p in model.named_parameters():
+        if p.dim() > 1 and model.first_values(name, (0,)) is None:
+            own[re.sub(r"\.h\.\d+\.", ".h.*.", name)] = None
+    if own:
+        print0(f"note: GPT.first_values has no {', '.join(own)}; the constructor's values are kept")
+
+
 class RunLog:
     """Writes what a run says: its lines in the terminal, log.txt, and run.json. All on rank 0.
 
@@ -228,6 +238,8 @@ class RunLog:
         self.progress = Progress(config, training.whole_gpt.flops_per_token(), process)
         if step < config.max_steps:  # otherwise, a finished run was resumed
             print_summary(training, config, data, sizes, process)
+        if step == 0 and not config.init_from:
+            note_first_values(training.whole_gpt)
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""

@@ -56,12 +56,14 @@ class OptimizerState:
     cannot be saved ends a run before its first step. And a checkpoint with other values is not
     loaded, because a fused kernel would write beyond a tensor that is too small.
 
-    optimizer: before its first step. names: {parameter: its name in the model}. All processes must
-    make it, because a step may communicate. Raises UserError.
+    optimizer: before its first step. model: the GPT of this process, which has its parameters. All
+    processes must make it, because a step may communicate. Raises UserError.
     """
 
-    def __init__(self, optimizer, names):
+    def __init__(self, optimizer, model):
+        names = {p: name for name, p in model.named_parameters()}
         self.optimizer = optimizer
+        self.tp_plan = model.tp_plan
         self.kind = kind_of(optimizer)
         self.named = {}  # {name: parameter} of this optimizer
         self.first_values = []  # of each group, as the constructor has set them
@@ -170,7 +172,8 @@ class OptimizerState:
                 raise UserError(f"the checkpoint {word} {name}.{value_name}; resume from another")
             for value_name, value in own.items():
                 key = f"{name}.{value_name}"
-                self.optimizer.state[p][value_name] = place(key, value, p, expected[value_name])
+                placed = place(key, value, p, expected[value_name], self.tp_plan)
+                self.optimizer.state[p][value_name] = placed
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 for value_name, value in by_parameter.get(self.names[p], {}).items():
@@ -198,17 +201,18 @@ def describe(value):
     return None
 
 
-def place(key, value, p, expected):
+def place(key, value, p, expected, tp_plan):
     """Returns a value of a checkpoint as an optimizer needs it: on its device, split as p is.
 
-    expected: what a step makes of it. Raises UserError if the value has another shape.
+    expected: what a step makes of it. tp_plan: that of GPT. Raises UserError if the value has
+    another shape.
     """
     if expected is None:  # it is no tensor
         return map_tensors(value, lambda tensor: tensor.to(p.device, copy=True))
     if not torch.is_tensor(value) or value.shape != expected.shape:
         raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
     value = value.to(expected.dtype).contiguous()  # fused kernels need both
-    return scatter(key, value, p, expected.device)
+    return scatter(key, value, p, expected.device, tp_plan)
 
 
 def equal(value, other):

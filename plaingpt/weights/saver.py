@@ -29,10 +29,9 @@ class Saver:
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
         flags = {**asdict(config), **asdict(self.model.config)}
         check_equal(flags, "the processes have different flags; give all the same")
-        names = {p: name for name, p in own_gpt(self.model).named_parameters()}
         self.optimizers = {}  # {"adamw": its OptimizerState}
         for name, optimizer in name_optimizers(training.optimizers).items():
-            self.optimizers[name] = OptimizerState(optimizer, names)
+            self.optimizers[name] = OptimizerState(optimizer, own_gpt(self.model))
         # model.py may be edited later, so hash it now.
         self.model_code = hash_of_model(type(self.whole_gpt))
         self.best_val = math.inf  # the lowest validation loss of the run
