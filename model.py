@@ -107,7 +107,7 @@ class GPT(nn.Module):
     """The language model."""
 
     config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
-    OPTIMIZERS = ("adamw", "muon")  # what configure_optimizers knows: the values of --optimizer
+    optimizer_names = ("adamw", "muon")  # those of configure_optimizers; for --optimizer
     # --tp splits these layers over its processes, by the last part of their names. All others stay
     # whole. plaingpt/distributed/split.py explains the words.
     tp_plan = dict(
@@ -166,17 +166,18 @@ class GPT(nn.Module):
         values = torch.empty(shape, device="cpu")
         layer, _, kind = name.rpartition(".")  # "transformer.h.0.mlp.c_fc" and "weight"
         layer = layer.rpartition(".")[2]
-        if layer == "c_proj" and kind == "weight":
+        if layer in ("ln_1", "ln_2", "ln_f"):
+            return values.fill_(1.0 if kind == "weight" else 0.0)
+        if layer not in ("wte", "wpe", "c_attn", "c_fc", "c_proj", "lm_head"):
+            return None
+        if kind == "bias":
+            return values.zero_()
+        std = 0.02
+        if layer == "c_proj":
             # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
             # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
-            return values.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
-        if layer in ("wte", "wpe", "c_attn", "c_fc", "lm_head") and kind == "weight":
-            return values.normal_(std=0.02)
-        if layer in ("c_attn", "c_fc", "c_proj", "ln_1", "ln_2", "ln_f") and kind == "bias":
-            return values.zero_()
-        if layer in ("ln_1", "ln_2", "ln_f") and kind == "weight":
-            return values.fill_(1.0)
-        return None
+            std /= math.sqrt(2 * self.config.n_layer)
+        return values.normal_(std=std)
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
         """The residual stream after the last norm: ids (B, T) -> (B, T, C).
