@@ -12,21 +12,27 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU, ROOT, TINY, apply_patch, checkpoint, program, randomise, read_log, spawn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from train_gpt2 import DataLoaderLite
 
 # Changed lines.
 LIMITS = {
+    "grouped-query": 25,
     "inverse-sqrt": 8,
     "lion": 25,
+    "multi-token": 25,
     "no-residual-scaling": 7,
     "qknorm": 5,
     "relu2": 2,
     "rmsnorm": 6,
     "rotary": 25,
+    "sliding-window": 25,
+    "soft-cap": 2,
     "untied": 1,
     "value-residual": 20,
-    "z-loss": 20,  # with 3 in model.py, which log its size
+    "z-loss": 21,  # with 3 in model.py, which log its size
 }
 HEADS = ("+++", "---")  # lines with the name of a file begin so
 # The layouts that could break a patch. A patch that is not here is trained on all of them.
@@ -40,6 +46,10 @@ LAYOUTS = {
     "value-residual": ["tp", "fsdp"],
     "z-loss": ["tp", "pp", "fsdp"],  # a process has a part of the vocabulary, or no loss at all
 }
+# For each of these heads, tensor parallelism needs two heads of keys.
+FLAGS = {"inverse-sqrt": ["--schedule", "inverse-sqrt"], "grouped-query": ["--n_head", 4]}
+# What a patch returns from GPT.forward.
+FIGURES = {"z-loss": ["z"], "multi-token": ["ahead", "next"]}
 ENTROPY = "attention-entropy"  # logs a figure; not with --pp
 # Four micro-batches a step. A sample and a passage are longer than the context of 16 bytes.
 SMALL = [
@@ -129,10 +139,10 @@ def test_every_patch_is_here_and_short():
 def test_experiment(tmp_path, plain, name):
     copy_program(tmp_path)
     apply_patch(name, tmp_path)
-    flags = ["--schedule", "inverse-sqrt"] if name == "inverse-sqrt" else []
+    flags = FLAGS.get(name, [])
     out, _ = run(tmp_path, "run", 10, *flags)
     log = read_log(tmp_path / "run")
-    own = {(step, "z") for step in range(10)} if name == "z-loss" else set()
+    own = {(step, figure) for step in range(10) for figure in FIGURES.get(name, [])}
     assert log.keys() == plain.keys() | own and log[10, "val"] != plain[10, "val"]
     assert float(log[10, "val"]) < float(log[0, "val"]) - 0.1
     shutil.copytree(tmp_path / "run", tmp_path / "again")
@@ -142,10 +152,15 @@ def test_experiment(tmp_path, plain, name):
     for way in LAYOUTS.get(name, WAYS):
         assert_split_run_matches(tmp_path, way, (log, out), *flags)
     if name == "value-residual":
-        _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=1)
-        assert "--pp: a stage passes on x, but not the values of the first block" in err
+        _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=2)
+        assert "--pp: the stages of this model.py compute another loss than the whole" in err
+    if name == "grouped-query":
+        _, err = run(tmp_path, "two", 5, *WAYS["tp"], "--n_head", 2, processes=2, status=2)
+        assert "--tp 2 does not divide the 1 heads of transformer.h.0.attn.c_k; give a" in err
     run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8)
-    check_positions(runpy.run_path(tmp_path / "model.py"))
+    module = runpy.run_path(tmp_path / "model.py")
+    check_positions(module)
+    check_flops(module, name)
 
 
 @pytest.mark.slow
@@ -163,9 +178,9 @@ def test_a_stream_of_ones_own(tmp_path):
             assert float(value) == pytest.approx(float(log[key]), rel=rel), (way, key)
 
 
-SOFT_CAP = (
-    "        return self.lm_head(x)\n",
-    "        return 3 * torch.tanh(self.lm_head(x) / 3)\n",
+ANOTHER_LOSS = (
+    "        return self.loss_fn(x, targets, self.logits",
+    "        x = x * 9\n        return self.loss_fn(x, targets, self.logits",
 )
 
 
@@ -178,16 +193,80 @@ def test_a_loss_that_does_not_follow_the_logits_is_noted(tmp_path):
         processes = 1 if way in ("one", "compile") else 2
         out, _ = run(tmp_path, way, 1, *flags, processes=processes)
         assert note not in out, way
-    path = tmp_path / "run" / "model_000001.pt"
-    run(tmp_path, "run", 1)
-    saved = torch.load(path)
-    saved["model"]["transformer.ln_f.weight"] *= 100  # large logits, which the cap changes
-    torch.save(saved, path)
-    edit_model(tmp_path, SOFT_CAP)
+    edit_model(tmp_path, ANOTHER_LOSS)
     for way, flags in dict(WAYS, one=[]).items():
-        more = ["--init_from", "run", "--preset", "baby", *flags]
-        out, _ = run(tmp_path, f"cap-{way}", 1, *more, processes=1 if way == "one" else 2)
+        out, _ = run(tmp_path, f"other-{way}", 1, *flags, processes=1 if way == "one" else 2)
         assert note in out, way
+
+
+EMBEDDING = "        x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)\n"
+STAGES = {  # edits of model.py that no pipeline computes -> a part of the message
+    "every stage": (  # a stage begins with this line, too
+        (EMBEDDING, f"{EMBEDDING}        x = 4 * x\n"),
+        "the stages of this model.py compute another loss than the whole model: ",
+    ),
+    "another stage": (
+        (
+            "        return None, self.loss(x, targets)\n",
+            "        norm = self.transformer.h[0].attn.c_attn.weight.square().mean()\n"
+            "        return None, self.loss(x, targets), {'size': norm}\n",
+        ),
+        "model.py cannot run in stages (KeyError('0')); use no --pp",
+    ),
+    "a figure": (
+        (
+            "        return None, self.loss(x, targets)\n",
+            "        n = sum(p.square().sum() for p in self.transformer.h.parameters())\n"
+            "        return None, self.loss(x, targets), {'size': n}\n",
+        ),
+        "the stages of this model.py compute another size than the whole model: ",
+    ),
+    "one block": (
+        (
+            "nn.ModuleList([Block(config, i) for i in range(config.n_layer)])",
+            "nn.ModuleList([Block(config, 0)] * config.n_layer)",
+        ),
+        "transformer.h.0.ln_1.weight and transformer.h.1.ln_1.weight are one parameter",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name):
+    copy_program(tmp_path)
+    change, message = STAGES[name]
+    edit_model(tmp_path, change)
+    _, err = run(tmp_path, "run", 3, *WAYS["pp"], processes=2, status=2)
+    assert message in err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_one_block_for_all_layers(tmp_path):
+    """As in ALBERT (Lan et al. 2020, arXiv:1909.11942)."""
+    copy_program(tmp_path)
+    edit_model(tmp_path, STAGES["one block"][0])
+    out, _ = run(tmp_path, "run", 5)
+    log = read_log(tmp_path / "run")
+    for way, flags in dict(fsdp=WAYS["fsdp"], tp=WAYS["tp"], ddp=[]).items():
+        run(tmp_path, way, 5, *flags, processes=2)
+        for key, value in read_log(tmp_path / way).items():
+            assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
+    weights = checkpoint(tmp_path / "run", 5)["model"]
+    first, second = (weights[f"transformer.h.{i}.ln_1.weight"] for i in (0, 1))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_matrices_that_keep_the_values_of_their_constructor_are_named(tmp_path):
+    copy_program(tmp_path)
+    note = "note: GPT.first_values has no"
+    assert note not in run(tmp_path, "plain", 1)[0]
+    for old, new in (("self.c_fc = ", "self.up = "), ("self.c_fc(", "self.up(")):
+        edit_model(tmp_path, (old, new))
+    out, _ = run(tmp_path, "run", 1)
+    assert f"{note} transformer.h.*.mlp.up.weight; the constructor's values are kept" in out
+    assert note not in run(tmp_path, "run", 2, "--resume")[0]
 
 
 # The mean id of the targets. It depends on the data alone, so the test can compute it.
@@ -234,6 +313,21 @@ def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
     if name == "my own":
         message = "the name of a figure must be one word, and not 'my own'"
     assert message in err
+
+
+def check_flops(module, name):
+    """GPT.flops_per_token is what PyTorch counts in a step."""
+    config = module["GPTConfig"](2, 2, 64, 64, 256)
+    model = module["GPT"](config)
+    idx = torch.randint(256, (2, 64))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    expected = model.flops_per_token()
+    if not model.loss_fn.is_fused:
+        expected += 2 * 256 * 64  # the head is computed once more
+    if name == "value-residual":
+        expected += 6 * 2 * (2 - 1) * 32**2  # mix is used for each head
+    assert counter.get_total_flops() / idx.numel() == expected
 
 
 def check_positions(module):

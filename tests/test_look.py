@@ -201,7 +201,7 @@ class OtherAttention(torch.nn.Module):
         self.q = torch.nn.Linear(32, 32)
         self.kv = torch.nn.Linear(32, 16)
 
-    def forward(self, x, cache=None, mask=None):
+    def forward(self, x, pos, cache=None, mask=None):
         T = x.size(1)
         q = self.q(x).view(1, T, 4, 8).transpose(1, 2)
         k = self.kv(x).view(1, T, 2, 8).transpose(1, 2)
@@ -300,13 +300,13 @@ def test_what_each_block_adds():
             assert (block.prediction.ids == ids.numpy()).all()
             assert np.allclose(block.prediction.probs, probs, atol=1e-6)
             assert np.allclose(block.norms, x[0].norm(dim=-1), rtol=1e-5)
-            x = t.h[i](x) if i < 2 else x
+            x = t.h[i](x, None) if i < 2 else x
     assert np.allclose(record.blocks[2].prediction.losses, record.prediction.losses, atol=1e-5)
 
 
 def test_a_block_that_returns_no_stream():
     class Pair(torch.nn.Module):
-        def forward(self, x, cache=None, mask=None):
+        def forward(self, x, pos, cache=None, mask=None):
             return x[..., :16], x[..., 16:]
 
     gpt = randomise(fresh(MODEL)).eval()
@@ -317,6 +317,19 @@ def test_a_block_that_returns_no_stream():
     blocks = record_text(gpt, ids_of(TEXT)).blocks
     assert [bool(block.fault) for block in blocks] == [False, False, False, True]
     assert blocks[3].fault == "it returns no tensor (B, T, C)"
+
+
+def test_a_block_that_is_used_twice_is_shown_twice():
+    gpt = randomise(fresh(MODEL)).eval()
+    gpt.transformer.h[1] = gpt.transformer.h[0]
+    ids = ids_of(TEXT)
+    record = record_text(gpt, ids)
+    x = gpt.transformer.wte(torch.tensor([ids[:-1]]))
+    x = x + gpt.transformer.wpe(torch.arange(len(ids) - 1))
+    for i in range(3):
+        assert np.allclose(record.blocks[i].norms, x[0].detach().norm(dim=-1), rtol=1e-5)
+        x = gpt.transformer.h[0](x, None)
+    assert [call.block for call in record.calls] == [0, 1] and not record.calls[1].fault
 
 
 def test_bytes_of_a_character_are_shown_as_this_character():

@@ -83,6 +83,82 @@ def test_a_target_outside_the_vocabulary_raises(target):
         GPT(SMALL)(torch.zeros_like(targets), targets)
 
 
+# A head that is not only a product
+
+
+class Capped(GPT):
+    def logits(self, x):
+        return 3 * torch.tanh(self.lm_head(x).float() / 3)
+
+
+class Scaled(GPT):
+    """It has a parameter, which is made after the loss."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, config.vocab_size))
+
+    def logits(self, x):
+        logits = self.lm_head(x)
+        return logits * self.scale if hasattr(self, "scale") else logits + 0
+
+
+@pytest.mark.parametrize("kind", [Capped, Scaled])
+@pytest.mark.parametrize("rows", [7, 31])
+def test_the_loss_follows_the_logits(monkeypatch, kind, rows):
+    """Whoever edits GPT.logits edits the loss, its gradient, and all scores."""
+    monkeypatch.setitem(CHUNK_SIZE, "cpu", rows)
+    model, (idx, targets) = randomise(kind(SMALL)), torch.randint(200, (2, 2, 15))
+    targets[0, :4] = -100
+    logits = model.logits(model.hidden(idx)).flatten(0, 1)
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+    mean = losses.sum() / 26
+    expected = [mean.detach(), *torch.autograd.grad(3 * mean, model.parameters())]
+    _, loss = model(idx, targets)
+    found = [loss, *torch.autograd.grad(3 * loss, model.parameters())]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        x = model.hidden(idx)
+        each = model.loss(x, targets, "none")
+    torch.testing.assert_close(each.flatten(), losses.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "logits, is_fused",
+    [
+        ("lm_head(x)", True),
+        ("F.linear(x, lm_head.weight)", True),
+        ("lm_head(x).float()", True),  # which does nothing in float32
+        ("lm_head(x) * 2", False),
+        ("lm_head(2 * x)", False),
+        ("lm_head(x) + 1", False),
+        ("lm_head(x).detach()", False),
+        ("lm_head(x.detach())", False),
+        ("F.linear(x, other)", False),
+        ("F.dropout(lm_head(x), 0.1)", False),
+        ("lm_head(x)[..., :9]", False),
+    ],
+)
+def test_only_a_product_is_fused(logits, is_fused):
+    lm_head = torch.nn.Linear(4, 9, bias=False)
+    names = dict(lm_head=lm_head, F=F, other=torch.zeros(9, 4, requires_grad=True))
+    head = eval(f"lambda x: {logits}", names)
+    for no_grad in (False, True):
+        with torch.no_grad() if no_grad else torch.enable_grad():
+            assert ChunkedCrossEntropy(head, lm_head.weight).is_fused == is_fused
+
+
+@pytest.mark.slow
+def test_the_compiled_loss_follows_the_logits():
+    model, idx = randomise(Capped(SMALL)), torch.randint(200, (2, 16))
+    _, expected = model(idx, idx)
+    gradients = torch.autograd.grad(expected, model.parameters())
+    compiled = torch.compile(model, dynamic=False, fullgraph=True)
+    _, loss = compiled(idx, idx)
+    found = torch.autograd.grad(loss, model.parameters())
+    torch.testing.assert_close([loss, *found], [expected, *gradients], rtol=1e-4, atol=1e-6)
+
+
 # Memory
 
 
@@ -99,15 +175,16 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_all_logits_are_never_in_memory(grad):
-    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=512, vocab_size=1000))
+@pytest.mark.parametrize("kind", [GPT, Capped])
+def test_all_logits_are_never_in_memory(kind, grad):
+    model = kind(GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=512, vocab_size=1000))
     idx = torch.randint(1000, (4, 512))
     with torch.set_grad_enabled(grad), Largest() as largest:
         _, loss = model(idx, idx)
         if grad:
             loss.backward()
-    # a chunk of 384 positions of 4 x 512, the vocabulary padded to 1024
-    assert largest.numbers == 384 * 1024
+    # a chunk of 384 positions of 4 x 512; the fused loss pads the vocabulary to 1024
+    assert largest.numbers == 384 * (1024 if kind is GPT else 1000)
 
 
 @pytest.mark.slow
