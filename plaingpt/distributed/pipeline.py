@@ -208,11 +208,13 @@ def check_stages(model, n_stages):
             )
     config = model.config
     shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
-    with torch.random.fork_rng([]), torch.no_grad():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         whole = type(model)(replace(config, **shape))
         for p in whole.parameters():
-            p.normal_(std=0.3)  # with other values than the first ones, most edits change the loss
+            nn.init.normal_(
+                p, std=0.3
+            )  # with other values than the first ones, most edits change the loss
         idx = torch.randint(64, (2, 17))
         x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
         expected = figures_of_forward(whole, x, y)
@@ -238,7 +240,8 @@ def check_stages(model, n_stages):
 def figures_of_forward(model, x, y):
     """Returns the loss of GPT.forward and what else it returns: {name: scalar tensor}."""
     _, loss, *rest = model(x, y)
-    return dict(loss=loss, **(rest[0] if rest else {}))
+    figures = dict(loss=loss, **(rest[0] if rest else {}))
+    return {name: value.detach() for name, value in figures.items()}
 
 
 def first_block(stage, n_stages, config):
