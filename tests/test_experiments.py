@@ -46,7 +46,7 @@ LAYOUTS = {
     "value-residual": ["tp", "fsdp"],
     "z-loss": ["tp", "pp", "fsdp"],  # a process has a part of the vocabulary, or no loss at all
 }
-# For each of these heads, tensor parallelism needs two heads of keys.
+# With four heads, grouped-query has two heads of keys, which two processes can share.
 FLAGS = {"inverse-sqrt": ["--schedule", "inverse-sqrt"], "grouped-query": ["--n_head", 4]}
 # What a patch returns from GPT.forward.
 FIGURES = {"z-loss": ["z"], "multi-token": ["ahead", "next"]}
@@ -109,7 +109,7 @@ def assert_split_run_matches(directory, way, whole, *flags):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
-        if not name.endswith("c_attn.bias"):
+        if not name.endswith(("c_attn.bias", "c_k.bias")):
             assert (found[name] - tensor).norm() < 1e-4 * tensor.norm(), (way, name)
 
 
@@ -160,7 +160,10 @@ def test_experiment(tmp_path, plain, name):
     run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8)
     module = runpy.run_path(tmp_path / "model.py")
     check_positions(module)
-    check_flops(module, name)
+    if (
+        name != "z-loss"
+    ):  # its other half is in plaingpt, of which this process has the unchanged one
+        check_flops(module, name)
 
 
 @pytest.mark.slow
