@@ -157,7 +157,7 @@ def test_experiment(tmp_path, plain, name):
     if name == "grouped-query":
         _, err = run(tmp_path, "two", 5, *WAYS["tp"], "--n_head", 2, processes=2, status=2)
         assert "--tp 2 does not divide the 1 heads of transformer.h.0.attn.c_k; give a" in err
-    run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8)
+    run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8, *flags)
     module = runpy.run_path(tmp_path / "model.py")
     check_positions(module)
     if (

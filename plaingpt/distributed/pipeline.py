@@ -210,14 +210,16 @@ def check_stages(model, n_stages):
     shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        whole = type(model)(replace(config, **shape))
-        for p in whole.parameters():
-            nn.init.normal_(
-                p, std=0.3
-            )  # with other values than the first ones, most edits change the loss
         idx = torch.randint(64, (2, 17))
         x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
-        expected = figures_of_forward(whole, x, y)
+        try:
+            whole = type(model)(replace(config, **shape))
+            for p in whole.parameters():
+                nn.init.normal_(p, std=0.3)  # with other values than the first ones, edits show
+            expected = figures_of_forward(whole, x, y)
+        except Exception as error:  # such as an edit with the sizes of one model
+            print0(f"note: the stages are not compared, because a small GPT fails: {error!r}")
+            return
         try:
             for stage in range(n_stages):
                 part = copy.deepcopy(whole)
@@ -225,10 +227,9 @@ def check_stages(model, n_stages):
                 if stage < n_stages - 1:
                     x = part.hidden(x)  # (B, T, C)
             found = figures_of_forward(part, x, y)
-        except Exception as error:  # whatever an edited model raises if it is not whole
-            raise UserError(
-                f"--pp: model.py cannot run in stages ({error!r}); use no --pp"
-            ) from error
+        except Exception as error:  # a stage is not a whole GPT, and an edit may need one
+            message = f"--pp: model.py cannot run in stages ({error!r}); use no --pp"
+            raise UserError(message) from error
     for name, value in expected.items():
         if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
             raise UserError(
