@@ -214,7 +214,7 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
             "        norm = self.transformer.h[0].attn.c_attn.weight.square().mean()\n"
             "        return None, self.loss(x, targets), {'size': norm}\n",
         ),
-        "model.py cannot run in stages (KeyError('0')); use no --pp",
+        "model.py cannot run in stages (no field '0'); use no --pp",
     ),
     "a figure": (
         (

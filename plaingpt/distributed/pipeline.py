@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
 from plaingpt.ops.precision import stream_dtype
 
@@ -220,16 +220,14 @@ def check_stages(model, n_stages):
         except Exception as error:  # such as an edit with the sizes of one model
             print0(f"note: the stages are not compared, because a small GPT fails: {error!r}")
             return
-        try:
+        # A stage is not a whole GPT, and an edit may need one.
+        with explaining("--pp: model.py cannot run in stages", "use no --pp"):
             for stage in range(n_stages):
                 part = copy.deepcopy(whole)
                 keep_stage(part, stage, n_stages)
                 if stage < n_stages - 1:
                     x = part.hidden(x)  # (B, T, C)
             found = figures_of_forward(part, x, y)
-        except Exception as error:  # a stage is not a whole GPT, and an edit may need one
-            message = f"--pp: model.py cannot run in stages ({error!r}); use no --pp"
-            raise UserError(message) from error
     for name, value in expected.items():
         if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
             raise UserError(
