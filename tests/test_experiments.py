@@ -231,6 +231,14 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
         ),
         "transformer.h.0.ln_1.weight and transformer.h.1.ln_1.weight are one parameter",
     ),
+    "one MLP": (
+        (
+            "        self.init_weights(seed)\n",
+            "        self.transformer.h[1].mlp = self.transformer.h[0].mlp\n"
+            "        self.init_weights(seed)\n",
+        ),
+        "mlp.c_fc.weight and transformer.h.1.mlp.c_fc.weight are one parameter, which a split",
+    ),
 }
 
 
@@ -241,6 +249,15 @@ def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name):
     change, message = STAGES[name]
     edit_model(tmp_path, change)
     _, err = run(tmp_path, "run", 3, *WAYS["pp"], processes=2, status=2)
+    assert message in err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_fsdp_refuses_one_mlp_for_two_blocks(tmp_path):
+    copy_program(tmp_path)
+    change, message = STAGES["one MLP"]
+    edit_model(tmp_path, change)
+    _, err = run(tmp_path, "run", 3, *WAYS["fsdp"], processes=2, status=2)
     assert message in err and not (tmp_path / "run").exists()
 
 

@@ -190,6 +190,16 @@ def test_a_state_of_another_shape_is_whole_with_ddp(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "tp"])
+def test_an_optimizer_that_cannot_step_split_parameters_is_refused(tmp_path, way):
+    copy_with(tmp_path, "Adafactor")
+    _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=2)
+    assert "error: adafactor makes no step with split parameters (" in err
+    assert "); use --parallel ddp without --tp" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp", "tp"])
 def test_a_state_of_another_shape_is_refused_for_a_split_model(tmp_path, way):
     """Before the first step, and before any file is written."""
     copy_with(tmp_path, "schedule-free")

@@ -69,6 +69,7 @@ def cut_model(model, config, process):
         raise UserError(
             f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
         )
+    check_shared(model, config, process)
     if config.pp > 1:
         check_stages(model, config.pp)
     if config.tp > 1:
@@ -101,6 +102,28 @@ def cut_model(model, config, process):
     if process.dp_size > 1:
         apply_fsdp(root, model.blocks(), mesh, config.parallel == "fsdp", process)
     return result
+
+
+def check_shared(model, config, process):
+    """Raises UserError if a parameter is in two parts of the model that are apart after the cut.
+
+    The matrix of embedding and head may be: PyTorch and Pipeline know how.
+    """
+    blocks_of = {}  # {parameter: the blocks that have it}
+    for block in model.blocks():
+        for p in block.parameters():
+            blocks_of.setdefault(p, []).append(block)
+    first_names = {}  # {parameter: its first name}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(p, name)
+        in_two_stages = config.pp > 1 and name not in (first, "lm_head.weight")
+        # FSDP, which averages the gradients of a split model, needs each parameter in one block.
+        in_two_blocks = process.dp_size > 1 and len(blocks_of.get(p, [])) > 1
+        if first != name and (in_two_stages or in_two_blocks):
+            raise UserError(
+                f"{first} and {name} are one parameter, which a split model cannot share; "
+                "use --parallel ddp without --tp and --pp"
+            )
 
 
 def silence_warnings():

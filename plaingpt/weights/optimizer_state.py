@@ -7,11 +7,12 @@ such as "transformer.wte.weight.group:k".
 A value is a tensor of any shape, a number, a text, None, or a list, tuple or dict of these.
 """
 
+import contextlib
 import copy
 import re
 from typing import NamedTuple
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.parts import is_dtensor, map_tensors, scatter
 
@@ -113,7 +114,10 @@ class OptimizerState:
                 before = p.clone()
                 p.grad = torch.zeros_like(p)
                 optimizer.param_groups = [alone]
-                with torch.random.fork_rng(range(torch.cuda.device_count())):
+                with (
+                    torch.random.fork_rng(range(torch.cuda.device_count())),
+                    self.explaining_split(p),
+                ):
                     optimizer.step()
                 name = self.names[p]
                 self.expected[name] = {}
@@ -126,6 +130,13 @@ class OptimizerState:
                 p.copy_(before)
                 p.grad = None
         optimizer.param_groups = groups
+
+    def explaining_split(self, p):
+        """Returns a context that turns errors into a UserError if the parameter p is split."""
+        if not is_dtensor(p):
+            return contextlib.nullcontext()
+        remedy = "use --parallel ddp without --tp"
+        return explaining(f"{self.kind} makes no step with split parameters", remedy)
 
     def check(self, key, value):
         """Raises UserError if a checkpoint cannot have this value."""
