@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from plaingpt.base.flags import flag
 from plaingpt.ops.loss import ChunkedCrossEntropy
 from plaingpt.ops.muon import Muon
-from plaingpt.ops.precision import matmul_dtype, stream_dtype
+from plaingpt.ops.precision import stream_dtype
 from plaingpt.ops.sampling import generate_tokens
 from plaingpt.weights.pretrained import load_model
 
@@ -55,9 +55,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, pos, cache=None, mask=None):
         """x: (B, T, C). pos: as in GPT.hidden; unused here, because x contains the positions."""
         B, T, C = x.size()
-        # With DDP, torch.compile may cut its graph just before c_attn. Without .to, x would then be
-        # stored twice for the backward pass: in float32, and in the dtype of autocast.
-        qkv = self.c_attn(x.to(matmul_dtype(x))).chunk(3, dim=2)  # 3 x (B, T, C)
+        qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         # (B, nh, T, hs) each. -1 stands for nh: with tensor parallelism, a process has fewer heads.
         q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)
         if cache is not None:
@@ -80,8 +78,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        # .to is there for the same reason as in attention.
-        x = self.gelu(self.c_fc(x.to(matmul_dtype(x))))  # (B, T, 4C)
+        x = self.gelu(self.c_fc(x))  # (B, T, 4C)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
