@@ -143,9 +143,11 @@ def test_only_a_product_is_fused(logits, is_fused):
     lm_head = torch.nn.Linear(4, 9, bias=False)
     names = dict(lm_head=lm_head, F=F, other=torch.zeros(9, 4, requires_grad=True))
     head = eval(f"lambda x: {logits}", names)
-    for no_grad in (False, True):
-        with torch.no_grad() if no_grad else torch.enable_grad():
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
             assert ChunkedCrossEntropy(head, lm_head.weight).is_fused == is_fused
+    with torch.inference_mode():  # such as for a model that only generates
+        GPT(SMALL).generate(torch.zeros(1, 3, dtype=torch.long), 2)
 
 
 @pytest.mark.slow

@@ -65,7 +65,8 @@ def is_product(logits, weight):
         x = weight.new_zeros(1, weight.size(1)).requires_grad_()
         found = logits(x).grad_fn
         expected = F.linear(x, weight).grad_fn
-    return operations(found) == operations(expected)
+    # In torch.inference_mode, there is no graph. To call the head is always right.
+    return expected is not None and operations(found) == operations(expected)
 
 
 def recomputed_losses(x, weight, targets, logits):
