@@ -16,7 +16,6 @@ from conftest import (
     assert_close_logs,
     checkpoint,
     fresh,
-    program,
     read_log,
     spawn,
     text_batch,
@@ -157,12 +156,6 @@ def test_a_run_compiles_its_model_once():
             raw_model.eval().loss(raw_model.hidden(x), x)
         raw_model.train()
     assert len(graphs) == 1
-
-
-@pytest.mark.slow
-def test_ddp_passes_bfloat16_between_its_compiled_parts(tmp_path):
-    """DDP's compiler cuts the graph where a bucket is full. Only the residual stream is float32."""
-    program(cwd=tmp_path, processes=1, program="tests/ddp_parts.py")
 
 
 # Muon

@@ -62,7 +62,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     They are spread over the held-out text, at equal distances.
     """
     model, shapes = fresh(MODEL), set()
-    model.loss_fn.register_forward_pre_hook(lambda _, args: shapes.add(tuple(args[2].shape)))
+    model.loss_fn.register_forward_pre_hook(lambda _, args: shapes.add(tuple(args[1].shape)))
     val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
     config = TrainConfig(val_tokens=32 * 27)
     loader = train_gpt2.make_val_loader(val, 32, config)

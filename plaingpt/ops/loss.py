@@ -12,6 +12,7 @@ from plaingpt.ops.precision import matmul_dtype
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
@@ -54,19 +55,31 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
 
 def is_product(logits, weight):
-    """Returns whether logits(x) is x @ weight.T, and nothing else. The graph of autograd tells."""
+    """Returns whether logits(x) is F.linear(x, weight), and nothing else."""
+    with HeadProbe(weight) as probe:
+        result = logits(probe.x)
+    return result is probe.product and not probe.does_more
 
-    def operations(node):
-        if node is None or hasattr(node, "variable"):  # a tensor without or with a gradient
-            return node and id(node.variable)
-        return [node.name(), *[operations(child) for child, _ in node.next_functions]]
 
-    with torch.enable_grad():
-        x = weight.new_zeros(1, weight.size(1)).requires_grad_()
-        found = logits(x).grad_fn
-        expected = F.linear(x, weight).grad_fn
-    # In torch.inference_mode, there is no graph. To call the head is always right.
-    return expected is not None and operations(found) == operations(expected)
+class HeadProbe(TorchFunctionMode):
+    """A context that sees each call of a function of PyTorch. F.linear(x, weight) is not computed.
+
+    weight: (V, C), also on the device meta, where this would import PyTorch's compiler.
+    """
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.x = torch.empty(1, weight.size(1), device=weight.device)
+        self.product = torch.empty(1, weight.size(0), device=weight.device)
+        self.does_more = False  # whether another function was called
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and args[0] is self.x and args[1] is self.weight:
+            if args[2:] in ((), (None,)) and not kwargs:  # no bias
+                return self.product
+        self.does_more = True
+        return function(*args, **(kwargs or {}))
 
 
 def recomputed_losses(x, weight, targets, logits):
