@@ -117,7 +117,8 @@ def make_peer(name, gpt_config, config, process):
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
     whole_gpt = make_whole_gpt(GPT, gpt_config)  # only for the number of operations
     clipper = GradientClipper(model, tp=1)
-    return Training(whole_gpt, raw_model, model, [optimizer], grad_scaler(process), clipper)
+    hidden = None  # a peer is not validated
+    return Training(whole_gpt, raw_model, model, hidden, [optimizer], grad_scaler(process), clipper)
 
 
 @dataclass

@@ -201,6 +201,11 @@ def overfit(model, rows, last, steps=40, lr=0.01):
         optimizer.zero_grad()
 
 
+def as_training(model):
+    """What estimate_loss needs of a Training."""
+    return SimpleNamespace(raw_model=model, hidden=model.hidden)
+
+
 def apply_patch(name, directory):
     """Applies a patch of experiments/ to copies of this clone's files, edits included.
 

@@ -120,7 +120,9 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     optimizers = model.configure_optimizers(0.1, 1e-3, optimizer)
     x = torch.randint(256, (2, 16))
     clipper = GradientClipper(model, tp=1)
-    training = Training(model, model, model, optimizers, grad_scaler(process), clipper)
+    training = Training(
+        model, model, model, model.hidden, optimizers, grad_scaler(process), clipper
+    )
     calls = []
 
     def counted(name, original):

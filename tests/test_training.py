@@ -21,6 +21,7 @@ from conftest import (
     ROOT,
     TEXT,
     TINY,
+    as_training,
     assert_close_logs,
     checkpoint,
     fresh,
@@ -66,7 +67,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
     config = TrainConfig(val_tokens=32 * 27)
     loader = train_gpt2.make_val_loader(val, 32, config)
-    found, _ = train_gpt2.estimate_loss(model, loader, ONE_BYTE_IDS, config, ALONE)
+    found, _ = train_gpt2.estimate_loss(as_training(model), loader, ONE_BYTE_IDS, config, ALONE)
     assert shapes == {(64, 32)}  # torch.compile would compile a second one
     distance = (len(val) - 1) // 32 // 27 * 32
     rows = np.stack([val.read_sequence(i * distance, 32) for i in range(27)], axis=1)
@@ -308,7 +309,7 @@ def test_a_second_validation_text(tmp_path):
     config = TrainConfig(batch_size=4, val_tokens=32 * 9)
     model = fresh(MODEL)
     loader = train_gpt2.make_val_loader(tokens, 32, config)
-    found, _ = train_gpt2.estimate_loss(model, loader, ONE_BYTE_IDS, config, ALONE)
+    found, _ = train_gpt2.estimate_loss(as_training(model), loader, ONE_BYTE_IDS, config, ALONE)
     ids = torch.tensor(list(TEXT[: 32 * 9 + 1].encode()))
     x, y = ids[:-1].view(9, 32), ids[1:].view(9, 32)
     assert found == pytest.approx(model(x, y)[1].item(), rel=1e-5)
