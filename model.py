@@ -284,6 +284,8 @@ class GPT(nn.Module):
         ]
         # A stage of a pipeline may have no matrices outside its blocks.
         groups = [group for group in groups if group["params"]]
+        if optimizer not in ("adamw", "muon"):
+            raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
         # fused=True is faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         optimizers.append(adamw)

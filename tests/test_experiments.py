@@ -191,7 +191,7 @@ ANOTHER_LOSS = (
 def test_a_loss_that_does_not_follow_the_logits_is_noted(tmp_path):
     """Otherwise, one model would be trained, and another one scored."""
     copy_program(tmp_path)
-    note = "note: GPT.loss and the cross-entropy of GPT.logits differ by "
+    note = "note: in evaluation, GPT.loss and the cross-entropy of GPT.logits differ by "
     for way, flags in dict(WAYS, one=[], compile=["--compile"]).items():
         processes = 1 if way in ("one", "compile") else 2
         out, _ = run(tmp_path, way, 1, *flags, processes=processes)

@@ -99,8 +99,8 @@ def check_loss(model, loader, process):
     difference = (losses[:n] - expected).abs().max().item()
     if difference > TOLERANCE * (1 + logits.abs().max().item()):
         print0(
-            f"note: GPT.loss and the cross-entropy of GPT.logits differ by {difference:.2g} nats; "
-            "if this is not meant, edit both"
+            f"note: in evaluation, GPT.loss and the cross-entropy of GPT.logits differ by "
+            f"{difference:.2g} nats, so validation and benchmarks are of two models"
         )
 
 
