@@ -46,12 +46,16 @@ class Muon(torch.optim.Optimizer):
 
     def step_stack(self, named, group):
         """Makes the step of parameters whose matrices have one shape. named: pairs as in params."""
-        matrices = []  # (1 or 3, rows, columns) of each parameter
-        for name, p in named:
+        parameters = [p for _, p in named]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-            update = p.grad.lerp(momentum, group["momentum"])  # Nesterov momentum
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov momentum
+        matrices = []  # (1 or 3, rows, columns) of each parameter
+        for (name, p), update in zip(named, updates):
             if has_bfloat16(p.device):
                 update = update.bfloat16()
             matrices.append(to_matrices(name, update))
@@ -60,8 +64,8 @@ class Muon(torch.optim.Optimizer):
         # the update is 0.2 lr, about that of AdamW.
         alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
         parts = stack.split([len(each) for each in matrices])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         for (name, p), part in zip(named, parts):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(from_matrices(name, part, p), alpha=alpha)
 
     def orthogonalize(self, stack):
