@@ -33,8 +33,9 @@ def attention_in_products(q, k, v, mask, dropout, is_causal):
     """Computes softmax(q kᵀ / √hs) v. The scores are float32, as in PyTorch's kernel."""
     B, nh, T, hs = q.shape
     S = k.size(2)
-    k = k.repeat_interleave(nh // k.size(1), dim=1)  # (B, nh, S, hs); with enable_gqa
-    v = v.repeat_interleave(nh // v.size(1), dim=1)
+    if k.size(1) < nh:  # with enable_gqa
+        k = k.repeat_interleave(nh // k.size(1), dim=1)  # (B, nh, S, hs)
+        v = v.repeat_interleave(nh // v.size(1), dim=1)
     if is_causal:
         mask = torch.ones(T, S, dtype=torch.bool).tril()
     bias = torch.zeros(1, 1, 1)
@@ -42,7 +43,7 @@ def attention_in_products(q, k, v, mask, dropout, is_causal):
         bias = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
         if mask.dim() == 4:
             bias = bias.expand(B, nh, T, S).flatten(0, 1)  # (B nh, T, S)
-    q, k = q.flatten(0, 1).float(), k.flatten(0, 1).float()  # (B nh, T or S, hs)
+    q, k = q.float().flatten(0, 1), k.float().flatten(0, 1)  # (B nh, T or S, hs)
     scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(hs))  # (B nh, T, S)
     weights = scores.softmax(dim=-1).to(v.dtype)
     if dropout > 0:
