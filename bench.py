@@ -46,6 +46,7 @@ from plaingpt.distributed.process import Process, init_process
 from plaingpt.run.config import PRESETS
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, Training, make_training, train_step
@@ -206,6 +207,15 @@ def describe(subject, first, seconds):
     return " | ".join(parts)
 
 
+def name_attention(subject):
+    """Returns which kernel of attention PyTorch chooses on a GPU, and the version of cuDNN."""
+    config = subject.training.whole_gpt.config
+    shape = (subject.B, config.n_head, subject.T, config.n_embd // config.n_head)
+    q = torch.empty(shape, device=subject.process.device, dtype=subject.process.dtype)
+    kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    return f"attention: {kernel}, cuDNN {torch.backends.cudnn.version()}"
+
+
 def profile_step(subject):
     """Prints the operations of a step that take longest, and writes bench_trace.json."""
     with torch.profiler.profile() as profiler:
@@ -287,6 +297,8 @@ def main(argv=None):
     if bench.profile:
         profile_step(subject)
     print0(describe(subject, first, seconds))
+    if subject.process.device.type == "cuda":
+        print0(name_attention(subject))
     subject.process.barrier()
 
 

@@ -21,7 +21,7 @@ from plaingpt.weights import saver
 
 import pytest
 import torch
-from conftest import ALONE, CPU, MODEL, ROOT, TINY, read_log
+from conftest import ALONE, CPU, MODEL, ROOT, TINY, program, read_log
 
 import train_gpt2
 from model import GPT
@@ -309,3 +309,22 @@ def test_every_program_imports_numpy_before_torch(name):
         timeout=60,
     )
     assert done.stdout == "True", done.stderr
+
+
+@pytest.mark.slow
+def test_deterministic_runs_use_strict_algorithms(tmp_path):
+    """On a CPU, it changes no loss."""
+    (tmp_path / "run.py").write_text(
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from train_gpt2 import main\n"
+        "main(sys.argv[1:])\n"
+        "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'])\n"
+    )
+    flags = [*TINY, "--max_steps", 3]
+    out, _ = program(
+        *flags, "--log_dir", "a", "--deterministic", cwd=tmp_path, program=tmp_path / "run.py"
+    )
+    assert out.splitlines()[-1] == "True :4096:8"
+    program(*flags, "--log_dir", "b", cwd=tmp_path)
+    assert read_log(tmp_path / "a") == read_log(tmp_path / "b")

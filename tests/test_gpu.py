@@ -15,7 +15,7 @@ from plaingpt.scoring.score import make_rows, score
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, assert_close_logs
+from conftest import ROOT, TINY, assert_close_logs, checkpoint, read_log
 
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, make_training, train_step
@@ -202,3 +202,13 @@ def test_layouts_of_two_gpus(tmp_path, flags, how, rel):
     gpu_train("--log_dir", "one", *how, cwd=tmp_path)
     gpu_train("--log_dir", "two", *how, *flags, cwd=tmp_path, processes=2)
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_runs_are_equal_bit_for_bit(tmp_path, dtype):
+    for name in ("one", "two"):
+        gpu_train("--log_dir", name, "--deterministic", "--dtype", dtype, cwd=tmp_path)
+    assert read_log(tmp_path / "one") == read_log(tmp_path / "two")
+    one, two = (checkpoint(tmp_path / name, 10)["model"] for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=0, atol=0)

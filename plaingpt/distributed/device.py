@@ -43,6 +43,17 @@ def find_device(name, local_rank=0, world_size=1):
     return device
 
 
+def set_deterministic():
+    """Makes PyTorch use algorithms that give the same bits in each run, or raise an error.
+
+    On a GPU, others are faster: some sums depend on the order in which threads finish. Call this
+    before the GPU is used.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # this would find bugs, and is slow
+
+
 def choose_device(n_gpus, world_size):
     """Makes the choice of --device auto -> "cuda", "mps" or "cpu".
 

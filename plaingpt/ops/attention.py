@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # On a CPU, PyTorch's kernel for bfloat16 is slower than products for up to so many keys. See
 # docs/measuring/attention.py, which times both.
 SHORT = 128
-# cuDNN gives gradients of NaN if there is a mask and T % 128 is 64 (pytorch/pytorch#196678).
-SAFE_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# All kernels but cuDNN's. With a mask, it gives gradients of NaN if T % 128 is 64
+# (pytorch/pytorch#196678). And it prepares a plan for each new shape.
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, enable_gqa=False):
@@ -24,7 +25,7 @@ def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, enable_gqa=False
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and is_short:
         return attention_in_products(q, k, v, mask, dropout, is_causal)
     if mask is not None and q.is_cuda:
-        with sdpa_kernel(SAFE_WITH_MASK):
+        with sdpa_kernel(NOT_CUDNN):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=enable_gqa)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=enable_gqa)
 

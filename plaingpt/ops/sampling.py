@@ -4,18 +4,19 @@ import contextlib
 import math
 import sys
 
+from plaingpt.ops.attention import NOT_CUDNN
+
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 
 @contextlib.contextmanager
 def attention_for_many_shapes():
     """Turns off compiled code and cuDNN's attention. Both would prepare a plan for each shape."""
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     eager = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
         eager = torch.compiler.set_stance("force_eager")
-    with eager, sdpa_kernel(kernels):
+    with eager, sdpa_kernel(NOT_CUDNN):
         yield
 
 
