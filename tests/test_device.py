@@ -319,7 +319,8 @@ def test_deterministic_runs_use_strict_algorithms(tmp_path):
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from train_gpt2 import main\n"
         "main(sys.argv[1:])\n"
-        "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'])\n"
+        "is_strict = torch.are_deterministic_algorithms_enabled()\n"
+        "print(is_strict, os.environ['CUBLAS_WORKSPACE_CONFIG'])\n"
     )
     flags = [*TINY, "--max_steps", 3]
     out, _ = program(
