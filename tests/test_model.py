@@ -250,9 +250,12 @@ def test_dropout_is_in_the_same_places_as_in_gpt2(monkeypatch):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(lambda m, x, y: shapes.append((m.p, tuple(y.shape))))
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *args: weights.append(args[4]) or real(*args)
-    )
+
+    def watched(*args, **options):
+        weights.append(args[4])
+        return real(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     model.hidden(idx)
     assert shapes == [(0.3, (2, 16, 32))] * 5 and weights == [0.3, 0.3]
     model.eval().hidden(idx)

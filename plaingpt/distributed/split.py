@@ -70,6 +70,7 @@ def cut_model(model, config, process):
             f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
         )
     check_shared(model, config, process)
+    check_heads(model, config.tp)
     if config.pp > 1:
         check_stages(model, config.pp)
     if config.tp > 1:
@@ -126,6 +127,19 @@ def check_shared(model, config, process):
             )
 
 
+def check_heads(model, tp):
+    """Raises UserError if tp processes cannot have equally many heads of a layer each."""
+    hs = model.config.n_embd // model.config.n_head
+    for name, module in model.named_modules():
+        word = model.tp_plan.get(name.rpartition(".")[2])
+        if word in ("heads", "qkv"):
+            n_heads = len(module.weight) // hs // (3 if word == "qkv" else 1)
+            if n_heads % tp:
+                raise UserError(
+                    f"--tp {tp} does not divide the {n_heads} heads of {name}; give a divisor"
+                )
+
+
 def silence_warnings():
     """Turns off three warnings of PyTorch about things that do no harm here.
 
@@ -171,14 +185,14 @@ def split_layers(model, mesh):
         if word is None:
             keep_whole(module, mesh)
         else:
-            split_layer(name, module, word, mesh, model.config)
+            split_layer(module, word, mesh)
     for name, p in model.named_parameters():
         if not is_dtensor(p):
             raise UserError(f"--tp: {name} is in no layer; make it the weight of an nn.Module")
 
 
-def split_layer(name, module, word, mesh, config):
-    """Splits a layer over a mesh, as a word of GPT.tp_plan says. Raises UserError.
+def split_layer(module, word, mesh):
+    """Splits a layer over a mesh, as a word of GPT.tp_plan says.
 
     - vocabulary: a process has the rows of some ids. The results of an nn.Embedding are summed, and
       those of an nn.Linear gathered, so all processes have the whole.
@@ -204,12 +218,6 @@ def split_layer(name, module, word, mesh, config):
         qkv=tp.ColwiseParallel(),
         rowwise=tp.RowwiseParallel(),
     )
-    n_heads = len(module.weight) // (config.n_embd // config.n_head)
-    n_heads //= 3 if word == "qkv" else 1
-    if word in ("heads", "qkv") and n_heads % mesh.size():
-        raise UserError(
-            f"--tp {mesh.size()} does not divide the {n_heads} heads of {name}; give a divisor"
-        )
     # The weights are on the meta device and have no values yet, so none are sent.
     tp.parallelize_module(module, mesh, styles[word], src_data_rank=None)
 
