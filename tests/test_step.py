@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 
+from plaingpt.data.data_sets import open_splits
+from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.process import Process
 
@@ -13,6 +15,9 @@ from conftest import (
     ALONE,
     CPU,
     MODEL,
+    ONE_BYTE_IDS,
+    ROOT,
+    as_training,
     assert_close_logs,
     checkpoint,
     fresh,
@@ -23,7 +28,15 @@ from conftest import (
 )
 
 from model import GPT
-from train_gpt2 import TrainConfig, Training, get_lr, make_training, train_step
+from train_gpt2 import (
+    TrainConfig,
+    Training,
+    estimate_loss,
+    get_lr,
+    make_training,
+    make_val_loader,
+    train_step,
+)
 
 
 def text_step(step):
@@ -158,6 +171,22 @@ def test_a_run_compiles_its_model_once():
             raw_model.eval().loss(raw_model.hidden(x), x)
         raw_model.train()
     assert len(graphs) == 1
+
+
+@pytest.mark.slow
+def test_validation_runs_compiled_code():
+    """GPT.hidden is compiled for it, once more than for training."""
+    from torch._dynamo.utils import counters
+
+    config = TrainConfig(compile=True, batch_size=4, val_tokens=32 * 8)
+    training = make_training(MODEL, config, ALONE)
+    val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
+    loader = make_val_loader(val, 32, config)
+    counters.clear()
+    found = estimate_loss(training, loader, ONE_BYTE_IDS, config, ALONE)
+    assert counters["stats"]["unique_graphs"] == 2  # hidden, and the loss
+    eager = estimate_loss(as_training(training.raw_model), loader, ONE_BYTE_IDS, config, ALONE)
+    assert found == pytest.approx(eager, rel=1e-5)
 
 
 # Muon
