@@ -123,6 +123,18 @@ def attention():
     return rows
 
 
+def limit():
+    """Measures the share of a step in the time that its matrix products would take alone."""
+    rows = []
+    for preset in ("baby", "mini"):
+        command = f"PYTHONPATH=. python docs/measuring/limit.py {preset}"
+        rounds = [run(command).output for _ in range(ROUNDS)]
+        shares = [float(re.search(r"(\d+)% of the limit", each).group(1)) for each in rounds]
+        middle = sorted(zip(shares, rounds))[ROUNDS // 2][1].strip()  # the median round
+        rows.append((preset, middle.partition(": ")[2], command))
+    return rows
+
+
 def checkpointing():
     """Measures a step of GPT-2 124M with and without activation checkpointing."""
     bench = "python bench.py --preset gpt2 --batch_size 4 --steps 3"
@@ -367,6 +379,7 @@ USUAL = {
     "step": (step, 7),
     "step_float32": (step_float32, 6),
     "attention": (attention, 1),
+    "limit": (limit, 2),
     "checkpointing": (checkpointing, 5),
     "generation": (generation, 9),
     "scoring": (scoring, 4),
