@@ -48,7 +48,8 @@ class CausalSelfAttention(nn.Module):
         self.index = index  # of its block: 0, 1, 2. In GPT-2 all blocks are alike, so it is unused
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value of all heads
+        # It gives query, key and value of all heads. Muon knows its name, and takes it as three.
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.dropout)
 
@@ -184,7 +185,8 @@ class GPT(nn.Module):
         pos: the positions, (B, T), or (1, T) for all rows. By default, they continue after the
         cache.
         mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
-        tokens in the cache. plaingpt/scoring gives pos and mask, to pack endings into rows.
+        tokens in the cache. plaingpt/scoring gives pos and mask, to pack endings into rows. The
+        padding behind them has position 0.
         """
         T = idx.size(1)
         start = cache[0].length if cache else 0  # tokens in the cache
