@@ -134,8 +134,9 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
-        # It computes the head, too, in chunks. Here it looks at logits: x @ weight.T alone is fused
-        # with the loss, which is faster. If you edit logits, the loss calls it, and so follows it.
+        # It computes the head, too, in chunks. Here it looks at logits, so what logits uses must be
+        # made before. If logits is only a product with weight, it is fused with the loss, which is
+        # faster. Otherwise, the loss calls it. So an edit of logits is all that is needed.
         self.loss_fn = ChunkedCrossEntropy(self.logits, self.lm_head.weight)
         self.init_weights(seed)
 
