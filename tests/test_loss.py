@@ -198,7 +198,6 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 
     # On a CPU, Inductor stores results of exp that are used twice. On a GPU it does not.
     monkeypatch.setattr(ir, "is_cpu", lambda device: False)
-    monkeypatch.setattr(inductor, "fx_graph_cache", False)
     head = torch.nn.Linear(32, 1000, bias=False)
     x, w = torch.randn(8, 64, 32, requires_grad=True), head.weight
     V, loss_fn = 1000, ChunkedCrossEntropy(head, w)
@@ -214,12 +213,13 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
         return loss, x.grad, w.grad
 
     expected = run(loss_fn, 256)
-    found, code = run_and_get_code(lambda: run(compiled, 64))  # 4 x 64 if compiled
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert buffers(code) == ["torch.bfloat16"]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
-        _, code = run_and_get_code(lambda: compiled(x, y, head, w))
-    assert buffers(code) == ["torch.bfloat16"]
+    with inductor.patch(fx_graph_cache=False):
+        found, code = run_and_get_code(lambda: run(compiled, 64))  # 4 x 64 if compiled
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert buffers(code) == ["torch.bfloat16"]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
+            _, code = run_and_get_code(lambda: compiled(x, y, head, w))
+        assert buffers(code) == ["torch.bfloat16"]
 
 
 def buffers(code):
