@@ -53,9 +53,9 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov momentum
         matrices = []  # (1 or 3, rows, columns) of each parameter
-        for (name, p), update in zip(named, updates):
+        for (name, p), gradient, momentum in zip(named, gradients, momenta):
+            update = gradient.lerp(momentum, group["momentum"])  # Nesterov momentum
             if has_bfloat16(p.device):
                 update = update.bfloat16()
             matrices.append(to_matrices(name, update))
