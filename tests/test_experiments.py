@@ -246,21 +246,13 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STAGES)
-def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name):
+@pytest.mark.parametrize("name, way", [*[(name, "pp") for name in STAGES], ("one MLP", "fsdp")])
+def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name, way):
+    """FSDP refuses one MLP for two blocks, too."""
     copy_program(tmp_path)
     change, message = STAGES[name]
     edit_model(tmp_path, change)
-    _, err = run(tmp_path, "run", 3, *WAYS["pp"], processes=2, status=2)
-    assert message in err and not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_fsdp_refuses_one_mlp_for_two_blocks(tmp_path):
-    copy_program(tmp_path)
-    change, message = STAGES["one MLP"]
-    edit_model(tmp_path, change)
-    _, err = run(tmp_path, "run", 3, *WAYS["fsdp"], processes=2, status=2)
+    _, err = run(tmp_path, "run", 3, *WAYS[way], processes=2, status=2)
     assert message in err and not (tmp_path / "run").exists()
 
 

@@ -70,10 +70,10 @@ def cut_model(model, config, process):
             f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
         )
     check_shared(model, config, process)
-    check_heads(model, config.tp)
     if config.pp > 1:
         check_stages(model, config.pp)
     if config.tp > 1:
+        check_heads(model, config.tp)
         for name, _ in model.named_buffers():  # with fewer heads, it may need other values
             raise UserError(
                 f"--tp: {name} is a buffer, which cannot be split; one GPU and DDP train it"
