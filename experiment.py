@@ -113,6 +113,7 @@ class ExperimentConfig:
     seeds: int = flag(4, "runs with the change; choose it before", at_least=2, at_most=1000)
     base_seeds: int = flag(8, "runs without it; at least --seeds", at_least=2, at_most=1000)
     confirm: bool = flag(False, "take seeds that no run of both programs has had")
+    runs_per_gpu: int | None = flag(None, "at a time [as many as fit]", at_least=1, at_most=1000)
     rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
     delta: float = flag(0.01, "a smaller difference does not matter", above=0)
     sizes: list[int] | None = flag(None, "channels of the models of a ladder", above=0)
@@ -250,9 +251,10 @@ def main():
     try:
         make_copy(LAB / "base", commit)
         make_copy(LAB / "change", commit, changes, files)
+        n = config.runs_per_gpu
         programs = [
-            Program("base", flags, hash_of_copy(LAB / "base")),
-            Program("change", flags + more, hash_of_copy(LAB / "change")),
+            Program("base", flags, hash_of_copy(LAB / "base"), runs_per_gpu=n),
+            Program("change", flags + more, hash_of_copy(LAB / "change"), runs_per_gpu=n),
         ]
         programs, sealed = split_data(programs)
         programs = probe(programs, sealed)

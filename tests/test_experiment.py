@@ -9,6 +9,8 @@ import signal
 import subprocess
 import threading
 import time
+import types
+from dataclasses import replace
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
@@ -27,6 +29,7 @@ from plaingpt.lab.ledger import add_entry, choose_seeds, luck_as_lines, read_led
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, program, spawn
 from forked import forking_python
 from test_experiments import copy_program
@@ -630,6 +633,33 @@ def test_a_free_gpu_takes_the_next_run(tmp_path, monkeypatch):
     base = lab.Program("base", [], "")
     runs.train([runs.TrainingRun(base, tmp_path / str(i), []) for i in range(4)])
     assert devices["1"] == devices["2"] == devices["3"] != devices["0"]
+
+
+def test_small_runs_share_a_gpu(tmp_path, monkeypatch):
+    """Four runs fit into 80 GB if each takes 15 GB, and CUDA 1 GB for each."""
+    monkeypatch.setattr(runs, "LAB", tmp_path)
+    monkeypatch.setattr(runs, "count_gpus", lambda: 1)
+    monkeypatch.setattr(runs, "count_cores", lambda: 8)
+    properties = types.SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    base = lab.Program("base", [], "", dict(gpu_gb=15.0))
+    small = replace(base, facts=dict(gpu_gb=1.0))
+    assert runs.count_slots([base]) == 4 == runs.count_slots([small, base])
+    assert runs.count_slots([small]) == 8  # each has a core
+    assert runs.count_slots([replace(base, facts=None)]) == 1  # the probe itself
+    assert runs.count_slots([replace(base, runs_per_gpu=2)]) == 2
+    together = threading.Barrier(4)  # breaks unless four runs wait at the same time
+
+    class Run:
+        def __init__(self, command, **_):
+            assert command[command.index("--device") + 1] == "cuda:0"
+
+        def wait(self):
+            together.wait(60)
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Run)
+    runs.train([runs.TrainingRun(base, tmp_path / str(i), []) for i in range(8)])
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import struct
 import subprocess
 import sys
 
+from plaingpt.lab import runs
 from plaingpt.run.directory import prepare_run_directory
 from plaingpt.run.log import Progress, find_wandb_id
 
 import conftest
 import pytest
+import torch
 from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -108,6 +110,16 @@ def test_the_advice_after_three_rises(capsys, keep_best, advice):
         progress.show_validation(step, dict(val=val, bpb=1.0), ["a"], [0.0])
     out = capsys.readouterr().out
     assert out.count(f"note: the validation loss has risen three times in a row; {advice}\n") == 1
+
+
+def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 12_345_678_901)
+    progress = Progress(train_gpt2.TrainConfig(max_steps=5, log_dir="x"), 1, conftest.ALONE)
+    progress.is_cuda = True
+    progress.show_end(5)
+    out = capsys.readouterr().out
+    assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x writes text\n"
+    assert re.search(runs.MEMORY, out)[1] == "12.3"
 
 
 def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):

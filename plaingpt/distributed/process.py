@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
-from plaingpt.distributed.device import choose_dtype, find_device
+from plaingpt.distributed.device import choose_dtype, find_device, start_without_compiler
 from plaingpt.distributed.memory import set_malloc
 
 import torch
@@ -79,6 +79,7 @@ def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
             f"--nproc_per_node={n_parts}"
         )
     device = find_device(device, local_rank, world_size)
+    start_without_compiler()
     set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
     is_cuda = device.type == "cuda"
     if is_cuda:

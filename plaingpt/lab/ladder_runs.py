@@ -139,6 +139,7 @@ def show_minutes(pairs, sizes, seeds):
         return
     middle = len(sizes) // 2
     base, size = pairs[middle][0], sizes[middle]
-    flops_per_second = size.flops / size.max_steps / time_steps([base])[0]
-    minutes = [flops / flops_per_second / 60 / count_slots() for flops in missing]
+    slots = count_slots([base])
+    flops_per_second = size.flops / size.max_steps / max(time_steps([base] * slots))
+    minutes = [flops / flops_per_second / 60 / slots for flops in missing]
     print0(f"about {minutes[0]:.0f} minutes for the base, and {minutes[1]:.0f} for the change")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,10 @@ OTHER_FACTS = (
     "log_dir",
     "data",
     "max_minutes",
+    "gpu_gb",
 )
+MEMORY = r"([\d.]+) GB of the GPU"  # what Progress.show_end prints
+CUDA_GB = 1.0  # that CUDA itself takes for a process
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume".split()
 
 
@@ -50,6 +54,7 @@ class Program:
     code: str  # from hash_of_copy
     facts: dict | None = None  # those of run.json, from `probe`
     key: str = ""  # a hash of all that a loss depends on: runs with the same key differ in the seed
+    runs_per_gpu: int | None = None  # None: as many as fit
 
     def directory(self, run):
         """Returns the directory of a run. It is also there for the next experiments."""
@@ -77,26 +82,45 @@ def probe_directory(name):
     return LAB / "probes" / name
 
 
-def count_slots():
-    """Returns how many runs are trained at a time.
+def count_slots(programs):
+    """Returns how many runs of these programs are trained at a time.
 
     It is an even number: runs of the same seed go at the same time, under the same load.
     """
-    return max(1, (count_gpus() or count_cores()) // 2 * 2)
+    n_gpus = count_gpus()
+    n = n_gpus * min(map(fit_into_gpu, programs), default=1) if n_gpus else count_cores()
+    return max(1, n // 2 * 2)
+
+
+def fit_into_gpu(program):
+    """Returns how many runs of a program are trained at a time on each GPU.
+
+    A small model leaves most of a GPU idle, because a core needs longer to start its kernels than
+    the GPU needs to compute them. So each run has a core, and the memory that the probe has taken.
+    """
+    if program.runs_per_gpu:
+        return program.runs_per_gpu
+    if program.facts is None or not program.facts["gpu_gb"]:
+        return 1  # it is not known yet
+    import torch  # as in count_gpus
+
+    memory = torch.cuda.get_device_properties(0).total_memory / 1e9  # in GB
+    fitting = int(memory / (program.facts["gpu_gb"] + CUDA_GB))
+    return max(1, min(fitting, count_cores() // count_gpus()))
 
 
 def train(runs, title="training; after Ctrl-C, the same command continues"):
-    """Trains runs, as many at a time as there are GPUs or cores. Raises UserError if one fails.
+    """Trains runs, as many at a time as count_slots says. Raises UserError if one fails.
 
     runs: list of TrainingRun. One that was stopped earlier continues. After Ctrl-C, each running
     one saves a checkpoint. title: what the progress bar says.
     """
     n_gpus = count_gpus()
-    slots = count_slots()
+    slots = count_slots([run.program for run in runs])
     free = queue.SimpleQueue()  # the flags of each run that can start: its GPU, if there are GPUs
     processes = []
     for i in range(slots):
-        free.put(["--device", f"cuda:{i}"] if n_gpus else [])
+        free.put(["--device", f"cuda:{i % n_gpus}"] if n_gpus else [])
 
     def train_one(run):
         device = free.get()
@@ -152,8 +176,12 @@ def probe(programs, sealed):
     train(runs, "one step")
     facts_of_both = []
     for program in programs:
-        run_json = read_json(probe_directory(program.name) / "run.json")
+        place = probe_directory(program.name)
+        run_json = read_json(place / "run.json")
         train_config = run_json.pop("train_config")
+        output = (place / "output.txt").read_text("utf-8", "replace")
+        used = re.search(MEMORY, output)
+        run_json["gpu_gb"] = float(used[1]) if used else None
         # run_json is last: it has the device and dtype that were chosen, not "auto" or "cuda:1".
         facts_of_both.append(train_config | run_json["model_config"] | run_json)
     base, change = facts_of_both
@@ -236,8 +264,8 @@ def ratio_of_times(programs, runs):
 def time_steps(programs):
     """Trains a few steps of programs, side by side -> [the time of a step of each, in seconds]."""
     timed = []
-    for program in programs:
-        place = probe_directory(f"timed_{program.name}")
+    for i, program in enumerate(programs):
+        place = probe_directory(f"timed_{i}")
         shutil.rmtree(place, ignore_errors=True)  # it may be that of another size
         timed.append(TrainingRun(program, place, ["--max_minutes", "0.1"]))
     train(timed, "measuring the time of a step")

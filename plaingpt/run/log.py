@@ -17,6 +17,8 @@ from plaingpt.distributed.device import hardware_name, peak_flops
 from plaingpt.distributed.process import on_rank0
 from plaingpt.run.directory import prepare_run_directory, write_facts
 
+import torch
+
 
 class TensorBoard:
     """Writes event files into the run directory.
@@ -81,6 +83,7 @@ class Progress:
         self.config = config
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(process)
+        self.is_cuda = process.device.type == "cuda"
         self.seconds_per_token = []  # of the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
@@ -160,13 +163,16 @@ class Progress:
             print0(f"note: the validation loss has risen three times in a row; {advice}")
 
     def show_end(self, step):
-        """Prints how the run has ended."""
+        """Prints how the run has ended. plaingpt/lab/runs.py reads how much memory it has taken."""
         how = "done"
         if step < self.config.max_steps:
             how = f"stopped by a signal or --max_minutes; step {step} is saved, --resume continues"
         skipped = f"{self.n_skipped} steps skipped; " if self.n_skipped else ""
+        memory = ""
+        if self.is_cuda:
+            memory = f"{torch.cuda.max_memory_reserved() / 1e9:.1f} GB of the GPU; "
         program = f"python generate.py --checkpoint {self.config.log_dir}"
-        print0(f"{how}: {skipped}{program} writes text")
+        print0(f"{how}: {skipped}{memory}{program} writes text")
 
 
 def print_summary(training, config, data, sizes, process):
