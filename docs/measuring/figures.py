@@ -345,6 +345,7 @@ def start(nanogpt):
     run(f"python {nanogpt}/data/shakespeare_char/prepare.py")
     sizes = "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128"
     one = "--device=cpu --compile=False --eval_iters=1 --eval_interval=1 --max_iters=1"
+    one += " --always_save_checkpoint=True"  # sample.py needs it
     run_of_ours = f"{FOLDER}/start"
     ours = f"{TRAIN} --data {text} --max_steps 1 --val_tokens 1024 --log_dir {run_of_ours}"
     theirs = f"cd {nanogpt} && python train.py config/train_shakespeare_char.py {sizes} {one}"
