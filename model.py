@@ -5,8 +5,8 @@ the residual stream. GPT is an embedding, blocks and a head; embedding and head 
 Parameters have the names of OpenAI's GPT-2. In shapes, B, T and C are the sizes of batch, time and
 channels. Attention has nh heads of hs channels each.
 
-The lesson writes CausalSelfAttention by hand (lesson/02_attention.py), adds MLP and Block
-(03_block.py), and makes a GPT without options of them (04_gpt2.py).
+The lesson writes CausalSelfAttention by hand (lesson/02_attention.py), adds MLP and Block (03, 04),
+heads and depth (05, 06), and makes a GPT without options of them (07_gpt2.py).
 
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165

@@ -2,7 +2,7 @@
 
   python docs/pictures.py            draws all of them
   python docs/pictures.py stages     draws one; all others take a second each,
-                                     but attention trains lesson/09_muon.py
+                                     but attention trains lesson/14_resume.py
 
 The pictures have no words, so that both languages share them: only names of the code.
 """
@@ -12,6 +12,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -101,15 +102,17 @@ def draw_attention():
     ax.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="k", ylabel="q")
     ax.set_xticklabels(names, size=7)
     ax.set_yticklabels(names, size=7)
-    ax.set_title("lesson/09_muon.py", color=INK, size=11)
+    ax.set_title("lesson/14_resume.py", color=INK, size=11)
     return figure
 
 
 def learned_weights(text):
-    """Trains lesson 9 -> the weights of one head of its first block, (T, T)."""
+    """Trains lesson 14 -> the weights of one head of its first block, (T, T)."""
     names = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec((ROOT / "lesson" / "09_muon.py").read_text(), names)
+    program = (ROOT / "lesson" / "14_resume.py").read_text()
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as place:
+        # Its checkpoint must not replace one of the reader's.
+        exec(program.replace("log/lesson.pt", f"{place}/lesson.pt"), names)
     model = names["raw_model"].cpu()
     idx = torch.tensor([list(text.encode())])  # (1, T)
     T = idx.size(1)
@@ -153,20 +156,19 @@ def draw_block():
 
 
 def draw_lr():
-    """The learning rate over the steps of lessons 4, 5 and 9."""
+    """The learning rate over the steps of lessons 7 and 8."""
     figure = Figure(figsize=(7.5, 2.8), layout="constrained", facecolor="white")
     ax = figure.subplots()
     steps = range(300)
-    ax.plot(steps, [4e-3] * 300, color="#888888", label="04_gpt2.py")
-    for stem, color in (("05_recipe", BLUE), ("09_muon", ORANGE)):
-        names = {}
-        program = (ROOT / "lesson" / f"{stem}.py").read_text()
-        exec(program.rpartition("model = GPT()")[0].rpartition("\n")[0], names)
-        ax.plot(steps, [names["get_lr"](step) for step in steps], color=color, label=f"{stem}.py")
+    ax.plot(steps, [4e-3] * 300, color="#888888", label="07_gpt2.py")
+    names = {}
+    program = (ROOT / "lesson" / "08_recipe.py").read_text()
+    exec(program.rpartition("model = GPT()")[0].rpartition("\n")[0], names)
+    ax.plot(steps, [names["get_lr"](step) for step in steps], color=BLUE, label="08_recipe.py")
     ax.axvline(50, color="#888888", linestyle=":", linewidth=1)
-    ax.set(xlabel="step", ylabel="lr", xlim=(0, 300), ylim=(0, 8.5e-3))
+    ax.set(xlabel="step", ylabel="lr", xlim=(0, 300), ylim=(0, 4.5e-3))
     ax.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    ax.annotate("warmup_steps", (50, 8e-3), (58, 7.9e-3), size=9, color=INK)
+    ax.annotate("warmup_steps", (50, 4.2e-3), (58, 4.15e-3), size=9, color=INK)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return figure
@@ -227,11 +229,11 @@ def draw_part(ax, kind, rank, layer, left, bottom):
 
 
 def draw_stages():
-    """The loss and the time of the nine lessons, from the table of lesson.md."""
+    """The loss and the time of the programs that train, from the table of lesson.md."""
     page = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `lesson/(\d\d_\w+)\.py` \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     names = [name for name, _, _ in rows]
-    figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9, 4.4), layout="constrained", facecolor="white")
     for ax, k, unit, color in zip(figure.subplots(1, 2), (1, 2), ("loss", "ms"), (BLUE, ORANGE)):
         values = [float(row[k]) for row in rows]
         ax.barh(names, values, color=color)

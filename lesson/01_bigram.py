@@ -1,8 +1,8 @@
 """Lesson 1: a table predicts the next byte from one byte.
 
 The table has a row for each byte, with a score for each byte that may come next. Training changes
-the scores until they fit the text. docs/lesson.md explains this program and the eight after it.
-Start each of them in the folder of README.md, which has input.txt:
+the scores until they fit the text. docs/lesson.md explains this program and those after it. Start
+each of them in the folder of README.md, which has input.txt:
 
   python lesson/01_bigram.py
 """
@@ -17,7 +17,7 @@ vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 0.03  # the learning rate: AdamW moves a parameter by about lr in a step, at most
+lr = 0.03  # the learning rate: AdamW moves a parameter by up to about lr in a step
 seed = 1337
 torch.manual_seed(seed)
 
@@ -39,12 +39,14 @@ def random_batch():
 def cross_entropy(logits, targets):
     """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
 
-    If all 256 bytes have the same probability, this is log(256) = 5.545.
+    -log(1) is 0, and a small probability of the right token costs much. If all 256 bytes have the
+    same probability, this is log(256) = 5.545.
     """
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
+    # At each position, gather takes one of the 256 numbers: the one whose index is the target.
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
@@ -66,11 +68,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        # Each text gets the same random numbers, so that texts of different steps compare.
+        generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
-            new = torch.multinomial(p, 1)  # (1, 1)
+            new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -85,7 +89,15 @@ def estimate_loss():
     return loss.item()
 
 
+def sample(max_new_tokens):
+    """Returns what the model writes after a fixed beginning."""
+    idx = torch.tensor([list(b"MARLOW: ")])  # (1, 8)
+    ids = model.generate(idx, max_new_tokens)[0].tolist()
+    return bytes(ids).decode(errors="replace")
+
+
 model = GPT()
+# AdamW moves each parameter by up to about lr, whatever the size of its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -99,8 +111,10 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f}")
-print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+    done = step + 1  # steps; the first step has the number 0
+    if done % 100 == 0 or done == max_steps:
+        val_loss = estimate_loss()
+        ms = 1000 * np.median(times)
+        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
-ids = model.generate(newline, 300)[0].tolist()
-print(bytes(ids).decode(errors="replace"))
+print(sample(300))

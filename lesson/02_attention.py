@@ -1,8 +1,10 @@
 """Lesson 2: attention. A position collects information from all positions before it.
 
-A token is now a vector of C = n_embd numbers, its channels. Attention mixes the vectors of the
-positions so far. A position must not see later ones, because the next of them is the token that it
-must predict.
+A token is now a vector of C = n_embd numbers, its channels. Attention mixes the vectors of a
+position and of those before it. It must not see the next position, because the token there is its
+target. It would copy this token. The loss would fall to nearly 0, and the model could not write.
+
+New: n_embd, CausalSelfAttention. Changed: GPT.__init__, GPT.forward.
 """
 
 import math
@@ -17,7 +19,7 @@ block_size = 64  # tokens in a sequence, T
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 4e-3  # the learning rate; the 0.03 of the table is too high here
+lr = 4e-3  # the learning rate; the 0.03 of the table is too high for this model
 seed = 1337
 torch.manual_seed(seed)
 
@@ -39,12 +41,14 @@ def random_batch():
 def cross_entropy(logits, targets):
     """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
 
-    If all 256 bytes have the same probability, this is log(256) = 5.545.
+    -log(1) is 0, and a small probability of the right token costs much. If all 256 bytes have the
+    same probability, this is log(256) = 5.545.
     """
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
+    # At each position, gather takes one of the 256 numbers: the one whose index is the target.
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
@@ -56,14 +60,16 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # c is for convolution, OpenAI's word for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of C products of random signs, so its size is about sqrt(C). Softmax would
-        # give one large score all the weight, and then have almost no gradient. So divide by it.
+        # It is a sum of C products with random signs. If the factors have a size of about 1, the
+        # sum has one of about sqrt(C). Softmax of such large scores gives one position all the
+        # weight, and has almost no gradient. So the scores are divided by sqrt(C).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -95,11 +101,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        # Each text gets the same random numbers, so that texts of different steps compare.
+        generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
-            new = torch.multinomial(p, 1)  # (1, 1)
+            new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -114,7 +122,15 @@ def estimate_loss():
     return loss.item()
 
 
+def sample(max_new_tokens):
+    """Returns what the model writes after a fixed beginning."""
+    idx = torch.tensor([list(b"MARLOW: ")])  # (1, 8)
+    ids = model.generate(idx, max_new_tokens)[0].tolist()
+    return bytes(ids).decode(errors="replace")
+
+
 model = GPT()
+# AdamW moves each parameter by up to about lr, whatever the size of its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -128,8 +144,10 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f}")
-print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+    done = step + 1  # steps; the first step has the number 0
+    if done % 100 == 0 or done == max_steps:
+        val_loss = estimate_loss()
+        ms = 1000 * np.median(times)
+        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
-ids = model.generate(newline, 300)[0].tolist()
-print(bytes(ids).decode(errors="replace"))
+print(sample(300))

@@ -1,6 +1,6 @@
-"""Lesson 9: Muon. It makes each update of a matrix equally strong in all directions.
+"""Lesson 13: Muon. It makes each update of a matrix equally strong in all directions.
 
-With max_steps = 2700 and warmup_steps = 100, this trains the baby, the model of README.md.
+New: Muon, orthogonalize. Changed: GPT.configure_optimizers, the loop.
 """
 
 import math
@@ -18,13 +18,12 @@ data = "input.txt"  # a text, or a directory of shards
 vocab_size = 256  # a token is a byte; set it to 50257 for shards of GPT-2's tokens
 block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
-n_head = 2  # attention heads, nh: a position can look at two places at a time
+n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
 batch_size = 4  # sequences in a micro-batch, B: on a GPU, as many as fit into its memory
 total_batch_size = 1024  # tokens in a step, of all processes
 max_steps = 300
-max_lr = 8e-3  # the highest learning rate
-min_lr = 0.0
+max_lr = 4e-3  # the highest learning rate
 warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
@@ -37,13 +36,16 @@ if device == "cuda":
 if world_size > 1:
     # The processes find each other. nccl sends tensors between GPUs, gloo between CPUs.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-# On a GPU, matrix products are several times as fast in bfloat16. It has 2 to 3 decimal digits,
-# so parameters, LayerNorms and the loss stay in float32. autocast makes this choice.
+# On a GPU, matrix products are several times as fast in bfloat16, which has 2 to 3 decimal digits.
+# autocast rounds their inputs. Parameters, LayerNorms and the loss stay in float32.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def load_tokens(split):
-    """Reads the tokens of "train" or "val": the shards of this name, or a part of the text."""
+    """Reads the tokens of "train" or "val": the shards of this name, or a part of the text.
+
+    The model trains on nine tenths of the text. The rest stays new to it.
+    """
     shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # of uint16
     if shards:
         return torch.from_numpy(np.concatenate([np.load(shard) for shard in shards]))
@@ -53,7 +55,11 @@ def load_tokens(split):
 
 
 class DataLoaderLite:
-    """The stream of sequences of a run. Sequence j is the T+1 tokens from jT to jT+T."""
+    """The stream of sequences of a run. Sequence j is the T+1 tokens from jT to jT+T.
+
+    Which sequence is where in the run depends on the seed alone. The order is the same in each
+    epoch, which is a pass over all sequences.
+    """
 
     def __init__(self, tokens, shuffle):
         self.tokens = tokens
@@ -70,12 +76,16 @@ class DataLoaderLite:
     def batch(self, position, B):
         """Reads B sequences from a position on -> x, y: (B, T)."""
         rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
-        rows = rows.long().to(device)  # which holds a batch, not all tokens
+        rows = rows.long().to(device)  # so the device has this batch, not all tokens
         return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
 
 
 class Muon(torch.optim.Optimizer):
-    """SGD with momentum, whose updates are nearly orthogonal matrices (Jordan et al. 2024)."""
+    """SGD with momentum, whose updates are nearly orthogonal matrices (Jordan et al. 2024).
+
+    The gradient of a matrix is strong in a few directions, and weak in most. What the weak ones
+    teach is rare, and not less useful. So in an update, all directions have the same strength.
+    """
 
     def __init__(self, params, lr):
         super().__init__(params, dict(lr=lr))
@@ -86,32 +96,37 @@ class Muon(torch.optim.Optimizer):
         for p in group["params"]:
             if not self.state[p]:  # a dict of the Optimizer, which is empty in the first step
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            # a.lerp(b, w) is a + w (b - a). momentum is a mean of recent gradients. Nesterov's idea
-            # is to give the newest one a little more weight.
+            # a.lerp(b, w) is a + w (b - a). So momentum is a mean of the gradients of about the
+            # last 20 steps. Nesterov's idea is to give the newest one a little more weight.
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonalize(p.grad.lerp(momentum, 0.95))
             p.mul_(1 - group["lr"] * weight_decay)
-            p.add_(update, alpha=-0.2 * group["lr"])  # about as far as AdamW (Liu et al. 2025)
+            # The typical number in an update is now 1. AdamW's is about 0.2, because gradients of
+            # different signs cancel in its mean. With 0.2, both can have the same learning rate
+            # (Liu et al. 2025).
+            p.add_(update, alpha=-0.2 * group["lr"])
 
 
 def orthogonalize(x):
     """Makes a matrix nearly orthogonal, so that it stretches all directions equally.
 
     A matrix stretches some directions more than others. These directions are its singular vectors,
-    and the factors are its singular values. This keeps the vectors, and brings the values near 1.
+    and the factors are its singular values. This keeps the vectors, and makes the values about 1.
     """
     if x.size(0) == 3 * x.size(1):  # c_attn: query, key and value are three matrices
         return torch.cat([orthogonalize(matrix) for matrix in x.chunk(3)])
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T  # so that gram is the smaller square
     x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
-    for _ in range(5):
+    for _ in range(5):  # fewer rounds leave small values small, and more take longer
         gram = x @ x.T  # (rows, rows)
-        # gram has the squares s^2 of the singular values, so gram @ x has s^3. So here, s becomes
-        # 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al. chose these numbers so that five rounds
-        # bring s between 0 and 1 near 1.
+        # Such products keep the singular vectors: gram @ x has the values s^3 of the s of x, and
+        # gram @ gram @ x has s^5. So of each s, the next line makes 3.4445 s - 4.7750 s^3
+        # + 2.0315 s^5. Jordan et al. chose these numbers so that five rounds bring all s but tiny
+        # ones between 0.7 and 1.2.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
-    # The squares of all r x c numbers have the sum of those of r singular values: 1 / c, now 1.
+    # With singular values of 1, the squares of all rows x columns numbers have the sum `rows`, so
+    # their mean is 1 / columns. Now it becomes 1.
     return x * math.sqrt(x.size(1))
 
 
@@ -123,17 +138,21 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # c is for convolution, OpenAI's word for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
-        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
-        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
+        q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
+        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # The heads move before the positions, because @ multiplies the last two dimensions.
+        q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
-        # It works in tiles that fit into a GPU's small, fast memory. So the (T, T) scores are never
-        # written to its large, slow memory.
+        # It works in tiles that fit into a small, fast memory. So the (T, T) scores are never
+        # written to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -144,10 +163,13 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
-        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        # In the middle, it has room for 4C features of the position, and then sums them up. The
+        # first Transformer chose 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
+        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
+        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
     def forward(self, x):
         x = self.gelu(self.c_fc(x))  # (B, T, 4C)
@@ -155,11 +177,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. A LayerNorm comes before each.
-
-    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
-    channel by learned numbers.
-    """
+    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
 
     def __init__(self):
         super().__init__()
@@ -182,9 +200,12 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
         self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
-        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
+        self.ln_f = nn.LayerNorm(n_embd)  # f is for final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in lm_head
+        # A token's vector is also its row in lm_head, so tokens that are alike when they are read
+        # are alike when they are predicted. This saves vocab_size x C parameters: 32,768 here, and
+        # 38.6M of 163M in GPT-2.
+        self.lm_head.weight = self.wte.weight
         self.init_weights()
 
     def init_weights(self):
@@ -194,23 +215,31 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times, and variances add up. With
-                # the root, the variance of the sum does not grow with n_layer.
+                # Attention and MLP of all blocks add to the residual stream, 2 n_layer times, and
+                # variances add up. With this root, the sum's variance does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)  # OpenAI's, for 768 channels: 128 need lesson 5
+                # OpenAI's number, for C = 768. A sum of C products with weights of size s is
+                # sqrt(C) s times as large. So 1 / sqrt(C) keeps the size: 0.036 for 768 channels.
+                # For 128 it would be 0.088, so 0.02 is small here.
+                nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """Muon for the matrices of the blocks, AdamW for vectors and embeddings, tables of rows."""
+        """Muon for the matrices of the blocks, AdamW for the rest. Both shrink matrices.
+
+        Embeddings are matrices, too. But with Muon for them, the loss is worse.
+        """
         of_muon = [p for p in self.h.parameters() if p.dim() == 2]
         matrices = [self.wte.weight, self.wpe.weight]
-        vectors = [p for p in self.parameters() if p.dim() == 1]  # LayerNorms should not go to 0
+        # Biases are too few to memorize a text, and weights of LayerNorms should not go to 0.
+        vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a mean of recent gradients by the root of a mean of their squares. betas say
-        # how far these means go back; eps avoids a division by 0. fused: one kernel does it all.
+        # how far the means go back: 0.9 is about 10 steps, 0.95 about 20. eps avoids 0 / 0.
+        # fused: one kernel moves all parameters, in place of several for each of them.
         adamw = torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
         return [Muon(of_muon, lr=max_lr), adamw]
 
@@ -229,11 +258,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        # Each text gets the same random numbers, so that texts of different steps compare.
+        generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
-            new = torch.multinomial(p, 1)  # (1, 1)
+            new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -243,58 +274,71 @@ def estimate_loss():
     """Measures the loss on all of the validation text."""
     loader = DataLoaderLite(load_tokens("val"), shuffle=False)
     total = 0.0
-    for first in range(0, loader.length, batch_size):
-        x, y = loader.batch(first, min(batch_size, loader.length - first))  # the last may be small
+    for position in range(0, loader.length, batch_size):
+        x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
             _, loss = raw_model(x, y)
-        total += loss * len(x)
+        total += loss * len(x)  # the last batch may have fewer sequences, so it counts less
     return total.item() / loader.length
 
 
-def get_lr(step):
-    """The learning rate of a step: it rises in a straight line, then falls in another one.
+def sample(max_new_tokens):
+    """Returns what the model writes after a fixed beginning: a text, or a list of GPT-2's ids."""
+    # Each text of GPT-2's tokens begins with 50256, <|endoftext|>.
+    prompt = list(b"MARLOW: ") if vocab_size == 256 else [50256]
+    ids = raw_model.generate(torch.tensor([prompt], device=device), max_new_tokens)[0].tolist()
+    return bytes(ids).decode(errors="replace") if vocab_size == 256 else ids
 
-    The first steps are small, because AdamW's means then have few gradients. The last steps are
-    small, so that they do not jump over the minimum.
+
+def get_lr(step):
+    """The learning rate of a step: it rises in a straight line, then falls in another one to 0.
+
+    The first steps are small, because the first weights are, and AdamW's means then have only few
+    gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
-    fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
-    return min_lr + (1 - fraction) * (max_lr - min_lr)
+    return max_lr * (max_steps - step) / (max_steps - warmup_steps)
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for this model and for one shape, which takes a minute. For other
-# shapes, as in generate, raw_model is used. Both have the same parameters.
+# torch.compile makes kernels for x of shape (B, T), which takes a minute. raw_model has the same
+# parameters as `model`. It is for everything else, such as generate, where T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
-    # DDP averages the gradients over the processes, so all make the same step.
+    # DDP averages the gradients over the processes, so all make the same step. It sends those of
+    # the last layers while backward still computes those of the layers before them.
     model = nn.parallel.DistributedDataParallel(model)
 optimizers = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
 n = total_batch_size // block_size  # sequences in a step
-assert n % (world_size * batch_size) == 0  # each process has the same number of micro-batches
+if n % (world_size * batch_size):
+    raise SystemExit(
+        f"{n} sequences in a step are no multiple of {world_size} processes x {batch_size}"
+    )
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
-    position = step * n  # sequences so far
+    position = step * n  # the first sequence of this step
     # Rank 0 takes the first micro-batch, rank 1 the second one, and so on, in turns.
     starts = range(position + rank * batch_size, position + n, world_size * batch_size)
     mean_loss = 0.0
-    for first in starts:
-        x, y = loader.batch(first, batch_size)  # (B, T) each
+    for start in starts:
+        x, y = loader.batch(start, batch_size)  # (B, T) each
         if world_size > 1:
-            # The processes average their sums once in a step, in its last backward.
-            model.require_backward_grad_sync = first == starts[-1]
-        with autocast:  # backward then uses the same number formats
+            # Each process adds up its gradients, and DDP averages the sums once in a step: in a
+            # backward for which this is True.
+            model.require_backward_grad_sync = start == starts[-1]
+        with autocast:  # where this rounds, backward rounds, too
             _, loss = model(x, y)
-        # The step needs the mean of the gradients, but backward adds them up.
+        # The step needs the mean over its micro-batches, which have equal sizes. backward adds
+        # their gradients up, so each loss is divided by their number first.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # without its graph, so that the graph's memory is freed
-    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1,
-    # so that an unusual batch does not move the parameters far.
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
+    # AdamW ignores their usual size, but a large one would stay in its means for many steps.
+    norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -307,11 +351,14 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
+    done = step + 1  # steps; the first step has the number 0
+    # All models are the same, so rank 0 alone measures. The others soon wait for it.
+    if rank == 0 and (done % 100 == 0 or done == max_steps):
+        val_loss = estimate_loss()
+        ms = 1000 * np.median(times)
+        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
 if rank == 0:
-    print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
     print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
-    first = 10 if vocab_size == 256 else 50256  # a newline, or GPT-2's end of text
-    ids = raw_model.generate(torch.tensor([[first]], device=device), 300)[0].tolist()
-    print(bytes(ids).decode(errors="replace") if vocab_size == 256 else ids)
+    print(sample(300))
 if world_size > 1:
     dist.destroy_process_group()

@@ -1,8 +1,6 @@
-"""Lesson 3: a block. Attention collects, an MLP computes, and both add to the residual stream.
+"""Lesson 6: depth. A block works with what the blocks before it have found.
 
-The residual stream is the x that goes from the embedding to lm_head, the layer that makes the
-logits. A block only adds to it. So the token itself is never lost. The derivative of x + f(x) has a
-1 in it, so the gradient also reaches every layer.
+New: n_layer. Changed: GPT.__init__, GPT.forward.
 """
 
 import math
@@ -14,11 +12,12 @@ import torch.nn as nn
 
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
-n_head = 2  # attention heads, nh: a position can look at two places at a time
+n_layer = 2  # blocks
+n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 4e-3  # the learning rate; the 0.03 of the table is too high here
+lr = 4e-3  # the learning rate; the 0.03 of the table is too high for this model
 seed = 1337
 torch.manual_seed(seed)
 
@@ -40,12 +39,14 @@ def random_batch():
 def cross_entropy(logits, targets):
     """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
 
-    If all 256 bytes have the same probability, this is log(256) = 5.545.
+    -log(1) is 0, and a small probability of the right token costs much. If all 256 bytes have the
+    same probability, this is log(256) = 5.545.
     """
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
+    # At each position, gather takes one of the 256 numbers: the one whose index is the target.
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
@@ -57,17 +58,22 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # c is for convolution, OpenAI's word for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
-        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
-        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
+        q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
+        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # The heads move before the positions, because @ multiplies the last two dimensions.
+        q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products of random signs, so its size is about sqrt(hs). Softmax would
-        # give one large score all the weight, and then have almost no gradient. So divide by it.
+        # It is a sum of hs products with random signs. If the factors have a size of about 1, the
+        # sum has one of about sqrt(hs). Softmax of such large scores gives one position all the
+        # weight, and has almost no gradient. So the scores are divided by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -81,10 +87,13 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
-        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        # In the middle, it has room for 4C features of the position, and then sums them up. The
+        # first Transformer chose 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
+        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
+        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
     def forward(self, x):
         x = self.gelu(self.c_fc(x))  # (B, T, 4C)
@@ -92,11 +101,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. A LayerNorm comes before each.
-
-    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
-    channel by learned numbers.
-    """
+    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
 
     def __init__(self):
         super().__init__()
@@ -118,15 +123,16 @@ class GPT(nn.Module):
         # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
         self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
-        self.block = Block()
-        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
+        self.ln_f = nn.LayerNorm(n_embd)  # f is for final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         pos = torch.arange(idx.size(1))  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
-        x = self.block(x)  # (B, T, C)
+        for block in self.h:
+            x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
         if targets is None:  # to write text; training needs only the loss
             return logits, None
@@ -135,11 +141,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        # Each text gets the same random numbers, so that texts of different steps compare.
+        generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
-            new = torch.multinomial(p, 1)  # (1, 1)
+            new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -154,7 +162,15 @@ def estimate_loss():
     return loss.item()
 
 
+def sample(max_new_tokens):
+    """Returns what the model writes after a fixed beginning."""
+    idx = torch.tensor([list(b"MARLOW: ")])  # (1, 8)
+    ids = model.generate(idx, max_new_tokens)[0].tolist()
+    return bytes(ids).decode(errors="replace")
+
+
 model = GPT()
+# AdamW moves each parameter by up to about lr, whatever the size of its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -168,8 +184,10 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f}")
-print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+    done = step + 1  # steps; the first step has the number 0
+    if done % 100 == 0 or done == max_steps:
+        val_loss = estimate_loss()
+        ms = 1000 * np.median(times)
+        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
-ids = model.generate(newline, 300)[0].tolist()
-print(bytes(ids).decode(errors="replace"))
+print(sample(300))

@@ -1,6 +1,10 @@
-"""Lesson 4: GPT-2. It has several blocks, small first weights, and one matrix for both ends.
+"""Lesson 3: an MLP. Attention collects, the MLP computes, and both add to the residual stream.
 
-GPT-2 with 124M parameters has vocab_size 50257, block_size 1024, n_layer 12, n_head 12, n_embd 768.
+The residual stream is the x that goes from the embedding to lm_head, the layer that makes the
+logits. Attention and MLP only add to it. So the token itself is never lost. The derivative of
+x + f(x) has a 1 in it, so the gradient also reaches every layer.
+
+New: MLP, Block. Changed: GPT.__init__, GPT.forward.
 """
 
 import math
@@ -12,13 +16,12 @@ import torch.nn as nn
 
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
-n_layer = 2  # blocks
-n_head = 2  # attention heads, nh: a position can look at two places at a time
 n_embd = 128  # channels, C
 batch_size = 16  # sequences in a batch, B
 max_steps = 300
-lr = 4e-3  # the learning rate; the 0.03 of the table is too high here
+lr = 4e-3  # the learning rate; the 0.03 of the table is too high for this model
 seed = 1337
+torch.manual_seed(seed)
 
 # The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
 # is called validation loss, shows how well the model has learned.
@@ -38,12 +41,14 @@ def random_batch():
 def cross_entropy(logits, targets):
     """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
 
-    If all 256 bytes have the same probability, this is log(256) = 5.545.
+    -log(1) is 0, and a small probability of the right token costs much. If all 256 bytes have the
+    same probability, this is log(256) = 5.545.
     """
     # Softmax makes probabilities of scores: they are positive, and their sum is 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1): at each position, that of its target
+    # At each position, gather takes one of the 256 numbers: the one whose index is the target.
+    p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
@@ -55,23 +60,21 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
-        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+        # c is for convolution, OpenAI's word for a linear layer that all positions share.
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
-        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
-        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
+        q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
         # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products of random signs, so its size is about sqrt(hs). Softmax would
-        # give one large score all the weight, and then have almost no gradient. So divide by it.
-        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
+        # It is a sum of C products with random signs. If the factors have a size of about 1, the
+        # sum has one of about sqrt(C). Softmax of such large scores gives one position all the
+        # weight, and has almost no gradient. So the scores are divided by sqrt(C).
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
-        y = scores.softmax(dim=-1) @ v  # (B, nh, T, hs)
-        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
-        return self.c_proj(y)
+        y = scores.softmax(dim=-1) @ v  # (B, T, C)
+        return y
 
 
 class MLP(nn.Module):
@@ -79,10 +82,13 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
-        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        # In the middle, it has room for 4C features of the position, and then sums them up. The
+        # first Transformer chose 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
+        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
+        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
     def forward(self, x):
         x = self.gelu(self.c_fc(x))  # (B, T, 4C)
@@ -90,22 +96,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. A LayerNorm comes before each.
-
-    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
-    channel by learned numbers.
-    """
+    """Attention and MLP. Each reads the residual stream x, and adds to it."""
 
     def __init__(self):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(n_embd)
         self.attn = CausalSelfAttention()
-        self.ln_2 = nn.LayerNorm(n_embd)
         self.mlp = MLP()
 
     def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+        x = x + self.attn(x)
+        return x + self.mlp(x)  # (B, T, C)
 
 
 class GPT(nn.Module):
@@ -116,32 +116,15 @@ class GPT(nn.Module):
         # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
         self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
-        self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
-        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
+        self.block = Block()
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in lm_head
-        self.init_weights()
-
-    def init_weights(self):
-        """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, because making the layers also took random numbers
-        for name, p in self.named_parameters():  # the shared matrix comes once
-            if name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times, and variances add up. With
-                # the root, the variance of the sum does not grow with n_layer.
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
-            elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)  # OpenAI's, for 768 channels: 128 need lesson 5
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         pos = torch.arange(idx.size(1))  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
-        for block in self.h:
-            x = block(x)  # (B, T, C)
-        logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
+        x = self.block(x)  # (B, T, C)
+        logits = self.lm_head(x)  # (B, T, vocab_size)
         if targets is None:  # to write text; training needs only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
@@ -149,11 +132,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        # Each text gets the same random numbers, so that texts of different steps compare.
+        generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
-            new = torch.multinomial(p, 1)  # (1, 1)
+            new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -168,7 +153,15 @@ def estimate_loss():
     return loss.item()
 
 
+def sample(max_new_tokens):
+    """Returns what the model writes after a fixed beginning."""
+    idx = torch.tensor([list(b"MARLOW: ")])  # (1, 8)
+    ids = model.generate(idx, max_new_tokens)[0].tolist()
+    return bytes(ids).decode(errors="replace")
+
+
 model = GPT()
+# AdamW moves each parameter by up to about lr, whatever the size of its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -182,8 +175,10 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f}")
-print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+    done = step + 1  # steps; the first step has the number 0
+    if done % 100 == 0 or done == max_steps:
+        val_loss = estimate_loss()
+        ms = 1000 * np.median(times)
+        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-newline = torch.tensor([[10]])  # (1, 1): the new text starts after it
-ids = model.generate(newline, 300)[0].tolist()
-print(bytes(ids).decode(errors="replace"))
+print(sample(300))

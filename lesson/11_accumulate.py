@@ -1,7 +1,11 @@
-"""Lesson 7: batches that do not fit into memory. A step averages over micro-batches.
+"""Lesson 11: batches that do not fit into memory. A step averages over micro-batches.
 
-Each sequence of a run now has a number, its position in the run. A step takes the next n of them,
-in micro-batches of any size. So this size does not change the losses, except for rounding.
+Each sequence of a run now has a number, its position in the run. (The tokens of a sequence have
+positions, too; these are others.) A step takes the next n sequences, in micro-batches of a size
+that divides n. This size does not change the losses, except for rounding. The sequences are not
+those of lesson 10, so the losses are others.
+
+New: total_batch_size, DataLoaderLite; random_batch is gone. Changed: estimate_loss, the loop.
 """
 
 import math
@@ -15,19 +19,18 @@ import torch.nn.functional as F
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens in a sequence, T
 n_layer = 2  # blocks
-n_head = 2  # attention heads, nh: a position can look at two places at a time
+n_head = 2  # attention heads, nh
 n_embd = 128  # channels, C
 batch_size = 4  # sequences in a micro-batch, B: on a GPU, as many as fit into its memory
 total_batch_size = 1024  # tokens in a step
 max_steps = 300
 max_lr = 4e-3  # the highest learning rate
-min_lr = max_lr / 10
 warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# On a GPU, matrix products are several times as fast in bfloat16. It has 2 to 3 decimal digits,
-# so parameters, LayerNorms and the loss stay in float32. autocast makes this choice.
+# On a GPU, matrix products are several times as fast in bfloat16, which has 2 to 3 decimal digits.
+# autocast rounds their inputs. Parameters, LayerNorms and the loss stay in float32.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 # The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
@@ -39,7 +42,11 @@ val = tokens[cut:]
 
 
 class DataLoaderLite:
-    """The stream of sequences of a run. Sequence j is the T+1 tokens from jT to jT+T."""
+    """The stream of sequences of a run. Sequence j is the T+1 tokens from jT to jT+T.
+
+    Which sequence is where in the run depends on the seed alone. The order is the same in each
+    epoch, which is a pass over all sequences.
+    """
 
     def __init__(self, tokens, shuffle):
         self.tokens = tokens
@@ -67,17 +74,21 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # c is for convolution, OpenAI's word for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
 
     def forward(self, x):
         B, T, C = x.size()
-        qkv = self.c_attn(x).chunk(3, dim=2)  # a tuple of three (B, T, C)
-        # (B, nh, T, hs) each. A head has hs = C / nh channels of q, k and v, made from all of x.
-        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in qkv)
+        q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
+        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # The heads move before the positions, because @ multiplies the last two dimensions.
+        q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
-        # It works in tiles that fit into a GPU's small, fast memory. So the (T, T) scores are never
-        # written to its large, slow memory.
+        # It works in tiles that fit into a small, fast memory. So the (T, T) scores are never
+        # written to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -88,10 +99,13 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # GPT-2 chose 4
-        # This is like max(0, x), without the corner. GPT-2 computes it with a tanh.
+        # In the middle, it has room for 4C features of the position, and then sums them up. The
+        # first Transformer chose 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
+        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
+        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
     def forward(self, x):
         x = self.gelu(self.c_fc(x))  # (B, T, 4C)
@@ -99,11 +113,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. A LayerNorm comes before each.
-
-    It gives the channels of each position mean 0 and variance 1, and then scales and shifts each
-    channel by learned numbers.
-    """
+    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
 
     def __init__(self):
         super().__init__()
@@ -126,9 +136,12 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
         self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
-        self.ln_f = nn.LayerNorm(n_embd)  # the final one, because the blocks make x larger
+        self.ln_f = nn.LayerNorm(n_embd)  # f is for final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # a token's vector is also its row in lm_head
+        # A token's vector is also its row in lm_head, so tokens that are alike when they are read
+        # are alike when they are predicted. This saves vocab_size x C parameters: 32,768 here, and
+        # 38.6M of 163M in GPT-2.
+        self.lm_head.weight = self.wte.weight
         self.init_weights()
 
     def init_weights(self):
@@ -138,22 +151,31 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # The blocks add to the residual stream 2 n_layer times, and variances add up. With
-                # the root, the variance of the sum does not grow with n_layer.
+                # Attention and MLP of all blocks add to the residual stream, 2 n_layer times, and
+                # variances add up. With this root, the sum's variance does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)  # OpenAI's, for 768 channels: 128 need lesson 5
+                # OpenAI's number, for C = 768. A sum of C products with weights of size s is
+                # sqrt(C) s times as large. So 1 / sqrt(C) keeps the size: 0.036 for 768 channels.
+                # For 128 it would be 0.088, so 0.02 is small here.
+                nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay."""
+        """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay.
+
+        So a weight that the gradient does not need becomes small. This is against memorizing. (By
+        default, AdamW shrinks all parameters, with 0.01.)
+        """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        vectors = [p for p in self.parameters() if p.dim() == 1]  # LayerNorms should not go to 0
+        # Biases are too few to memorize a text, and weights of LayerNorms should not go to 0.
+        vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a mean of recent gradients by the root of a mean of their squares. betas say
-        # how far these means go back; eps avoids a division by 0. fused: one kernel does it all.
+        # how far the means go back: 0.9 is about 10 steps, 0.95 about 20. eps avoids 0 / 0.
+        # fused: one kernel moves all parameters, in place of several for each of them.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):
@@ -171,11 +193,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
         """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
+        # Each text gets the same random numbers, so that texts of different steps compare.
+        generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             # From lesson 2 on, the model can read no more than block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
-            new = torch.multinomial(p, 1)  # (1, 1)
+            new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -185,52 +209,59 @@ def estimate_loss():
     """Measures the loss on all of the validation text."""
     loader = DataLoaderLite(val, shuffle=False)
     total = 0.0
-    for first in range(0, loader.length, batch_size):
-        x, y = loader.batch(first, min(batch_size, loader.length - first))  # the last may be small
+    for position in range(0, loader.length, batch_size):
+        x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
             _, loss = raw_model(x, y)
-        total += loss * len(x)
+        total += loss * len(x)  # the last batch may have fewer sequences, so it counts less
     return total.item() / loader.length
 
 
-def get_lr(step):
-    """The learning rate of a step: it rises in a straight line, then falls along a cosine.
+def sample(max_new_tokens):
+    """Returns what the model writes after a fixed beginning."""
+    idx = torch.tensor([list(b"MARLOW: ")], device=device)  # (1, 8)
+    ids = raw_model.generate(idx, max_new_tokens)[0].tolist()
+    return bytes(ids).decode(errors="replace")
 
-    The first steps are small, because AdamW's means then have few gradients. The last steps are
-    small, so that they do not jump over the minimum.
+
+def get_lr(step):
+    """The learning rate of a step: it rises in a straight line, then falls in another one to 0.
+
+    The first steps are small, because the first weights are, and AdamW's means then have only few
+    gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
-    fraction = (step - warmup_steps) / (max_steps - warmup_steps)  # from 0 to 1
-    # 0.5 * (1 + cos) falls from 1 to 0, slowly at both ends.
-    return min_lr + 0.5 * (1 + math.cos(math.pi * fraction)) * (max_lr - min_lr)
+    return max_lr * (max_steps - step) / (max_steps - warmup_steps)
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for this model and for one shape, which takes a minute. For other
-# shapes, as in generate, raw_model is used. Both have the same parameters.
+# torch.compile makes kernels for x of shape (B, T), which takes a minute. raw_model has the same
+# parameters as `model`. It is for everything else, such as generate, where T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(train, shuffle=True)
 n = total_batch_size // block_size  # sequences in a step
-assert n % batch_size == 0  # so all micro-batches have the same size
+if n % batch_size:
+    raise SystemExit(f"{n} sequences in a step are no multiple of batch_size {batch_size}")
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
-    position = step * n  # sequences so far
-    starts = range(position, position + n, batch_size)
+    position = step * n  # the first sequence of this step
+    starts = range(position, position + n, batch_size)  # of the micro-batches
     mean_loss = 0.0
-    for first in starts:
-        x, y = loader.batch(first, batch_size)  # (B, T) each
-        with autocast:  # backward then uses the same number formats
+    for start in starts:
+        x, y = loader.batch(start, batch_size)  # (B, T) each
+        with autocast:  # where this rounds, backward rounds, too
             _, loss = model(x, y)
-        # The step needs the mean of the gradients, but backward adds them up.
+        # The step needs the mean over its micro-batches, which have equal sizes. backward adds
+        # their gradients up, so each loss is divided by their number first.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # without its graph, so that the graph's memory is freed
-    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1,
-    # so that an unusual batch does not move the parameters far.
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
+    # AdamW ignores their usual size, but a large one would stay in its means for many steps.
+    norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -240,8 +271,10 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-print(f"val loss {estimate_loss():.4f} | {1000 * np.median(times):.1f} ms a step")
+    done = step + 1  # steps; the first step has the number 0
+    if done % 100 == 0 or done == max_steps:
+        val_loss = estimate_loss()
+        ms = 1000 * np.median(times)
+        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
 print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
-newline = torch.tensor([[10]], device=device)  # (1, 1): the new text starts after it
-ids = raw_model.generate(newline, 300)[0].tolist()
-print(bytes(ids).decode(errors="replace"))
+print(sample(300))

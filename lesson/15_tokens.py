@@ -1,0 +1,87 @@
+"""Lesson 15: GPT-2's tokens. This program turns texts into shards, which lessons 12 to 14 read.
+
+  python lesson/15_tokens.py input.txt
+
+writes log/tokens. Then set data = "log/tokens" and vocab_size = 50257 in lesson 14. A token is now
+about three bytes, so block_size tokens are three times as much text.
+
+GPT-3's small model read 300 billion tokens. fineweb.py in this repository makes 10 billion of the
+data set FineWeb-Edu: 100 shards, 20 GB. train_gpt2.py reads from such files only what a batch
+needs. Lesson 12 reads all of them into memory, in each process, so it is for small data.
+
+New: load_encoding, ids_of_texts, write_shard.
+"""
+
+import base64
+import os
+import sys
+from glob import glob
+
+import numpy as np
+
+try:
+    import tiktoken
+except ImportError:
+    raise SystemExit("this lesson needs tiktoken: pip install tiktoken") from None
+
+folder = "log/tokens"
+shard_size = 20_000  # ids in a shard; 100 million in FineWeb-Edu
+
+
+def load_encoding():
+    """GPT-2's tokenizer, without the network that tiktoken.get_encoding("gpt2") needs.
+
+    There are 256 bytes, 50,000 merges of two tokens, and <|endoftext|>: 50,257 tokens. OpenAI found
+    the merges in many texts: again and again, the most frequent pair of neighbours became a token.
+    To encode a text, the pattern cuts it into words (with the space before them), numbers, signs
+    and white space. Then neighbours in each piece are merged, first those that OpenAI found first,
+    which have the smallest id.
+    """
+    ids = {}
+    with open("plaingpt/data/gpt2.tiktoken", "rb") as file:
+        for line in file:
+            token, id = line.split()
+            ids[base64.b64decode(token)] = int(id)
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        mergeable_ranks=ids,
+        special_tokens={"<|endoftext|>": 50256},
+    )
+
+
+def ids_of_texts(paths):
+    """Yields the ids of each text in turn. <|endoftext|> comes before each.
+
+    Sequences are cut from one long row of ids, so a sequence may have parts of two texts. This
+    token tells the model that a new text begins. It is also what the model gets to write a new one.
+    """
+    for path in paths:
+        with open(path, encoding="utf-8", newline="") as file:
+            yield [encoding.eot_token, *encoding.encode_ordinary(file.read())]
+
+
+def write_shard(split, number, ids):
+    """Writes a shard: a file with nothing but ids. 50,257 different ones fit into 16 bits."""
+    path = f"{folder}/text_{split}_{number:06}.npy"
+    np.save(path, np.array(ids, dtype=np.uint16))
+    print(f"{path}: {len(ids):,} ids")
+
+
+encoding = load_encoding()
+os.makedirs(folder, exist_ok=True)
+for path in glob(f"{folder}/*.npy"):
+    os.remove(path)  # of an earlier call, which may have made more shards
+number = 1
+ids = []  # that are in no shard yet
+for new in ids_of_texts(sys.argv[1:]):
+    ids += new
+    while len(ids) > 2 * shard_size:  # the last shard is for validation
+        write_shard("train", number, ids[:shard_size])
+        number += 1
+        ids = ids[shard_size:]
+if len(ids) <= shard_size:
+    raise SystemExit(f"{len(ids):,} ids are no more than a shard; give more text")
+write_shard("train", number, ids[:-shard_size])
+write_shard("val", 0, ids[-shard_size:])
+print(encoding.decode(ids[:50]))

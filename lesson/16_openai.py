@@ -1,0 +1,265 @@
+"""Lesson 16: OpenAI's weights in this model, and a score. Which of four endings is the true one?
+
+  python lesson/16_openai.py                  the model of lesson 14
+  python lesson/16_openai.py --weights gpt2   OpenAI's, from huggingface.co (548 MB); there are also
+                                              gpt2-medium, gpt2-large and gpt2-xl
+  python lesson/16_openai.py --weights model.safetensors --hellaswag hellaswag_val.jsonl
+
+HellaSwag is a list of everyday scenes, each with four endings. Without this file, the questions are
+made from the end of input.txt.
+
+New: load_weights, load_encoding (of lesson 15), choose_ending, questions_from_text,
+questions_of_hellaswag. Changed: GPT.
+"""
+
+import argparse
+import base64
+import json
+import math
+import os
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--weights", default="log/lesson.pt")
+parser.add_argument("--hellaswag", help="a file of records, one in each line")
+options = parser.parse_args()
+seed = 1337
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_weights(name):
+    """Returns ({name of a parameter: tensor}, heads). name: as for --weights."""
+    if name.endswith(".pt"):
+        if not os.path.exists(name):
+            raise SystemExit(f"no {name}: first run lesson/14_resume.py, or give --weights gpt2")
+        checkpoint = torch.load(name, map_location="cpu")
+        return checkpoint["model"], checkpoint["n_head"]
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise SystemExit("OpenAI's weights need safetensors: pip install safetensors") from None
+    path = name
+    if not name.endswith(".safetensors"):
+        path = f"log/{name}.safetensors"
+        # Where this server cannot be reached, HF_ENDPOINT names another one.
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        if not os.path.exists(path):
+            os.makedirs("log", exist_ok=True)
+            url = f"{hub}/openai-community/{name}/resolve/main/model.safetensors"
+            torch.hub.download_url_to_file(url, path)
+    weights = {}
+    for key, tensor in load_file(path).items():
+        key = key.removeprefix("transformer.")  # some files have it
+        # OpenAI's linear layers compute x @ weight, nn.Linear computes x @ weight.T.
+        if key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+            tensor = tensor.T
+        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which are no weights
+            weights[key] = tensor
+    weights["lm_head.weight"] = weights["wte.weight"]  # it is one matrix, which is in the file once
+    return weights, weights["wte.weight"].size(1) // 64  # each GPT-2 has heads of 64 channels
+
+
+weights, n_head = load_weights(options.weights)
+vocab_size, n_embd = weights["wte.weight"].shape
+block_size = len(weights["wpe.weight"])
+n_layer = sum(name.endswith("ln_1.weight") for name in weights)
+
+
+def load_encoding():
+    """GPT-2's tokenizer, as in lesson 15."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise SystemExit("GPT-2's tokens need tiktoken: pip install tiktoken") from None
+    ids = {}
+    with open("plaingpt/data/gpt2.tiktoken", "rb") as file:
+        for line in file:
+            token, id = line.split()
+            ids[base64.b64decode(token)] = int(id)
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        mergeable_ranks=ids,
+        special_tokens={"<|endoftext|>": 50256},
+    )
+
+
+if vocab_size == 256:
+
+    def encode(text):
+        return list(text.encode())
+
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+else:
+    encoding = load_encoding()
+    encode = encoding.encode_ordinary
+    decode = encoding.decode
+
+
+class CausalSelfAttention(nn.Module):
+    """Each position takes a weighted mean of the values at this position and those before it.
+
+    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    """
+
+    def __init__(self):
+        super().__init__()
+        # c is for convolution, OpenAI's word for a linear layer that all positions share.
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
+        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
+        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # The heads move before the positions, because @ multiplies the last two dimensions.
+        q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
+        # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
+        # It works in tiles that fit into a small, fast memory. So the (T, T) scores are never
+        # written to the large, slow memory.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """Computes with the channels of each position separately."""
+
+    def __init__(self):
+        super().__init__()
+        # In the middle, it has room for 4C features of the position, and then sums them up. The
+        # first Transformer chose 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
+        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
+        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
+        self.gelu = nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
+
+    def forward(self, x):
+        x = self.gelu(self.c_fc(x))  # (B, T, 4C)
+        return self.c_proj(x)  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(n_embd)
+        self.mlp = MLP()
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+
+
+class GPT(nn.Module):
+    """Gives a score to each token that may come next. Such scores are called logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.wpe = nn.Embedding(block_size, n_embd)
+        self.h = nn.ModuleList([Block() for _ in range(n_layer)])
+        self.ln_f = nn.LayerNorm(n_embd)
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+
+    def forward(self, idx):
+        """idx: (B, T) token ids. Returns the logits, (B, T, vocab_size)."""
+        pos = torch.arange(idx.size(1), device=idx.device)  # (T)
+        x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
+        for block in self.h:
+            x = block(x)  # (B, T, C)
+        return self.lm_head(self.ln_f(x))
+
+    def generate(self, idx, max_new_tokens, temperature=0.8, top_k=50):
+        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens).
+
+        A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens are
+        drawn: each of the others is unlikely, but all of them together are not.
+        """
+        generator = torch.Generator(idx.device).manual_seed(seed)
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -block_size:])[:, -1] / temperature  # (1, vocab_size)
+            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the smallest one that may be
+            logits = logits.masked_fill(logits < smallest, -math.inf)
+            new = torch.multinomial(logits.softmax(dim=1), 1, generator=generator)  # (1, 1)
+            idx = torch.cat([idx, new], dim=1)
+        return idx
+
+
+def choose_ending(context, endings):
+    """Returns the number of the ending that is most likely after the context, per token.
+
+    context: a list of ids. endings: a list of such lists.
+    """
+    losses = []
+    for ending in endings:
+        row = torch.tensor(context + ending, device=device)[-block_size - 1 :]  # (T+1)
+        targets = row[1:]  # (T), the token after each
+        logits = model(row[None, :-1])[0]  # (T, vocab_size)
+        n = len(ending)  # only the last n predictions are about the ending
+        # This is a mean over them. With a sum, long endings would be less likely.
+        losses.append(F.cross_entropy(logits[-n:], targets[-n:]).item())
+    return losses.index(min(losses))
+
+
+def questions_from_text(n_questions):
+    """Yields (context, endings, label): 40 tokens, the 16 after them, and 16 of three other places.
+
+    All are from the last 20,000 tokens of the text, which lessons 14 and 15 keep for validation.
+    """
+    random = np.random.default_rng(seed)
+    with open("input.txt", "rb") as file:
+        text = file.read()
+    tokens = encode(text.decode(errors="replace"))[-20_000:]
+    for _ in range(n_questions):
+        places = random.integers(40, len(tokens) - 16, size=4).tolist()  # the true one is first
+        endings = [tokens[place : place + 16] for place in places]
+        label = int(random.integers(4))
+        endings[0], endings[label] = endings[label], endings[0]
+        yield tokens[places[0] - 40 : places[0]], endings, label
+
+
+def questions_of_hellaswag(path):
+    """Yields (context, endings, label). A record has "ctx", "endings" (four), and "label"."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            text = record["ctx"]
+            context = encode(text)
+            # Many tokens begin with a space. So an ending is what the whole text has more ids.
+            endings = [encode(f"{text} {ending}")[len(context) :] for ending in record["endings"]]
+            yield context, endings, int(record["label"])
+
+
+model = GPT()
+model.load_state_dict(weights)
+model.to(device)
+with torch.no_grad():
+    prompt = "MARLOW: " if vocab_size == 256 else "Hello, I'm a language model,"
+    idx = torch.tensor([encode(prompt)], device=device)
+    print(decode(model.generate(idx, 200)[0].tolist()))
+    if options.hellaswag:
+        questions = questions_of_hellaswag(options.hellaswag)
+    else:
+        questions = questions_from_text(300)
+    right = []
+    for context, endings, label in questions:
+        right.append(choose_ending(context, endings) == label)
+        if len(right) % 100 == 0:
+            print(f"{sum(right)} of {len(right)} right")
+# The standard error: how far a score of so many questions is from the truth, typically.
+score = np.mean(right)
+error = math.sqrt(score * (1 - score) / len(right))
+print(f"score {score:.3f} +- {error:.3f}; guessing would have 0.250")
