@@ -331,6 +331,8 @@ def load_checkpoint():
     raw_model.load_state_dict(checkpoint["model"])
     for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
         optimizer.load_state_dict(state)
+    if rank == 0:
+        print(f"goes on after {checkpoint['step']} steps")
     return checkpoint["step"]
 
 
@@ -388,10 +390,10 @@ for step in range(first_step, max_steps):
     done = step + 1  # steps; the first step has the number 0
     # All models are the same, so rank 0 alone measures. The others soon wait for it.
     if rank == 0 and (done % 100 == 0 or done == max_steps):
+        save_checkpoint(done)
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)
         print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
-        save_checkpoint(done)
 if rank == 0:
     print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
     print(sample(300))

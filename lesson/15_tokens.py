@@ -2,8 +2,9 @@
 
   python lesson/15_tokens.py input.txt
 
-writes log/tokens. Then set data = "log/tokens" and vocab_size = 50257 in lesson 14. A token is now
-about three bytes, so block_size tokens are three times as much text.
+writes log/tokens. Then set data = "log/tokens" and vocab_size = 50257 in lesson 14, and another
+path, so that its checkpoint stays. A token now has three to four bytes, and block_size tokens are
+so much more text.
 
 GPT-3's small model read 300 billion tokens. fineweb.py in this repository makes 10 billion of the
 data set FineWeb-Edu: 100 shards, 20 GB. train_gpt2.py reads from such files only what a batch
@@ -65,13 +66,13 @@ def write_shard(split, number, ids):
     """Writes a shard: a file with nothing but ids. 50,257 different ones fit into 16 bits."""
     path = f"{folder}/text_{split}_{number:06}.npy"
     np.save(path, np.array(ids, dtype=np.uint16))
+    written.append(path)
     print(f"{path}: {len(ids):,} ids")
 
 
 encoding = load_encoding()
 os.makedirs(folder, exist_ok=True)
-for path in glob(f"{folder}/*.npy"):
-    os.remove(path)  # of an earlier call, which may have made more shards
+written = []  # paths of shards
 number = 1
 ids = []  # that are in no shard yet
 for new in ids_of_texts(sys.argv[1:]):
@@ -84,4 +85,6 @@ if len(ids) <= shard_size:
     raise SystemExit(f"{len(ids):,} ids are no more than a shard; give more text")
 write_shard("train", number, ids[:-shard_size])
 write_shard("val", 0, ids[-shard_size:])
-print(encoding.decode(ids[:50]))
+for path in set(glob(f"{folder}/*.npy")) - set(written):
+    os.remove(path)  # an earlier call has made more shards
+print(f"The last ten tokens: {[encoding.decode([id]) for id in ids[-10:]]}")

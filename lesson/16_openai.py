@@ -42,6 +42,8 @@ def load_weights(name):
         from safetensors.torch import load_file
     except ImportError:
         raise SystemExit("OpenAI's weights need safetensors: pip install safetensors") from None
+    if os.path.isdir(name):
+        raise SystemExit(f"{name} is a folder; give the file model.safetensors in it")
     path = name
     if not name.endswith(".safetensors"):
         path = f"log/{name}.safetensors"
@@ -60,7 +62,8 @@ def load_weights(name):
         if not key.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which are no weights
             weights[key] = tensor
     weights["lm_head.weight"] = weights["wte.weight"]  # it is one matrix, which is in the file once
-    return weights, weights["wte.weight"].size(1) // 64  # each GPT-2 has heads of 64 channels
+    # The number of heads is not in the weights. OpenAI's have 64 channels each.
+    return weights, weights["wte.weight"].size(1) // 64
 
 
 weights, n_head = load_weights(options.weights)
