@@ -1,10 +1,10 @@
 """Lesson 15: GPT-2's tokens. This program turns texts into shards, which lessons 12 to 14 read.
 
-  python lesson/15_tokens.py input.txt
+  python lesson/15_tokens.py                makes shards of input.txt, in log/tokens
+  python lesson/15_tokens.py a.txt b.txt    makes them of other texts
 
-writes log/tokens. Then set data = "log/tokens" and vocab_size = 50257 in lesson 14, and another
-path, so that its checkpoint stays. A token now has three to four bytes, and block_size tokens are
-so much more text.
+Then set data = "log/tokens" and vocab_size = 50257 in lesson 14, and another path, so that its
+checkpoint stays. A token now has three to four bytes, and block_size tokens are so much more text.
 
 GPT-3's small model read 300 billion tokens. fineweb.py in this repository makes 10 billion of the
 data set FineWeb-Edu: 100 shards, 20 GB. train_gpt2.py reads from such files only what a batch
@@ -75,7 +75,7 @@ os.makedirs(folder, exist_ok=True)
 written = []  # paths of shards
 number = 1
 ids = []  # that are in no shard yet
-for new in ids_of_texts(sys.argv[1:]):
+for new in ids_of_texts(sys.argv[1:] or ["input.txt"]):
     ids += new
     while len(ids) > 2 * shard_size:  # the last shard is for validation
         write_shard("train", number, ids[:shard_size])
