@@ -19,10 +19,14 @@ from train_gpt2 import DataLoaderLite
 
 # Changed lines.
 LIMITS = {
+    "attention-gate": 7,
+    "dyt": 21,
     "grouped-query": 25,
     "inverse-sqrt": 8,
     "lion": 25,
     "multi-token": 25,
+    "muon-joint": 2,
+    "no-bias": 8,
     "no-residual-scaling": 7,
     "qknorm": 5,
     "relu2": 2,
@@ -30,28 +34,40 @@ LIMITS = {
     "rotary": 25,
     "sliding-window": 25,
     "soft-cap": 2,
+    "swiglu": 14,
     "untied": 1,
     "value-residual": 20,
+    "x0": 9,
     "z-loss": 21,  # with 3 in model.py, which log its size
 }
 HEADS = ("+++", "---")  # lines with the name of a file begin so
 # The layouts that could break a patch. A patch that is not here is trained on all of them.
 LAYOUTS = {
+    "attention-gate": ["tp"],  # a process has the gates of its heads
+    "dyt": ["pp"],  # only the last stage has the last norm
     "grouped-query": ["tp"],  # its layers are split by heads
     "inverse-sqrt": ["pp"],  # each stage has a rate
     "lion": ["fsdp", "pp"],  # the optimizer has shards, or the parameters of a stage
     "multi-token": ["fsdp", "pp"],  # its block is not in transformer.h
+    "muon-joint": ["fsdp"],
+    "no-bias": ["tp"],
     "no-residual-scaling": ["fsdp"],
     "qknorm": ["tp"],  # its parameters are used by the heads of a process
     "relu2": ["fsdp"],
     "rmsnorm": ["pp"],  # only the last stage has the last norm
     "sliding-window": ["pp"],  # a stage has only some of the indices
     "soft-cap": ["tp", "pp"],
+    "swiglu": ["tp"],  # a process has a part of its three matrices
     "value-residual": ["tp", "fsdp"],
+    "x0": ["fsdp"],
     "z-loss": ["tp", "pp", "fsdp"],  # a process has a part of the vocabulary, or no loss at all
 }
 # With four heads, grouped-query has two heads of keys, which two processes can share.
-FLAGS = {"inverse-sqrt": ["--schedule", "inverse-sqrt"], "grouped-query": ["--n_head", 4]}
+FLAGS = {
+    "inverse-sqrt": ["--schedule", "inverse-sqrt"],
+    "grouped-query": ["--n_head", 4],
+    "muon-joint": ["--optimizer", "muon"],
+}
 # What a patch returns from GPT.forward.
 FIGURES = {"z-loss": ["z"], "multi-token": ["ahead", "next"]}
 ENTROPY = "attention-entropy"  # logs a figure; not with --pp
@@ -155,7 +171,7 @@ def test_experiment(tmp_path, plain, name):
     assert "resumed from step 5" in again and read_log(tmp_path / "again") == log
     for way in LAYOUTS.get(name, WAYS):
         assert_split_run_matches(tmp_path, way, (log, out), *flags)
-    if name == "value-residual":
+    if name in ("value-residual", "x0"):  # a stage has not what the first block has
         _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=2)
         assert "--pp: the stages of this model.py compute another loss than the whole" in err
     if name == "grouped-query":
