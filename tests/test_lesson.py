@@ -268,7 +268,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes
         program(cwd=ROOT, program=tmp_path / "stopped.py", processes=processes)
     rest, val_of_rest = in_processes(text, processes, tmp_path, "--resume")
     if processes == 1:  # a run that has come to its end makes no step
-        assert "step" not in run(text, "--resume")
+        assert "| loss" not in run(text, "--resume")
     assert len(whole) == 6 and rest == whole[4:] and val_of_rest == val
     # An exercise of docs/lesson.md: without the state of the optimizers, the run is another one.
     if processes == 1:
