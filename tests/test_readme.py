@@ -29,6 +29,7 @@ ENGLISH = (
             "lesson",
             "experiments",
             "verdicts",
+            "calibration",
             "look",
             "speed",
             "data",
