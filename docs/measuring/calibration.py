@@ -1,0 +1,150 @@
+"""Asks this machine about the ideas of docs/calibration.md, and writes what it says into the page.
+
+  python docs/measuring/calibration.py         runs what has no record yet; in
+                                               all, about an hour on two cores
+  python docs/measuring/calibration.py 4 12    runs these rows, also again
+  python docs/measuring/calibration.py --page  only writes the page
+
+Each row is one experiment, whose verdict is kept in log/records/calibration.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "calibration.md"
+RECORDS = ROOT / "log" / "records" / "calibration"
+BABY = "--preset baby --max_steps 1000 --val_every 0"
+# {row: arguments of experiment.py}. --rates where an idea may need another rate.
+EXPERIMENTS = {
+    1: "--rates 2e-3 4e-3 8e-3 -- --optimizer adamw",
+    2: "experiments/value-residual.patch",
+    3: "experiments/x0.patch",
+    4: "experiments/soft-cap.patch",
+    5: "experiments/rotary.patch",
+    6: "experiments/qknorm.patch",
+    7: "-- --n_head 1",
+    8: "experiments/attention-gate.patch",
+    9: "experiments/relu2.patch --rates 4e-3 8e-3",
+    10: "experiments/swiglu.patch",
+    11: "experiments/dyt.patch",
+    12: "experiments/no-bias.patch",
+    13: "experiments/grouped-query.patch",
+    14: "experiments/sliding-window.patch",
+    15: "experiments/multi-token.patch",
+    16: "experiments/z-loss.patch",
+    17: f'experiments/lion.patch --flags "{BABY} --optimizer adamw" --rates 5e-4 1e-3 2e-3 4e-3',
+    18: "experiments/muon-joint.patch --rates 4e-3 8e-3 1.2e-2",
+    19: "-- --grad_clip 0",
+    20: "-- --dropout 0.1",
+    21: "--rates 4e-3 8e-3 -- --schedule wsd",
+    22: "-- --schedule cosine --min_lr 8e-4",
+    23: "-- --weight_decay 0",
+}
+SAYS = dict(helps="better", harms="worse", neutral="equal")
+
+
+def read_list():
+    """Returns the list of the page: {row: (idea, published direction, size in nats or None)}."""
+    found = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if row := re.match(r"\| (\d+) \| (.*?) \| .* \| (helps|harms|neutral) \| (.*?) \|$", line):
+            size = float(row[4]) if re.fullmatch(r"[+-][\d.]+", row[4]) else None
+            found[int(row[1])] = (row[2], row[3], size)
+    return found
+
+
+def run(row):
+    """Runs the experiment of a row, and keeps its verdict with the minutes that it took."""
+    path = RECORDS / f"{row}.json"
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    command = ["experiment.py", "--json", str(path), *shlex.split(EXPERIMENTS[row])]
+    print(f"{row}: python experiment.py {EXPERIMENTS[row]}", flush=True)
+    began = time.monotonic()
+    subprocess.run([sys.executable, *command], cwd=ROOT)  # the status is the verdict
+    record = json.loads(path.read_text())
+    record["minutes"] = round((time.monotonic() - began) / 60, 1)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def rank_correlation(a, b):
+    """Returns Spearman's correlation of two lists without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def interval(a, b):
+    """Returns the 95 % interval of the rank correlation, from a bootstrap over the items."""
+    random = np.random.default_rng(0)
+    drawn = []
+    while len(drawn) < 2000:
+        picked = random.integers(len(a), size=len(a))
+        if len(set(picked)) > 2:
+            # An item that is drawn twice would be a tie. A little noise parts them.
+            noise = 1e-9 * random.standard_normal((2, len(a)))
+            drawn.append(rank_correlation(a[picked] + noise[0], b[picked] + noise[1]))
+    return np.quantile(drawn, [0.025, 0.975])
+
+
+def summarize(rows):
+    """Returns sentences about all rows. rows: [(published, size, record)]."""
+    lines = []
+    for published, verdict in SAYS.items():
+        own = [record for direction, _, record in rows if direction == published]
+        hits = sum(record["verdict"] == verdict for record in own)
+        opposite = dict(helps="worse", harms="better").get(published)
+        wrong = sum(record["verdict"] == opposite for record in own)
+        line = f"- Of {len(own)} ideas that are published as *{published}*, the laptop says "
+        line += f"*{verdict}* of {hits}"
+        lines.append(f"{line}, and the opposite of {wrong}." if opposite else f"{line}.")
+    signed = [(size, record["difference"]) for _, size, record in rows if size is not None]
+    if len(signed) > 3:
+        sizes, differences = np.array(signed).T
+        low, high = interval(sizes, differences)
+        lines.append(
+            f"- Of {len(signed)} ideas with a published size in nats, the rank correlation with "
+            f"the laptop's is {rank_correlation(sizes, differences):.2f}, with a 95 % interval of "
+            f"{low:.2f} to {high:.2f} from a bootstrap over ideas."
+        )
+    return lines
+
+
+def write_page():
+    """Writes the table of verdicts, and what they say together, at the end of the page."""
+    head = "| | idea | published | laptop | difference | minutes | command |\n"
+    table = head + "|---|---|---|---|---|---|---|\n"
+    rows = []
+    for number, (idea, published, size) in read_list().items():
+        path = RECORDS / f"{number}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        rows.append((published, size, record))
+        figure = f"{record['difference']:+.4f} ± {record['half']:.4f}"
+        table += f"| {number} | {idea} | {published} | {record['verdict']} | {figure} "
+        table += f"| {record['minutes']} | `python experiment.py {EXPERIMENTS[number]}` |\n"
+    page = PAGE.read_text(encoding="utf-8")
+    start = "<!-- docs/measuring/calibration.py writes what follows -->\n"
+    text = page.partition(start)[0].rstrip("\n") + "\n\n" + start
+    text += "\n## What a laptop says\n\n" + "\n".join(summarize(rows)) + "\n\n" + table
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main():
+    numbers = [int(each) for each in sys.argv[1:] if each != "--page"]
+    if "--page" not in sys.argv:
+        for row in numbers or EXPERIMENTS:
+            if numbers or not (RECORDS / f"{row}.json").exists():
+                run(row)
+    write_page()
+
+
+if __name__ == "__main__":
+    main()
