@@ -100,7 +100,7 @@ def fit_into_gpu(program):
     """
     if program.runs_per_gpu:
         return program.runs_per_gpu
-    if program.facts is None or not program.facts["gpu_gb"]:
+    if program.facts is None or program.facts["gpu_gb"] is None:
         return 1  # it is not known yet
     import torch  # as in count_gpus
 
