@@ -12,7 +12,7 @@ import bench
 
 sys.path.append(str(ROOT / "docs"))
 import measure
-from measuring import commands, figures
+from measuring import calibration, commands, figures
 
 LINK = re.compile(r"\[([^][]*)\]\((?:docs/)?measurements\.md\)")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -110,3 +110,32 @@ def test_the_names_are_listed():
         [sys.executable, "docs/measure.py", "--list"], cwd=ROOT, capture_output=True, text=True
     )
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(figures.ALL)
+
+
+def test_the_page_of_the_calibration_has_its_records(tmp_path, monkeypatch):
+    """Each idea of the list has an experiment, and the figures are those of the records."""
+    assert calibration.read_list().keys() == calibration.EXPERIMENTS.keys()
+    page = read("docs/calibration.md")
+    (tmp_path / "page.md").write_text(page, encoding="utf-8")
+    monkeypatch.setattr(calibration, "PAGE", tmp_path / "page.md")
+    calibration.write_page()
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
+
+
+def test_what_the_calibration_says_of_its_rows():
+    def row(published, size, verdict, difference):
+        return published, size, dict(verdict=verdict, difference=difference)
+
+    rows = [
+        row("helps", -0.03, "better", -0.3),
+        row("helps", -0.02, "worse", 0.2),
+        row("harms", 0.01, "worse", 0.1),
+        row("harms", 0.04, "undecided", 0.4),
+        row("neutral", None, "equal", 0.0),
+        ("neutral", None, dict(verdict="failed", reason="it does not apply")),
+    ]
+    helps, harms, neutral, ranks = calibration.summarize(rows)
+    assert helps.endswith("*better* of 1, and the opposite of 1.")
+    assert harms.endswith("*worse* of 1, and the opposite of 0.")
+    assert "Of 2 ideas" in neutral and neutral.endswith("*equal* of 1.")
+    assert "Of 4 ideas" in ranks and "is 0.80, with" in ranks  # 1 - 6 * 2 / (4 * 15)

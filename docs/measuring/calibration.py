@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def read_list():
     """Returns the list of the page: {row: (idea, published direction, size in nats or None)}."""
     found = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if row := re.match(r"\| (\d+) \| (.*?) \| .* \| (helps|harms|neutral) \| (.*?) \|$", line):
-            size = float(row[4]) if re.fullmatch(r"[+-][\d.]+", row[4]) else None
+        if row := re.match(r"\| (\d+) \| (.*?) \| .* \| (helps|harms|neutral) \|(.*)\|$", line):
+            size = float(row[4]) if re.fullmatch(r" [+-][\d.]+ ", row[4]) else None
             found[int(row[1])] = (row[2], row[3], size)
     return found
 
@@ -70,6 +71,7 @@ def run(row):
     began = time.monotonic()
     subprocess.run([sys.executable, *command], cwd=ROOT)  # the status is the verdict
     record = json.loads(path.read_text())
+    del record["json"]  # the path of this file
     record["minutes"] = round((time.monotonic() - began) / 60, 1)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -104,7 +106,10 @@ def summarize(rows):
         line = f"- Of {len(own)} ideas that are published as *{published}*, the laptop says "
         line += f"*{verdict}* of {hits}"
         lines.append(f"{line}, and the opposite of {wrong}." if opposite else f"{line}.")
-    signed = [(size, record["difference"]) for _, size, record in rows if size is not None]
+    signed = []
+    for _, size, record in rows:
+        if size is not None and "difference" in record:
+            signed.append((size, record["difference"]))
     if len(signed) > 3:
         sizes, differences = np.array(signed).T
         low, high = interval(sizes, differences)
@@ -127,13 +132,20 @@ def write_page():
             continue
         record = json.loads(path.read_text())
         rows.append((published, size, record))
-        figure = f"{record['difference']:+.4f} ± {record['half']:.4f}"
+        figure = record["reason"]  # of an experiment that failed
+        if "difference" in record:
+            figure = f"{record['difference']:+.4f} ± {record['half']:.4f}"
         table += f"| {number} | {idea} | {published} | {record['verdict']} | {figure} "
         table += f"| {record['minutes']} | `python experiment.py {EXPERIMENTS[number]}` |\n"
     page = PAGE.read_text(encoding="utf-8")
     start = "<!-- docs/measuring/calibration.py writes what follows -->\n"
     text = page.partition(start)[0].rstrip("\n") + "\n\n" + start
-    text += "\n## What a laptop says\n\n" + "\n".join(summarize(rows)) + "\n\n" + table
+    text += "\n## What a laptop says\n\n"
+    text += f"{len(rows)} of {len(EXPERIMENTS)} rows are measured, with the baby after 1,000 steps "
+    text += "on input.txt.\n\n"
+    for line in summarize(rows):
+        text += textwrap.fill(line, 100, subsequent_indent="  ") + "\n"
+    text += f"\n{table}"
     PAGE.write_text(text, encoding="utf-8")
 
 
