@@ -70,6 +70,8 @@ def run(row):
     print(f"{row}: python experiment.py {EXPERIMENTS[row]}", flush=True)
     began = time.monotonic()
     subprocess.run([sys.executable, *command], cwd=ROOT)  # the status is the verdict
+    if not path.exists():
+        sys.exit("no verdict; experiment.py says why")
     record = json.loads(path.read_text())
     del record["json"]  # the path of this file
     record["minutes"] = round((time.monotonic() - began) / 60, 1)
