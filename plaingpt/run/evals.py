@@ -88,7 +88,7 @@ def check_loss(model, loader, process):
     """
     x, y = loader.batch(0, 1, process.device)  # (1, T) each
     model.eval()
-    with process.autocast, attention_for_many_shapes():  # a step has another one
+    with process.autocast, attention_for_many_shapes():  # no step has this shape
         x = model.hidden(x)  # (1, T, C)
         losses = model.loss(x, y, reduction="none").flatten()  # (T)
         logits = model.logits(x[:, :MOST_COMPARED]).float()[0]  # (n, vocab_size)
