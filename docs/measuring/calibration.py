@@ -1,11 +1,13 @@
 """Asks this machine about the ideas of docs/calibration.md, and writes what it says into the page.
 
-  python docs/measuring/calibration.py         runs what has no record yet; in
-                                               all, about an hour on two cores
-  python docs/measuring/calibration.py 4 12    runs these rows, also again
-  python docs/measuring/calibration.py --page  only writes the page
+  python docs/measuring/calibration.py           runs what has no record yet; in
+                                                 all, some hours on two cores
+  python docs/measuring/calibration.py 4 12      runs these rows, also again
+  python docs/measuring/calibration.py code-5    runs row 5 with another setting
+  python docs/measuring/calibration.py ladder-5  asks larger models about row 5
+  python docs/measuring/calibration.py --page    only writes the page
 
-Each row is one experiment, whose verdict is kept in log/records/calibration.
+Each is one experiment, whose verdict is kept in log/records/calibration.
 """
 
 import json
@@ -49,6 +51,16 @@ EXPERIMENTS = {
     22: "-- --schedule cosine --min_lr 8e-4",
     23: "-- --weight_decay 0",
 }
+# Settings that may say more about large models than the baby. The rows with the largest published
+# effects try them. A ladder sets the size of the heads, so row 8 stands for row 7 there.
+SETTINGS = dict(
+    code=f"{BABY} --data torch_py.txt",
+    long=f"{BABY} --block_size 256 --batch_size 4",
+    deep=f"{BABY} --n_layer 4",
+)
+TRY_SETTINGS = (1, 2, 3, 5, 7, 20)
+TRY_LADDER = (1, 2, 3, 5, 8, 20)
+CODE = ROOT / "torch_py.txt"
 SAYS = dict(helps="better", harms="worse", neutral="equal")
 
 
@@ -62,12 +74,33 @@ def read_list():
     return found
 
 
-def run(row):
-    """Runs the experiment of a row, and keeps its verdict with the minutes that it took."""
-    path = RECORDS / f"{row}.json"
+def arguments_of(name):
+    """Returns the arguments of experiment.py. name: a row, such as "5", or "code-5", "ladder-5"."""
+    setting, _, row = name.rpartition("-")
+    own = EXPERIMENTS[int(row)]
+    if setting == "ladder":
+        own = re.sub("--rates [0-9.e -]*[0-9]", "--rate_factors 0.25 0.5 1", own)
+        return f"--sizes 64 96 128 160 --flags '--data {CODE.name}' {own}"
+    return f"--flags '{SETTINGS[setting]}' {own}" if setting else own
+
+
+def all_names():
+    """Returns the names of all experiments, in their order."""
+    names = [str(row) for row in EXPERIMENTS]
+    names += [f"{setting}-{row}" for setting in SETTINGS for row in TRY_SETTINGS]
+    return names + [f"ladder-{row}" for row in TRY_LADDER]
+
+
+def run(name):
+    """Runs an experiment, and keeps its verdict with the minutes that it took."""
+    path = RECORDS / f"{name}.json"
     RECORDS.mkdir(parents=True, exist_ok=True)
-    command = ["experiment.py", "--json", str(path), *shlex.split(EXPERIMENTS[row])]
-    print(f"{row}: python experiment.py {EXPERIMENTS[row]}", flush=True)
+    arguments = shlex.split(arguments_of(name))
+    if CODE.name in arguments_of(name) and not CODE.exists():
+        make = [sys.executable, "experiments/write_torch_text.py", CODE.name]
+        subprocess.run(make, cwd=ROOT, check=True)
+    command = ["experiment.py", "--json", str(path), *arguments]
+    print(f"{name}: python experiment.py {arguments_of(name)}", flush=True)
     began = time.monotonic()
     subprocess.run([sys.executable, *command], cwd=ROOT)  # the status is the verdict
     if not path.exists():
@@ -152,11 +185,11 @@ def write_page():
 
 
 def main():
-    numbers = [int(each) for each in sys.argv[1:] if each != "--page"]
-    if "--page" not in sys.argv:
-        for row in numbers or EXPERIMENTS:
-            if numbers or not (RECORDS / f"{row}.json").exists():
-                run(row)
+    names = sys.argv[1:]
+    if names != ["--page"]:
+        for name in names or all_names():
+            if names or not (RECORDS / f"{name}.json").exists():
+                run(name)
     write_page()
 
 
