@@ -131,18 +131,18 @@ def choose_rates(programs, rates, sealed):
 
     These runs have the seed 0, which the others do not have. Raises UserError.
     """
-    losses = [{}, {}]  # {rate: loss} of each program
+    pairs = []
     for rate in rates:
-        flags = ["--seed", "0", "--max_lr", str(rate)]
-        for own, loss in zip(losses, try_runs(programs, f"rate{rate}", flags, sealed)):
-            own[rate] = loss
+        pair = [program.with_flags(["--max_lr", str(rate)]) for program in programs]
+        pairs.append(probe(pair, sealed))
     chosen = []
-    for program, own in zip(programs, losses):
+    for tried, losses in zip(zip(*pairs), zip(*try_runs(pairs, sealed))):
+        own = dict(zip(rates, losses))
         best = min(own, key=own.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
-        print0(f"{program.name}: losses of the rates {own}; the best rate is {best}{edge}")
-        chosen.append(program.with_flags(["--max_lr", str(best)]))
-    return probe(chosen, sealed)
+        print0(f"{tried[0].name}: losses of the rates {own}; the best rate is {best}{edge}")
+        chosen.append(tried[rates.index(best)])
+    return chosen
 
 
 def compare_programs(programs, sealed, config, ledger, entry):

@@ -482,10 +482,12 @@ def test_the_best_rate_factor_of_each_program(monkeypatch, best, factors, note):
     def programs_of_size(programs, size, given, sealed):
         return PLANS.index(size), given[0]
 
-    def try_runs(pair, run, flags, sealed):
-        k, factor = pair
-        losses = [(factor - own[k]) ** 2 for own in best]
-        return [math.inf if factor == 2 and best[0][k] == 1 else losses[0], losses[1]]
+    def try_runs(pairs, sealed):
+        found = []
+        for k, factor in pairs:
+            losses = [(factor - own[k]) ** 2 for own in best]
+            found.append([math.inf if factor == 2 and best[0][k] == 1 else losses[0], losses[1]])
+        return found
 
     monkeypatch.setattr(ladder_runs, "programs_of_size", programs_of_size)
     monkeypatch.setattr(ladder_runs, "try_runs", try_runs)

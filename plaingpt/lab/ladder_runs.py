@@ -110,15 +110,15 @@ def choose_factors(programs, sizes, factors, sealed):
     The two smallest sizes decide, with the seed 0. If they disagree, or the best factor is at the
     edge, the rate may not fit the larger sizes, and the note says so.
     """
-    losses = [[{}, {}], [{}, {}]]  # [program][size]: {factor: loss}
-    for k, size in enumerate(sizes):
+    pairs = []
+    for size in sizes:
         for factor in factors:
-            pair = programs_of_size(programs, size, [factor, factor], sealed)
-            for i, loss in enumerate(try_runs(pair, 0, ["--seed", "0"], sealed)):
-                losses[i][k][factor] = loss
+            pairs.append(programs_of_size(programs, size, [factor, factor], sealed))
     chosen = []
     note = ""
-    for program, own in zip(programs, losses):
+    for program, losses in zip(programs, zip(*try_runs(pairs, sealed))):
+        n = len(factors)
+        own = [dict(zip(factors, losses[:n])), dict(zip(factors, losses[n:]))]  # of each size
         best = [min(each, key=each.get) for each in own]
         print0(f"{program.name}: losses of the rate factors {own}; the best ones are {best}")
         if best[0] != best[1] or best[1] in (min(factors), max(factors)):

@@ -4,7 +4,7 @@ The program experiments/referee.py does the work, in a process of its own, with 
 base. Its losses are the only figures of a verdict.
 """
 
-import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -106,21 +106,25 @@ def check_losses(losses):
         raise UserError("the loss of a run is not finite; give a lower --max_lr")
 
 
-def try_runs(programs, run, flags, sealed):
-    """Trains and measures a run of both programs that may diverge -> [loss of each], inf if so.
+def try_runs(pairs, sealed):
+    """Trains and measures a run of each program with the seed 0 -> [their losses] of each pair.
 
-    programs: [base, change]. run: its name. flags: of both runs.
+    pairs: of [base, change] with other rates, probed. A large rate may diverge: its loss is inf.
     """
-    for program in programs:
-        with contextlib.suppress(UserError):  # a large rate may diverge
-            if not is_known(program, run):
-                new = TrainingRun(program, program.directory(run), flags)
-                train([new], f"{program.name}, {run}")
-    measure_runs(programs, ([run], [run]), sealed)
-    for program in programs:
-        delete_models(program, run)
-    losses = [read_score(program, run).get("loss", math.inf) for program in programs]
-    return [min(math.inf, loss) for loss in losses]  # NaN is not below inf
+    new = {}
+    for program in itertools.chain(*pairs):
+        if not is_known(program, 0):
+            place = program.directory(0)
+            new[place] = TrainingRun(program, place, ["--seed", "0"])
+    train([*new.values()], "trying the rates", may_fail=True)
+    losses = []
+    for pair in pairs:
+        measure_runs(pair, ([0], [0]), sealed)
+        for program in pair:
+            delete_models(program, 0)
+        own = [read_score(program, 0).get("loss", math.inf) for program in pair]
+        losses.append([min(math.inf, loss) for loss in own])  # NaN is not below inf
+    return losses
 
 
 def find_leak(programs, runs):

@@ -109,8 +109,8 @@ def fit_into_gpu(program):
     return max(1, min(fitting, count_cores() // count_gpus()))
 
 
-def train(runs, title="training; after Ctrl-C, the same command continues"):
-    """Trains runs, as many at a time as count_slots says. Raises UserError if one fails.
+def train(runs, title="training; after Ctrl-C, the same command continues", may_fail=False):
+    """Trains runs, as many at a time as count_slots says. Raises UserError if one must not fail.
 
     runs: list of TrainingRun. One that was stopped earlier continues. After Ctrl-C, each running
     one saves a checkpoint. title: what the progress bar says.
@@ -130,7 +130,7 @@ def train(runs, title="training; after Ctrl-C, the same command continues"):
             status = process.wait()
         finally:
             free.put(device)
-        if status:
+        if status and not may_fail:
             lines = (run.directory / "output.txt").read_text("utf-8", "replace").splitlines()
             raise UserError("\n".join([f"{run.directory} failed:", *lines[-3:]]))
 
