@@ -134,8 +134,18 @@ def test_what_the_calibration_says_of_its_rows():
         row("neutral", None, "equal", 0.0),
         ("neutral", None, dict(verdict="failed", reason="it does not apply")),
     ]
-    helps, harms, neutral, ranks = calibration.summarize(rows)
+    helps, harms, neutral, ranks, large = calibration.summarize(rows)
     assert helps.endswith("*better* of 1, and the opposite of 1.")
     assert harms.endswith("*worse* of 1, and the opposite of 0.")
     assert "Of 2 ideas" in neutral and neutral.endswith("*equal* of 1.")
     assert "Of 4 ideas" in ranks and "is 0.80, with" in ranks  # 1 - 6 * 2 / (4 * 15)
+    assert large.endswith("it agrees with 2 of 4 published helps and harms.")
+
+
+def test_the_command_of_each_experiment_of_the_calibration():
+    """With another setting, the flags of all runs come first. A ladder tries factors of rates."""
+    assert calibration.arguments_of("5") == "experiments/rotary.patch"
+    flags = f"--flags '{calibration.SETTINGS['long']}'"
+    assert calibration.arguments_of("long-7") == f"{flags} -- --n_head 1"
+    ladder = "--sizes 64 96 128 160 --flags '--data torch_py.txt' --rate_factors 0.25 0.5 1 "
+    assert calibration.arguments_of("ladder-1") == ladder + "-- --optimizer adamw"

@@ -61,7 +61,10 @@ SETTINGS = dict(
 TRY_SETTINGS = (1, 2, 3, 5, 7, 20)
 TRY_LADDER = (1, 2, 3, 5, 8, 20)
 CODE = ROOT / "torch_py.txt"
-SAYS = dict(helps="better", harms="worse", neutral="equal")
+LARGE = 0.03  # nats
+# {published: the verdicts that agree}. The second words are those of a ladder.
+SAYS = dict(helps=("better", "helps"), harms=("worse",), neutral=("equal", "no gain"))
+OPPOSITES = dict(helps=SAYS["harms"], harms=SAYS["helps"])
 
 
 def read_list():
@@ -133,14 +136,17 @@ def interval(a, b):
 def summarize(rows):
     """Returns sentences about all rows. rows: [(published, size, record)]."""
     lines = []
-    for published, verdict in SAYS.items():
-        own = [record for direction, _, record in rows if direction == published]
-        hits = sum(record["verdict"] == verdict for record in own)
-        opposite = dict(helps="worse", harms="better").get(published)
-        wrong = sum(record["verdict"] == opposite for record in own)
+    for published, (verdict, *_) in SAYS.items():
+        own = [
+            compare(published, record["verdict"])
+            for direction, _, record in rows
+            if direction == published
+        ]
         line = f"- Of {len(own)} ideas that are published as *{published}*, the laptop says "
-        line += f"*{verdict}* of {hits}"
-        lines.append(f"{line}, and the opposite of {wrong}." if opposite else f"{line}.")
+        line += f"*{verdict}* of {own.count('yes')}"
+        if published in OPPOSITES:
+            line += f", and the opposite of {own.count('opposite')}"
+        lines.append(f"{line}.")
     signed = []
     for _, size, record in rows:
         if size is not None and "difference" in record:
@@ -153,35 +159,111 @@ def summarize(rows):
             f"the laptop's is {rank_correlation(sizes, differences):.2f}, with a 95 % interval of "
             f"{low:.2f} to {high:.2f} from a bootstrap over ideas."
         )
+    large = []
+    for published, _, record in rows:
+        if published in OPPOSITES and abs(record.get("difference", 0)) > LARGE:
+            large.append(compare(published, record["verdict"]))
+    lines.append(
+        f"- Where the laptop's own difference is above {LARGE}, it agrees with "
+        f"{large.count('yes')} of {len(large)} published helps and harms."
+    )
     return lines
 
 
+def read_record(name):
+    """Returns what was measured under a name, or None."""
+    path = RECORDS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def compare(published, verdict):
+    """Returns whether a verdict is what was published: "yes", "no" or "opposite"."""
+    if verdict in SAYS[published]:
+        return "yes"
+    return "opposite" if verdict in OPPOSITES.get(published, ()) else "no"
+
+
+def figure_of(record):
+    """Returns the difference of a verdict, or the multipliers of a ladder, as a person reads it."""
+    if "multipliers" in record:
+        return ", ".join(f"x{m:.2f}" for m, _, _ in record["multipliers"])
+    if "difference" in record:
+        return f"{record['difference']:+.4f} ± {record['half']:.4f}"
+    return record["reason"]  # of an experiment that failed
+
+
+def table_of_rows(ideas):
+    """Returns the table of all ideas with the usual runs. ideas: from read_list."""
+    table = "| | idea | published | laptop | difference | agrees | minutes | command |\n"
+    table += "|---|---|---|---|---|---|---|---|\n"
+    for number, (idea, published, _) in ideas.items():
+        if record := read_record(number):
+            table += f"| {number} | {idea} | {published} | {record['verdict']} "
+            table += f"| {figure_of(record)} | {compare(published, record['verdict'])} "
+            table += f"| {record['minutes']} | `python experiment.py {EXPERIMENTS[number]}` |\n"
+    return table
+
+
+def table_of_settings(ideas):
+    """Returns the table of the six ideas with each setting, and what each is worth."""
+    names = ["", *SETTINGS]
+    table = f"| | idea | published | baby | {' | '.join(SETTINGS)} |\n"
+    table += "|---|---|---|" + "---|" * len(names) + "\n"
+    answers = {name: [] for name in names}
+    minutes = {name: [] for name in names}
+    for row in TRY_SETTINGS:
+        idea, published, _ = ideas[row]
+        table += f"| {row} | {idea} | {published} |"
+        for name in names:
+            record = read_record(f"{name}-{row}" if name else row)
+            if record is None:
+                table += " |"
+                continue
+            answers[name].append(compare(published, record["verdict"]))
+            minutes[name].append(record["minutes"])
+            table += f" {record['verdict']} {figure_of(record)} |"
+        table += "\n"
+    table += "| | agrees, of 6 | |"
+    for name in names:
+        table += f" {answers[name].count('yes')}, opposite {answers[name].count('opposite')} |"
+    table += "\n| | minutes of the six | |"
+    for name in names:
+        table += f" {sum(minutes[name]):.0f} |"
+    return table + "\n"
+
+
+def table_of_ladders(ideas):
+    """Returns the table of the ladders."""
+    table = "| | idea | published | ladder | compute at 64, 96, 128, 160 channels | agrees "
+    table += "| minutes |\n|---|---|---|---|---|---|---|\n"
+    for row in TRY_LADDER:
+        if record := read_record(f"ladder-{row}"):
+            idea, published, _ = ideas[row]
+            verdict = f"{record['verdict']}, {record['trend']}" if "trend" in record else "failed"
+            table += f"| {row} | {idea} | {published} | {verdict} | {figure_of(record)} "
+            table += f"| {compare(published, record['verdict'])} | {record['minutes']} |\n"
+    return table
+
+
 def write_page():
-    """Writes the table of verdicts, and what they say together, at the end of the page."""
-    head = "| | idea | published | laptop | difference | minutes | command |\n"
-    table = head + "|---|---|---|---|---|---|---|\n"
+    """Writes the tables of verdicts, and what they say together, into the page."""
+    ideas = read_list()
     rows = []
-    for number, (idea, published, size) in read_list().items():
-        path = RECORDS / f"{number}.json"
-        if not path.exists():
-            continue
-        record = json.loads(path.read_text())
-        rows.append((published, size, record))
-        figure = record["reason"]  # of an experiment that failed
-        if "difference" in record:
-            figure = f"{record['difference']:+.4f} ± {record['half']:.4f}"
-        table += f"| {number} | {idea} | {published} | {record['verdict']} | {figure} "
-        table += f"| {record['minutes']} | `python experiment.py {EXPERIMENTS[number]}` |\n"
+    for number, (_, published, size) in ideas.items():
+        if record := read_record(number):
+            rows.append((published, size, record))
+    summary = [textwrap.fill(line, 100, subsequent_indent="  ") for line in summarize(rows)]
+    parts = dict(
+        rows="\n".join(summary) + "\n\n" + table_of_rows(ideas),
+        settings=table_of_settings(ideas),
+        ladders=table_of_ladders(ideas),
+    )
     page = PAGE.read_text(encoding="utf-8")
-    start = "<!-- docs/measuring/calibration.py writes what follows -->\n"
-    text = page.partition(start)[0].rstrip("\n") + "\n\n" + start
-    text += "\n## What a laptop says\n\n"
-    text += f"{len(rows)} of {len(EXPERIMENTS)} rows are measured, with the baby after 1,000 steps "
-    text += "on input.txt.\n\n"
-    for line in summarize(rows):
-        text += textwrap.fill(line, 100, subsequent_indent="  ") + "\n"
-    text += f"\n{table}"
-    PAGE.write_text(text, encoding="utf-8")
+    for name, text in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = page.partition(begin)
+        page = before + begin + "\n" + text + "\n" + end + rest.partition(end)[2]
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def main():
