@@ -2,7 +2,7 @@
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.source import diff_since, run_git
-from plaingpt.lab.copies import find_commit
+from plaingpt.lab.copies import find_commit, make_copy, remove_copies
 
 import pytest
 
@@ -53,6 +53,24 @@ def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, s
         path.write_text(contents)
     run_git("apply", "-", place=inner.parent, data=patch)
     assert {path: path.read_text() for path in files} == edited
+
+
+def test_copies_leave_the_worktrees_of_a_user_alone(tmp_path, monkeypatch):
+    """Also one whose disk is away. Its index has a file that is in no commit."""
+    (tmp_path / "clone").mkdir()
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "clone")
+    run_git("init")
+    run_git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "first")
+    disk = tmp_path / "disk"
+    run_git("worktree", "add", "--detach", disk / "mine")
+    (disk / "mine/new.txt").write_text("a")
+    run_git("add", ".", place=disk / "mine")
+    disk.rename(tmp_path / "away")
+    make_copy(tmp_path / "copy", "HEAD")
+    remove_copies([tmp_path / "copy", tmp_path / "never made"])
+    (tmp_path / "away").rename(disk)
+    assert run_git("status", "--short", place=disk / "mine") == b"A  new.txt\n"
+    assert run_git("worktree", "list").count(b"\n") == 2 and not (tmp_path / "copy").exists()
 
 
 def test_a_clone_inside_another_repository(tmp_path, monkeypatch):

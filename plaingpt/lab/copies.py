@@ -125,5 +125,7 @@ def apply_patch(place, patch):
 def remove_copies(places):
     """Removes copies, also those that make_copy did not complete."""
     for place in places:
+        # Not `git worktree prune`: it would also forget worktrees of the user on other disks.
+        with contextlib.suppress(UserError):
+            run_git("worktree", "remove", "--force", place)
         shutil.rmtree(place, ignore_errors=True)
-    run_git("worktree", "prune")
