@@ -8,6 +8,7 @@ It needs transformers: pip install transformers
 """
 
 import tempfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -61,12 +62,31 @@ class ExportConfig:
     dtype: Literal["float32", "bfloat16"] = flag("float32", "number format of the weights")
 
 
-def check_directory(output):
-    """Raises UserError if there is something else than an earlier export at this path."""
+def check_directory(output, source):
+    """Raises UserError if there is something else than an earlier export at this path.
+
+    source: the path of the checkpoint.
+    """
+    if output.resolve() == source.resolve():
+        raise UserError(f"--output {output}: is also an input; give another directory")
     is_taken = any(output.iterdir()) if output.is_dir() else output.exists()
     # Only an export has this field.
     if is_taken and not read_json(output / "tokenizer_config.json").get("end_of_text"):
         raise UserError(f"--output {output}: is a file, or has other files; give a new directory")
+    card = output / "README.md"
+    if card.is_file() and is_edited(card.read_text("utf-8", "replace")):
+        raise UserError(f"--output {output}: its README.md was edited; move this file away first")
+
+
+def sign(card):
+    """Adds a checksum to the text of a model card, by which is_edited knows it."""
+    return f"{card}\n<!-- export.py, CRC-32 {zlib.crc32(card.encode()):08x} -->\n"
+
+
+def is_edited(signed):
+    """Returns whether the text of a model card is not as export.py has written it."""
+    card, _, _ = signed.rpartition("\n<!-- export.py")
+    return sign(card) != signed
 
 
 def make_card(source, model, tokenizer, config):
@@ -89,7 +109,7 @@ def main(argv=None):
     config = ExportConfig(**parse_flags(__doc__, ExportConfig, argv=argv))
     source = find_newest_model(config.checkpoint)
     output = Path(config.output)
-    check_directory(output)
+    check_directory(output, source)
     model, tokenizer = GPT.load(source)
     card = make_card(source, model, tokenizer, config)
     with writing(output):
@@ -97,7 +117,7 @@ def main(argv=None):
         # An earlier export is replaced only when the new one is complete.
         with tempfile.TemporaryDirectory(dir=output) as new:
             save_gpt2(model, new, tokenizer, getattr(torch, config.dtype))
-            Path(new, "README.md").write_text(card, "utf-8")
+            Path(new, "README.md").write_text(sign(card), "utf-8")
             for path in Path(new).iterdir():
                 path.replace(output / path.name)
     print0(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -203,6 +204,18 @@ def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, messag
     assert "\n" not in str(e.value)
 
 
+def test_an_edited_model_card_stays(exported, tmp_path):
+    main = importlib.import_module("export").main
+    card = shutil.copytree(exported / "bytes-hf", tmp_path / "hf") / "README.md"
+    flags = ["--checkpoint", str(exported / "bytes"), "--output", str(card.parent)]
+    main(flags)
+    edited = card.read_text().replace("# hf\n", "# My model\n")
+    card.write_text(edited)
+    with pytest.raises(UserError, match="hf: its README.md was edited; move this file away first"):
+        main(flags)
+    assert card.read_text() == edited and "# My model" in edited
+
+
 def test_a_damaged_run_json_is_named(tmp_path):
     make_card = importlib.import_module("export").make_card
     model = GPT(GPTConfig(1, 1, 8, 8, 256))
@@ -217,6 +230,7 @@ def test_a_damaged_run_json_is_named(tmp_path):
     [
         ("--output .", "--output .: is a file, or has other files; give a new directory"),
         ("--output t.txt", "--output t.txt: is a file, or has other files; give a new directory"),
+        ("--checkpoint bytes-hf --output bytes-hf", "--output bytes-hf: is also an input; give an"),
         ("--output t.txt/a", "t.txt/a: cannot write (Not a directory)"),
     ],
 )
