@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, run_program
-from plaingpt.base.files import check_output, read_facts, replacing, writing
+from plaingpt.base.files import check_output, open_output, read_facts, writing
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, show_progress
 from plaingpt.data.documents import RECORDS, kind_of, read_records
@@ -290,7 +290,7 @@ def main(argv=None):
                 print0(f"note: {run.name} has changes of model.py; --own_code reads it with them")
         text, snapshots, tokenizer = look_at_all(runs, config, process)
     page = build_page(text, snapshots, [run.name for run in runs], tokenizer)
-    with writing(output), replacing(Path(output).resolve()) as file:
+    with writing(output), open_output(output) as file:
         file.write(page)
     print0(f"{output}: {len(page) / 1e6:.1f} MB; open it in a browser")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
-from plaingpt.base.files import read_facts, read_json, read_streams
+from plaingpt.base.files import check_output, read_facts, read_json, read_streams
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.lab.intervals import welch_interval
@@ -285,6 +285,7 @@ def main(argv=None):
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
         raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
+    check_output("--output", config.output)
     rows = []
     verdicts = [name for name in directories if name.endswith(".json")]
     if verdicts and len(directories) > 1:

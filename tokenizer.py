@@ -18,7 +18,7 @@ from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import find_files, read_documents
-from plaingpt.data.tokenizer import END_OF_TEXT, load_tokenizer
+from plaingpt.data.tokenizer import END_OF_TEXT, get_tokenizer
 
 PIECE = 10_000  # characters; large documents are sampled in pieces
 
@@ -75,11 +75,12 @@ def main(argv=None):
         show_progress=sys.stderr.isatty(),
     )
     library.add_special_tokens([END_OF_TEXT])  # gets the last id
-    write_json(config.output, json.loads(library.to_str()))
+    source = library.to_str()
+    write_json(config.output, json.loads(source))
     sample = "".join(texts[::20])
-    for place in (config.output, "gpt2"):
-        ratio = len(sample.encode()) / len(load_tokenizer(place).encode(sample))
-        print0(f"{place}: {ratio:.2f} bytes per token of the training text")
+    for name, own in ((config.output, source), ("gpt2", "gpt2")):
+        ratio = len(sample.encode()) / len(get_tokenizer(own).encode(sample))
+        print0(f"{name}: {ratio:.2f} bytes per token of the training text")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -459,6 +460,13 @@ def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
         save_model(tmp_path / "gpt2ids", 5, fresh(model.GPTConfig(1, 1, 2, 32)), "gpt2")
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
         look_at(*flags.split())
+
+
+def test_the_output_may_be_a_pipe(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        look_at(run, "--text", "a", "--max_checkpoints", 1, "--output", tmp_path / "pipe")
+        assert reader.read().startswith("<!doctype html>")
 
 
 def test_names_and_texts_of_any_kind(run, tmp_path, monkeypatch):

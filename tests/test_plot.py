@@ -153,7 +153,7 @@ def test_writes_every_format(tmp_path, kind):
             [BABY, "--output", "a.xyz"],
             "--output a.xyz: give a file of the kind .png",
         ),
-        ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write (No such file"),
+        ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write there; give"),
     ],
 )
 def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):

@@ -437,6 +437,17 @@ def test_mistakes(flags, error, tmp_path):
     assert names(tmp_path) == ["t.txt"] and (tmp_path / "t.txt").stat().st_size == 2
 
 
+def test_the_output_may_be_a_pipe(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the old harbour bell rang twice. " * 20)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        flags = ["--input", str(tmp_path / "a.txt"), "--vocab_size", "270", "--output", str(pipe)]
+        tokenizer.main(flags)
+        assert len(json.load(reader)["model"]["vocab"]) == 269  # without <|endoftext|>
+    assert f"{pipe}: 1.7" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
     """By its name: a tokenizer.json, or the older pair; other files are not downloaded."""

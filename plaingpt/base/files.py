@@ -4,9 +4,11 @@ Also reads the files of a run. log.txt has a line "{step} {name} {value}" for ea
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 import zlib
 from pathlib import Path
 
@@ -44,9 +46,28 @@ def replacing(path):
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            shutil.copyfile(temporary, path)  # a file that is mounted alone cannot be replaced
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_device(path):
+    """Returns whether there is something else than a file or a directory: a device or a pipe."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def open_output(path):
+    """Opens the file that a flag names, to write bytes in a `with` block.
+
+    A device or a pipe is written to as it is. A file is replaced as in `replacing`; a symbolic link
+    stays one.
+    """
+    return open(path, "wb") if is_device(path) else replacing(Path(path).resolve())
 
 
 def lock(directory, flag):
@@ -78,18 +99,19 @@ def check_output(flag, path, inputs=()):
     """
     if not path:
         return
-    output = Path(path)
+    output = Path(path).resolve()
     for each in inputs:
-        if each and Path(each).resolve() == output.resolve():
+        if each and Path(each).resolve() == output:
             raise UserError(f"{flag} {path}: is also an input; give another file")
-    if output.is_dir() or not os.access(output.parent, os.W_OK):
+    must_allow = path if is_device(path) else output.parent
+    if output.is_dir() or not os.access(must_allow, os.W_OK):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 
 
 def write_json(path, value):
-    """Writes a value as JSON. The file is replaced atomically; a symbolic link stays one."""
+    """Writes a value as JSON. path: as in open_output."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    with writing(path), replacing(Path(path).resolve()) as file:
+    with writing(path), open_output(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))  # paths may be invalid UTF-8
 
 

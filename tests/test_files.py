@@ -1,0 +1,51 @@
+"""plaingpt/base/files.py: an output replaces nothing that is not a file."""
+
+import errno
+import json
+import os
+
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import check_output, is_device, write_json
+
+import pytest
+
+
+@pytest.mark.parametrize("output", [".", "no/a.json", "link"])
+def test_an_output_that_cannot_be_written(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("no/a.json")
+    with pytest.raises(UserError, match=f"--json {output}: cannot write there; give a file in a w"):
+        check_output("--json", output)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to("new.json")
+    for value in (1, 2):
+        check_output("--json", link)
+        write_json(link, value)
+        assert link.is_symlink() and json.loads((tmp_path / "new.json").read_text()) == value
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_an_output_may_be_a_pipe(tmp_path, name):
+    """So /dev/null stays a device, also for root."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        check_output("--json", tmp_path / name)
+        write_json(tmp_path / name, ["text"])
+        assert json.load(reader) == ["text"]
+    assert is_device(tmp_path / "pipe") and sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_an_output_may_be_a_mounted_file(tmp_path, monkeypatch):
+    """In a container, one file can be mounted. The kernel does not replace it."""
+
+    def replace(old, new):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(os, "replace", replace)
+    (tmp_path / "a.json").write_text("a longer text")
+    write_json(tmp_path / "a.json", 1)
+    assert (tmp_path / "a.json").read_text() == "1\n" and os.listdir(tmp_path) == ["a.json"]
