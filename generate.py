@@ -22,7 +22,7 @@ from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import init_process
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
-from plaingpt.weights.checkpoint import find_newest_model
+from plaingpt.weights.checkpoint import find_newest_model, list_model_files
 
 import torch
 
@@ -144,9 +144,9 @@ def write_texts(model, tokenizer, ids, config, seed):
 
 def main(argv=None):
     config = GenerateConfig(**parse_flags(__doc__, GenerateConfig, argv=argv))
-    check_output("--json", config.json, [config.prompts])
     prompts = read_prompts(config.prompts) if config.prompts else [config.prompt or ""]
     name = config.model or find_newest_model(config.checkpoint)
+    check_output("--json", config.json, [config.prompts, *list_model_files(name)])
     process = init_process(config.device, config.dtype)
     model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()

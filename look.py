@@ -34,7 +34,7 @@ from plaingpt.lab.copies import find_commit, make_copy, remove_copies
 from plaingpt.look.page import Look, Snapshot, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
-from plaingpt.weights.checkpoint import find_checkpoints, find_newest_model
+from plaingpt.weights.checkpoint import find_checkpoints, find_newest_model, list_model_files
 
 import torch
 
@@ -279,8 +279,11 @@ def main(argv=None):
         raise UserError('no text; give --text "a text", or --text FILE')
     runs = find_runs(places, config.model)
     output = config.output or default_output(runs)
-    inputs = [path for run in runs for path in run.checkpoints.values()]
-    check_output("--output", output, [config.text, *inputs])
+    inputs = [config.text]
+    for run in runs:
+        source, *_ = run.checkpoints.values()  # they are in one directory
+        inputs += list_model_files(source)
+    check_output("--output", output, inputs)
     process = init_process(config.device, "float32")
     with contextlib.ExitStack() as copies:
         for run in runs:

@@ -63,7 +63,7 @@ def main(argv=None):
     config = VocabularyConfig(**parse_flags(__doc__, VocabularyConfig, argv=argv))
     if not config.input:
         raise UserError("--input: is missing; give text files")
-    check_output("--output", config.output, find_files(config.input))
+    check_output("--output", config.output, [*config.input, *find_files(config.input)])
     texts = read_sample(config)
     # BPE merges the most frequent pairs first (Sennrich et al. 2016, arXiv:1508.07909).
     library = require("tokenizers").ByteLevelBPETokenizer()

@@ -290,6 +290,8 @@ def test_a_continuation_that_joins_the_tokens_before_it():
     [
         ("", "error: .: has no core.yaml; give the eval_bundle, or a .jsonl file"),
         ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
+        ("--bundle typed --json typed/core.yaml", "--json typed/core.yaml: is also an input"),
+        ("--bundle typed --json MODEL/config.json", "/config.json: is also an input; give another"),
         (
             "--bundle typed",
             "core.yaml: field 'continuation_delimiter' is missing or has a wrong type",
@@ -322,7 +324,7 @@ def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, 
         item = dict(query="a", choices=["b", "c"], gold=0)
         write_lines(tmp_path / name / "eval_data/a.jsonl", [item])
     monkeypatch.chdir(tmp_path)
-    flags = flags.replace("BUNDLE", str(tiny[1])).split()
+    flags = flags.replace("BUNDLE", str(tiny[1])).replace("MODEL", str(tiny[0])).split()
     with pytest.raises(SystemExit):
         run_program(lambda: core.main(["--model", str(tiny[0]), *flags]))
     err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""plaingpt/base/files.py: an output replaces nothing that is not a file."""
+"""plaingpt/base/files.py: an output replaces no input, and nothing that is not a file."""
 
 import errno
 import json
@@ -6,8 +6,28 @@ import os
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import check_output, is_device, write_json
+from plaingpt.weights.checkpoint import list_model_files
 
 import pytest
+
+
+@pytest.mark.parametrize("output", ["a.txt", "../d/a.txt", "link", "linked/a.txt", "sub/b.txt"])
+@pytest.mark.parametrize("given", ["a.txt", "link", "../d", "linked", "."])
+def test_an_output_is_no_input(tmp_path, monkeypatch, output, given):
+    """An input may be a directory. Both may be links, or lead through links."""
+    directory = tmp_path / "d"
+    (directory / "sub").mkdir(parents=True)
+    (directory / "a.txt").touch()
+    (directory / "sub/b.txt").touch()
+    (directory / "link").symlink_to("a.txt")
+    (directory / "linked").symlink_to(directory)
+    monkeypatch.chdir(directory)
+    check_output("--json", "new.json", [None, given])
+    if output == "sub/b.txt" and given in ("a.txt", "link"):
+        check_output("--json", output, [None, given])
+        return
+    with pytest.raises(UserError, match=f"--json {output}: is also an input; give another file"):
+        check_output("--json", output, [None, given])
 
 
 @pytest.mark.parametrize("output", [".", "no/a.json", "link"])
@@ -49,3 +69,18 @@ def test_an_output_may_be_a_mounted_file(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("a longer text")
     write_json(tmp_path / "a.json", 1)
     assert (tmp_path / "a.json").read_text() == "1\n" and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_the_files_of_a_model(tmp_path, monkeypatch):
+    """Those of its run or export, but no scores or pages beside them."""
+    for name in ("model_000005.pt", "model_best.pt", "run.json", "scores.json", "look.html"):
+        (tmp_path / name).touch()
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json", "scores.json"):
+        (tmp_path / "hf" / name).touch()
+    found = {path.name for path in list_model_files(tmp_path / "model_000005.pt")}
+    assert found == {"model_000005.pt", "model_best.pt", "run.json"}
+    found = {path.name for path in list_model_files(tmp_path / "hf")}
+    assert found == {"config.json", "model.safetensors", "tokenizer_config.json"}
+    monkeypatch.chdir(tmp_path / "hf")
+    assert list_model_files("openai-community/gpt2") == []

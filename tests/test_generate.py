@@ -55,7 +55,6 @@ def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
     [
         ("--prompts missing.txt", "--prompts missing.txt: cannot be read .No such file or direct"),
         ("--prompts latin.txt", "--prompts latin.txt: cannot be read .*; give a UTF-8 text$"),
-        ("--prompts latin.txt --json latin.txt", "--json latin.txt: is also an input; give anoth"),
         ("--prompts latin.txt --prompt a", "--prompt: not allowed with argument --prompts; see"),
         (
             "--prompts latin.txt --interactive",
@@ -68,6 +67,17 @@ def test_a_file_of_prompts_that_cannot_be_used(flags, sentence, tmp_path, monkey
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     with pytest.raises(UserError, match=sentence):
         generate.main(flags.split())
+
+
+@pytest.mark.parametrize("output", ["run/model_000001.pt", "run/run.json", "prompts.txt"])
+def test_json_replaces_no_input(output, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for name in ("run/model_000001.pt", "run/run.json", "prompts.txt"):
+        (tmp_path / name).touch()
+    flags = ["--checkpoint", "run", "--prompts", "prompts.txt", "--json", output]
+    with pytest.raises(UserError, match=f"--json {output}: is also an input; give another file"):
+        generate.main(flags)
 
 
 def script(monkeypatch, *rows):

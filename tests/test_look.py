@@ -444,6 +444,7 @@ def test_own_code(run, tmp_path):
         ("RUN --text utf16.txt", "--text utf16.txt: cannot be read"),
         ("RUN --text a --output no/a.html", "--output no/a.html: cannot write there"),
         ("RUN --text in.txt --output in.txt", "--output in.txt: is also an input"),
+        ("cut --text a --output cut/run.json", "--output cut/run.json: is also an input"),
         ("RUN gpt2ids --text a", "RUN and gpt2ids: have different tokenizers; give"),
         ("cut --text a", "cut/model_000005.pt: not a readable checkpoint"),
     ],
@@ -455,6 +456,7 @@ def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "utf16.txt").write_text("abc", encoding="utf-16")
     (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/run.json").write_text("{}")
     (tmp_path / "cut/model_000005.pt").write_bytes((run / "model_000005.pt").read_bytes()[:5000])
     if "gpt2ids" in flags:
         save_model(tmp_path / "gpt2ids", 5, fresh(model.GPTConfig(1, 1, 2, 32)), "gpt2")

@@ -18,7 +18,7 @@ from plaingpt.weights.pretrained import load_model, save_gpt2
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL, ROOT, TINY, fresh, names, program, read_log
+from conftest import MODEL, ROOT, TINY, fresh, names, program, read_log, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stand_in_hub import stand_in_hub
@@ -435,6 +435,13 @@ def test_mistakes(flags, error, tmp_path):
     assert err.splitlines()[-1].startswith(f"error: {error}"), err
     assert ("skipped 1 damaged documents; the first one: t.txt, line 1" in out) == ("no " in error)
     assert names(tmp_path) == ["t.txt"] and (tmp_path / "t.txt").stat().st_size == 2
+
+
+def test_the_output_is_no_file_of_a_data_set(tmp_path):
+    state = write_lines(tmp_path / "state.json", [dict(_data_files=[dict(filename="a.arrow")])])
+    (tmp_path / "a.arrow").touch()
+    with pytest.raises(UserError, match="state.json: is also an input; give another file"):
+        tokenizer.main(["--input", str(tmp_path), "--output", str(state)])
 
 
 def test_the_output_may_be_a_pipe(tmp_path, capsys):

@@ -95,14 +95,16 @@ def lock(directory, flag):
 def check_output(flag, path, inputs=()):
     """Raises UserError if a file cannot be written, or is an input. Call it before the work.
 
-    flag: the flag that names the file. path: the file, or None. inputs: other files, or None.
+    flag: the flag that names the file. path: the file, or None. inputs: other files, or None. A
+    directory stands for all files that it has now.
     """
     if not path:
         return
     output = Path(path).resolve()
-    for each in inputs:
-        if each and Path(each).resolve() == output:
-            raise UserError(f"{flag} {path}: is also an input; give another file")
+    if output.is_file():
+        for each in inputs:
+            if each and Path(each).resolve() in (output, *output.parents):
+                raise UserError(f"{flag} {path}: is also an input; give another file")
     must_allow = path if is_device(path) else output.parent
     if output.is_dir() or not os.access(must_allow, os.W_OK):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")

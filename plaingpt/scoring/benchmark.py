@@ -69,7 +69,7 @@ class Benchmark:
     logged: str = ""  # the figure that a run logs; each benchmark must say it
     proportions: tuple = ()  # the figures that are printed with the standard error of a proportion
     options: tuple = ()  # dataclasses with flags of its own
-    input_options: tuple = ()  # names of those flags that are files, which --json must not replace
+    input_options: tuple = ()  # names of those flags that are files or directories to read
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
     spare: int = 0  # positions of the model's context that a long text leaves free

@@ -12,7 +12,7 @@ from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import init_process, on_rank0
 from plaingpt.scoring.benchmark import check_logged, load_examples, split_by_example
 from plaingpt.scoring.score import TOKENS, make_rows, score
-from plaingpt.weights.checkpoint import find_newest_model
+from plaingpt.weights.checkpoint import find_newest_model, list_model_files
 
 
 @dataclass
@@ -36,8 +36,9 @@ def run_benchmark(benchmark, GPT, argv=None):
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = take_options(benchmark, given)
     config = EvalConfig(**given)
-    check_output("--json", config.json, [config.data, *map(options.get, benchmark.input_options)])
     source = config.model or find_newest_model(config.checkpoint)
+    inputs = [config.data, *map(options.get, benchmark.input_options), *list_model_files(source)]
+    check_output("--json", config.json, inputs)
     process = init_process(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = GPT.load(source)

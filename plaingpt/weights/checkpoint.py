@@ -18,6 +18,19 @@ from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
 
+# The files of a run, or of an export.
+MODEL_FILES = (
+    "*.pt",
+    "log.txt",
+    "run.json",
+    "changes.patch",
+    "*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "README.md",
+)
+
 
 def check_weights(weights, config, GPT):
     """Raises an error of some kind unless a GPT of this GPTConfig can have these weights.
@@ -135,6 +148,19 @@ def find_checkpoints(directory):
     """Lists the checkpoints of a run directory, oldest first, but not those like model_best.pt."""
     paths = [path for path in Path(directory).glob("model_*.pt") if path.stem[6:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[6:]))  # without "model_"
+
+
+def list_model_files(source):
+    """Lists a checkpoint and the other files of its run or export, which no output may replace.
+
+    source: from find_newest_model, or a name of the hub, which may have no files here.
+    """
+    path = Path(source)
+    directory = path if path.is_dir() else path.parent
+    files = [path] if path.is_file() else []
+    for name in MODEL_FILES:
+        files += directory.glob(name)
+    return files
 
 
 def load_newest(directory, GPT):
