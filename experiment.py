@@ -44,6 +44,7 @@ Each experiment adds a line to log/experiments/ledger.jsonl.
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -204,6 +205,14 @@ def check_ladder_flags(config, flags, more):
             raise UserError(f"--{name}: follows from --sizes; leave it out")
 
 
+def find_paths(flags):
+    """Returns all parts of flags that may be paths, such as "a.txt" of --data a.txt=2."""
+    parts = []
+    for word in flags:
+        parts += [word, *re.split("[=,]", word)]  # --evals core=bundle,lambada=a.jsonl
+    return parts
+
+
 def main():
     end = [*sys.argv, "--"].index("--")
     given = parse_flags(__doc__, ExperimentConfig, argv=sys.argv[1:end], rest="PATCH")
@@ -214,9 +223,9 @@ def main():
     if config.list:
         print0("\n".join([*map(entry_as_line, ledger), *luck_as_lines(ledger)]))
         return
-    check_output("--json", config.json)
-    if config.json:  # a program must not read an older verdict after an error
-        Path(config.json).unlink(missing_ok=True)
+    with explaining(f"--flags {config.flags}", "correct it", ValueError):
+        flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
+    check_output("--json", config.json, [*patches, *LEDGERS, *find_paths(flags + more)])
     for path in patches:
         if not Path(path).is_file():
             raise UserError(f"{path}: no such patch; give a file")
@@ -231,8 +240,6 @@ def main():
         names = ["this clone"] if changes or files else []
     if not (changes or files or more):
         raise UserError("nothing is changed; edit model.py, give a patch, or give flags behind --")
-    with explaining(f"--flags {config.flags}", "correct it", ValueError):
-        flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
     if config.sizes:
         flags = ["--val_every", "0", *flags]
         check_ladder(config.sizes)
@@ -246,6 +253,8 @@ def main():
     )
     LAB.mkdir(parents=True, exist_ok=True)
     lock(LAB, "experiments in")  # until the program ends
+    if config.json and os.path.isfile(config.json):
+        os.truncate(config.json, 0)  # nobody must read an older verdict if this program is stopped
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

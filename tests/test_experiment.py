@@ -664,9 +664,14 @@ def test_small_runs_share_a_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_signal_reaches_the_runs_once(clone):
-    """A queue sends SIGTERM only to the program. A run that gets two signals saves nothing."""
+    """A queue sends SIGTERM only to the program. A run that gets two signals saves nothing.
+
+    There is no verdict then, also not an older one.
+    """
+    verdict = clone / "log/verdict.json"
+    verdict.write_text('{"verdict": "better"}')
     command = ["--flags", f"{FLAGS} --max_steps 3000", "--seeds", 2, "--base_seeds", 2]
-    command += ["--", "--weight_decay", "0.3"]
+    command += ["--json", verdict, "--", "--weight_decay", "0.3"]
     flags = dict(cwd=clone, program=clone / "experiment.py")
     (running,) = spawn(*command, **flags)  # its runs are new processes, which signals reach
     lab_directory = clone / "log/experiments/runs"
@@ -680,7 +685,7 @@ def test_a_signal_reaches_the_runs_once(clone):
     time.sleep(1)
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=60)
-    assert running.returncode == 128 + signal.SIGINT
+    assert running.returncode == 128 + signal.SIGINT and verdict.read_text() == ""
     for name in started:
         assert "is saved" in (lab_directory / name / "output.txt").read_text()
         assert list((lab_directory / name).glob("model_*.pt"))
@@ -726,12 +731,27 @@ def test_a_patch_changes_what_is_committed(clone):
     assert err.startswith("error: model.py: has changes that are not committed, and the patch")
 
 
-@pytest.mark.slow
-def test_a_mistake_leaves_no_older_verdict(clone):
-    path = clone / "log" / "verdict.json"
-    path.write_text("{}")
-    program("--json", path, cwd=clone, program=clone / "experiment.py", status=2)
-    assert not path.exists()
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("my.patch --json my.patch", "--json my.patch: is also an input; give another file"),
+        ("--flags 'a=my.txt=2' --json my.txt", "--json my.txt: is also an input; give another"),
+        ("--json set/a.json -- --evals core=set,b", "--json set/a.json: is also an input; give"),
+        ("--json my.txt -- --data=my.txt", "--json my.txt: is also an input; give another file"),
+        ("no.patch --json v.json", "no.patch: no such patch; give a file"),
+    ],
+)
+def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
+    """Neither an input nor an older verdict."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    files = ("my.patch", "my.txt", "set/a.json", "v.json")
+    for name in files:
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr("sys.argv", ["experiment.py", *shlex.split(flags)])
+    with pytest.raises(UserError, match=sentence):
+        lab.main()
+    assert all((tmp_path / name).read_text() == "old" for name in files)
 
 
 @pytest.mark.slow

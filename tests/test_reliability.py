@@ -547,6 +547,25 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     fails(world, "fineweb.py", flags, f"my_{name}: has files of another source, ... use a new dir")
 
 
+# Row: an output that is also an input, such as `--json my.txt` with `--data my.txt` | error
+# message; nothing is written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, flags, output",
+    [
+        ("generate.py", "--json", "log/baby/run.json"),
+        ("wikitext.py", "--data text.txt --json", "log/baby/model_000002.pt"),
+        ("core.py", "--bundle foreign --json", "foreign/core.yaml"),
+        ("experiment.py", "--flags=--data=text.txt --json", "text.txt"),
+        ("export.py", "--checkpoint wide --output", "wide"),
+    ],
+)
+def test_an_output_that_is_also_an_input(world, name, flags, output):
+    fails(world, name, f"{flags} {output}", f" {output}: is also an input; give another")
+
+
 # Row: a file or directory without permission | error message; nothing is written
 
 
