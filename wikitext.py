@@ -68,6 +68,8 @@ def pages(records):
         # A record may have half of a surrogate pair, which has no bytes in UTF-8.
         lines.append(clean_text(line or " ").removesuffix("\n"))
     text = "\n".join(lines) + "\n"
+    if re.search(rf"(?m)^{TITLE}", text):  # a text without titles is not changed
+        text = text.replace("\r\n", "\n")
     for page in re.split(rf"(?m)\n(?={TITLE})", text):
         if page.strip():
             yield page

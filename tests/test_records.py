@@ -1,5 +1,6 @@
 """Records of others: damaged rows, other layouts, and the files of other programs."""
 
+import codecs
 import csv
 import gzip
 import io
@@ -8,10 +9,11 @@ import random
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import checksum_of_places
-from plaingpt.data.data_sets import Sources, open_splits
+from plaingpt.data.data_sets import Sources, encode_text, open_splits
 from plaingpt.data.documents import find_files, read_documents, read_records
 from plaingpt.data.shards import find_shards
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.scoring.benchmark import load_examples
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import fineweb
+import look
+import wikitext
 
 
 def documents_of(path, text_key="text"):
@@ -81,6 +85,23 @@ def test_damaged_rows_of_csv_are_counted_and_the_others_are_read(tmp_path):
     with pytest.raises(UserError, match=r"a\.csv, line 3: is damaged \(3 fields for 2 names"):
         list(read_records([path]))
     documents_of(path, text_key="author")  # another column is no reason for a traceback
+
+
+def test_all_programs_read_the_same_bytes_of_a_text(tmp_path):
+    """With the line ends of Windows. A byte order mark is no text."""
+    path = tmp_path / "a.txt"
+    text = b"One line.\r\nTwo \r lines.\r\n"
+    path.write_bytes(codecs.BOM_UTF8 + text)
+    tokenizer = get_tokenizer("bytes")
+    assert encode_text(path, tokenizer).tobytes() == text  # as a run
+    assert bytes(look.read_text(str(path), tokenizer, 99).ids[1:]) == text
+    assert [document.text.encode() for document in read_documents([path])] == [text]
+    (example,) = load_examples(wikitext.BENCHMARK, path)
+    assert example.endings[0].encode() == text
+    assert example.facts["bytes_before"] == len(text)
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\r\n1,"a\r\nb"\r\n2,c\r\n')
+    assert documents_of(path) == [("line 2", "a\r\nb"), ("line 4", "c")]
 
 
 def test_places_in_an_array_are_lines_and_items(tmp_path):

@@ -5,6 +5,7 @@ This mixture has 70% of its sequences from fineweb:
   --data fineweb=0.7 code=0.2 zh=0.1
 """
 
+import codecs
 import math
 import re
 from fractions import Fraction
@@ -76,7 +77,7 @@ def encode_text(path, tokenizer):
 
     Raises UserError.
     """
-    data = path.read_bytes()
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
     check_encoding(f"--data {path}", data)
@@ -88,7 +89,7 @@ def encode_text(path, tokenizer):
             print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
         return np.frombuffer(data, np.uint8)
     with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
-        text = data.decode("utf-8-sig")
+        text = data.decode()
     note_unknown(tokenizer, [text], path)
     return np.array(tokenizer.encode(text), tokenizer.dtype)
 

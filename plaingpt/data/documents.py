@@ -62,8 +62,8 @@ def check_encoding(name, start):
 
 
 def open_text(file):
-    """An open file of bytes -> a file with its text, whose lines end with "\\n"."""
-    return io.StringIO(file.read().decode("utf-8-sig").replace("\r\n", "\n"))
+    """An open file of bytes -> a file with its text, in which each line keeps its line end."""
+    return io.StringIO(file.read().decode("utf-8-sig"))
 
 
 def read_json_lines(path, file, columns):
