@@ -5,7 +5,7 @@ import sys
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import OTHER_NAMES, parse_flags
-from plaingpt.data.data_sets import open_splits
+from plaingpt.data.data_sets import Sources, open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.scoring.program import EvalConfig
 from plaingpt.weights.checkpoint import load_newest
@@ -94,6 +94,21 @@ def test_tokens_of_nanogpt_and_llm_c(tmp_path):
             assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
     with pytest.raises(UserError, match="train.bin: is a shard; give its directory"):
         open_splits(tmp_path / "train.bin", get_tokenizer("gpt2"))
+
+
+@pytest.mark.parametrize("dtype, first", [("<u4", 0), ("<u4", 70_000), ("<i8", 0)])
+def test_ids_of_nanogpt_with_more_than_16_bits(tmp_path, dtype, first):
+    np.arange(first, first + 40, dtype=dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="train.bin: has ids of 32 or 64 bits; write them as"):
+        Sources([str(tmp_path)])
+
+
+def test_ids_of_characters_are_not_gpt2s(tmp_path):
+    """nanoGPT's meta.pkl was not copied."""
+    np.arange(65, dtype="<u2").tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="its ids are below 256, so they are not GPT-2's; give"):
+        Sources([str(tmp_path)])
+    assert Sources([str(tmp_path)], "bytes").tokenizer.name == "bytes"
 
 
 @pytest.fixture

@@ -241,7 +241,24 @@ def find_tokenizer(data, place=None):
         raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
     if own or given:
         return own or given
-    return get_tokenizer("bytes" if is_text_file(path) else "gpt2")
+    if is_text_file(path):
+        return get_tokenizer("bytes")
+    check_gpt2_ids(path)
+    return get_tokenizer("gpt2")
+
+
+def check_gpt2_ids(path):
+    """Raises UserError if the ids of a data set are bytes or characters, and not GPT-2's.
+
+    GPT-2's ids below 256 are single bytes. Its words have larger ids.
+    """
+    for file in find_shards(path, "train")[:1]:
+        ids = open_shard(file)[: 2**16]
+        if len(ids) and ids.max() < 256:
+            raise UserError(
+                f"--data {path}: its ids are below 256, so they are not GPT-2's; give the text as "
+                "--data, or --tokenizer bytes"
+            )
 
 
 class Data:

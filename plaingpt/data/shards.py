@@ -108,7 +108,8 @@ def open_megatron(index):
 def open_bin(path):
     """Maps a .bin file of llm.c or nanoGPT into memory -> array (n,) of ids.
 
-    Raises ValueError if it is neither, or UserError if the ids are those of nanoGPT's characters.
+    Raises ValueError if it is neither, or UserError if the ids are those of nanoGPT's characters,
+    or have more than 16 bits.
     """
     magic, version, n = np.fromfile(path, "<i4", 3).tolist()
     if (magic, version) in BIN_TYPES:
@@ -117,4 +118,9 @@ def open_bin(path):
         raise ValueError("its header does not begin with llm.c's magic number and version")
     if path.with_name("meta.pkl").exists():
         raise UserError(f"{path}: has ids of characters; give their input.txt as --data")
-    return np.memmap(path, "<u2", "r")
+    ids = np.memmap(path, "<u2", "r")
+    # Read as uint16, an id of 32 or 64 bits becomes two or four, and each second one is nearly 0.
+    low, high = ids[: 2**16 : 2], ids[1 : 2**16 : 2]
+    if high.max(initial=0) < 16 <= low.max(initial=0):
+        raise UserError(f"{path}: has ids of 32 or 64 bits; write them as uint16")
+    return ids
