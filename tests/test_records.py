@@ -87,6 +87,28 @@ def test_damaged_rows_of_csv_are_counted_and_the_others_are_read(tmp_path):
     documents_of(path, text_key="author")  # another column is no reason for a traceback
 
 
+def test_quotes_of_csv_after_a_space_are_refused(tmp_path):
+    """Python's reader would keep them. A space inside the quotes belongs to the text."""
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "id,text\n"
+        '1, "one"\n'
+        '"2",\t"two, three"\n'
+        ' "3",four\n'
+        '5," ""six,"" she said"\n'
+        "7, eight\n"
+        '9,a "b" c\n'
+    )
+    assert documents_of(path) == [
+        ("line 2", "a space before a quote; remove it"),
+        ("line 3", "a space before a quote; remove it"),
+        ("line 4", "a space before a quote; remove it"),
+        ("line 5", ' "six," she said'),
+        ("line 6", " eight"),
+        ("line 7", 'a "b" c'),
+    ]
+
+
 def test_all_programs_read_the_same_bytes_of_a_text(tmp_path):
     """With the line ends of Windows. A byte order mark is no text."""
     path = tmp_path / "a.txt"

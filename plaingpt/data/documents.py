@@ -27,6 +27,8 @@ TABLES = (".parquet", ".arrow")
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
 BEFORE_ITEM = re.compile(r"[\s,]*")  # in an array
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
+QUOTED = re.compile(r'"[^"]*"')  # text in quotes in a row of CSV
+SPACE_BEFORE_QUOTE = re.compile(r'(^|,)[ \t]+"')  # at the start of a field
 MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
 RECORDS = (".jsonl", ".json", ".csv", *TABLES)
 COMPRESSIONS = (".gz", ".zst")
@@ -159,6 +161,11 @@ def read_rows(text):
         try:
             row = next(reader, None)
             n_lines = reader.line_num - n_before
+            end = text.tell()
+            text.seek(start)
+            if SPACE_BEFORE_QUOTE.search(QUOTED.sub('""', text.read(end - start))):
+                # Python's reader would keep the quotes as part of the text.
+                row = ValueError("a space before a quote; remove it")
         except csv.Error as error:
             row = ValueError(f"not CSV ({error})")
             text.seek(start)
