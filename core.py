@@ -131,6 +131,8 @@ def read_tasks(path, chances):
             if kind not in (None, *KINDS):
                 kinds = ", ".join(KINDS)
                 raise bad_record(record, f"icl_task_type {kind!r}: must be one of {kinds}")
+            if label in tasks:
+                raise ValueError(f"two tasks are named {label!r}")
             n_shots = int(shots[0])
             if n_shots < 0:
                 raise ValueError(f"num_fewshot {n_shots} is below 0")

@@ -331,7 +331,8 @@ def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, 
     assert message in err and err.count("\n") == 1, err
 
 
-TASK_YAML = "icl_tasks: [{label: a, num_fewshot: [0], dataset_uri: a.jsonl}]"
+TASK = "{label: a, num_fewshot: [0], dataset_uri: a.jsonl}"
+TASK_YAML = f"icl_tasks: [{TASK}]"
 GOOD = {
     "core.yaml": TASK_YAML,
     "eval_meta_data.csv": "Eval Task,Random baseline\na,50\n",
@@ -352,6 +353,7 @@ GOOD = {
         ("core.yaml", TASK_YAML.replace("[0]", "[]")),
         ("core.yaml", TASK_YAML.replace("[0]", "[x]")),
         ("core.yaml", TASK_YAML.replace("[0]", "[-1]")),
+        ("core.yaml", f"icl_tasks: [{TASK}, {TASK}]"),
         ("eval_meta_data.csv", "task,chance\na,50\n"),
         ("eval_meta_data.csv", "Eval Task,Random baseline\na,fifty\n"),
         ("eval_meta_data.csv", "Eval Task,Random baseline\na,100\n"),
