@@ -52,7 +52,9 @@ class Options:
     tasks: str | None = flag(None, "names with commas between them [all tasks]")
     max_per_task: int | None = flag(None, "number of items of a task [all]", at_least=1)
     num_fewshot: int | None = flag(None, "solved examples [bundle's; .jsonl: 0]", at_least=0)
-    delimiter: str | None = flag(None, "before an answer [bundle's; .jsonl: a space]", empty=True)
+    delimiter: str | None = flag(
+        None, r"before answers, such as \n [bundle's; .jsonl: space]", empty=True, line_breaks=True
+    )
 
 
 @dataclass

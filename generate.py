@@ -33,12 +33,14 @@ from model import GPT
 class GenerateConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
     model: str | None = flag(None, "or GPT-2 of Hugging Face: name or directory", either=True)
-    prompt: str | None = flag(None, "text to continue [start from nothing]", empty=True)
+    prompt: str | None = flag(
+        None, r"text to continue; \n: a line break [from nothing]", empty=True, line_breaks=True
+    )
     prompts: str | None = flag(None, "or a text file with one prompt a line", either=True)
     interactive: bool = flag(False, "read prompts from the terminal", either=True)
     num_samples: int = flag(1, "texts per prompt", at_least=1)
     max_new_tokens: int = flag(500, "tokens to add to the prompt", at_least=0)
-    stop: str | None = flag(None, "end a text before this text")
+    stop: str | None = flag(None, r"end a text before this text, such as \n", line_breaks=True)
     ignore_end: bool = flag(False, "do not end a text at <|endoftext|>")
     temperature: float = flag(0.8, "higher: more random; 0: likeliest token", at_least=0)
     top_k: int = flag(50, "draw from the k likeliest tokens; 0: all", at_least=0)

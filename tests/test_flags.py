@@ -15,6 +15,7 @@ from plaingpt.run.config import RunConfig
 import pytest
 from conftest import ROOT, program
 
+from generate import GenerateConfig
 from train_gpt2 import TrainConfig
 
 
@@ -26,6 +27,7 @@ class Postponed:
     # It has the name of a type, as in experiment.py.
     list: bool = flag(False, "a switch", either=True)
     name: str | None = flag(None, "a text", empty=True)
+    stop: str | None = flag(None, "a text", line_breaks=True)
 
 
 def test_postponed_annotations(capsys):
@@ -45,6 +47,13 @@ def test_postponed_annotations(capsys):
         parse_flags("", Postponed, argv=["--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert "--rates FLOAT [FLOAT ...] numbers --kind NAME a choice [adamw]; one of adamw" in out
+
+
+def test_a_backslash_and_an_n_are_a_line_break():
+    found = parse_flags("", Postponed, argv=["--stop", r"\n\nA:", "--name", r"\n"])
+    assert found == dict(stop="\n\nA:", name=r"\n")
+    found = parse_flags("", GenerateConfig, argv=["--prompt", r"MARLOW:\n", r"--stop=\n"])
+    assert found == dict(prompt="MARLOW:\n", stop="\n")
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class Flag:
     at_most: float | None = None
     empty: bool = False  # an empty value means something; for other flags, it is a mistake
     either: bool = False  # either this flag can be given, or the one before it
+    line_breaks: bool = False  # in a text, a backslash and an n are a line break
 
     def allows(self, value):
         """Returns whether a number is in the range."""
@@ -222,4 +223,12 @@ def make_options(kind, flag, default):
     if choices := get_args(kind):  # a Literal has choices
         options["help"] += f"; one of {', '.join(choices)}"
         return options | dict(choices=choices, metavar="NAME")
-    return options | dict(type=kind, metavar=kind.__name__.upper())
+    options["metavar"] = kind.__name__.upper()
+    if flag.line_breaks:
+        kind = read_line_breaks
+    return options | dict(type=kind)
+
+
+def read_line_breaks(text):
+    """Turns each backslash with an n into a line break, which is hard to type in a shell."""
+    return text.replace(r"\n", "\n")
