@@ -133,7 +133,11 @@ def test_arguments_without_a_flag():
         ("--kind sgd", "--kind: invalid choice: 'sgd' (choose from adamw, muon); see --help"),
         ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
         ("--n many", "--n: invalid int value: 'many'; see --help"),
-        ("--n", "--n: expected one argument; see --help"),
+        (
+            "--name -a",
+            "--name: expected one argument (write --name=VALUE if it begins with a dash); see "
+            "--help",
+        ),
         ("--name=", "--name: is empty; give a value, or leave out this flag"),
         ("--start a --name b", "--name: not allowed with argument --start; see --help"),
         ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),

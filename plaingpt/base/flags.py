@@ -124,6 +124,8 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
             unreadable.append(f"unknown flags: {', '.join(hints)}; see --help")
     except argparse.ArgumentError as error:  # argparse stops, and `given` has what it read before
         text = str(error).removeprefix("argument ").replace("ignored explicit", "takes no")
+        if "expected" in text:
+            text += f" (write {error.argument_name}=VALUE if it begins with a dash)"
         unreadable.append(f"{text}; see --help")
     problems = [*check_values(configs, vars(given)), *unreadable]
     if problems:
