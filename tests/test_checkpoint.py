@@ -1,19 +1,23 @@
 """Checkpoints: which are saved, what is in them, and how a run goes on from one."""
 
+import contextlib
 import json
 import math
 import os
+import resource
 import shutil
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import read_streams
+from plaingpt.base.files import read_json, read_streams
+from plaingpt.data.shards import open_shard
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.checkpoint import hash_of_model, load_checkpoint, load_newest
 from plaingpt.weights.optimizer_state import OptimizerState
 from plaingpt.weights.pretrained import load_model, save_gpt2
 from plaingpt.weights.saver import read_best_val
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_close_logs, checkpoint, names, program, read_log, train
@@ -490,5 +494,35 @@ def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("zipfile.ZipFile", fail)
-    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); try again$"):
+    with pytest.raises(UserError, match=r"\(Input/output error\); remove the cause, then try aga"):
         load_newest(tmp_path, GPT)
+
+
+@contextlib.contextmanager
+def at_most_open(n):
+    """In the block, this process can open at most n files more."""
+    first = os.open(os.devnull, os.O_RDONLY)
+    os.close(first)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + n, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_many_open_files_are_no_damage(tmp_path):
+    """The files are good, so nobody is told to delete one, or to make it again."""
+    shutil.copy(STORED, tmp_path / "model_best.pt")
+    np.save(tmp_path / "x_train_000000.npy", np.arange(9, dtype=np.uint16))
+    (tmp_path / "run.json").write_text("{}")
+    for n, name, read in (
+        (0, "model_best.pt", lambda path: load_checkpoint(path, GPT)),
+        (1, "model_best.pt", lambda path: load_checkpoint(path, GPT)),  # torch cannot map it
+        (0, "model_best.pt", lambda path: read_best_val(tmp_path, 5)),
+        (0, "x_train_000000.npy", open_shard),
+        (0, "run.json", read_json),
+    ):
+        sentence = rf"{name}: cannot be read \(Too many open files\); remove the cause, then try "
+        with pytest.raises(UserError, match=sentence), at_most_open(n):
+            read(tmp_path / name)

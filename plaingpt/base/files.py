@@ -27,14 +27,22 @@ def writing(path, remedy="choose another place, or free some space"):
     return explaining(f"{path}: cannot write", remedy, OSError)
 
 
-def reading(path, remedy="correct it"):
+@contextlib.contextmanager
+def reading(path, remedy="correct it", what="is damaged"):
     """If the contents of `path` make the block fail, raises a UserError that ends with `remedy`.
+
+    If the system cannot read the file, the contents may be good, so the UserError has another
+    remedy. Reasons are a missing permission, or too many open files.
 
     The block only takes what it needs from a file that a hand or another program may have written.
     Its libraries raise exceptions of many kinds. Other code stays outside, so that its bugs keep
     their traceback.
     """
-    return explaining(f"{path}: is damaged", remedy)
+    with (
+        explaining(f"{path}: {what}", remedy),
+        explaining(f"{path}: cannot be read", "remove the cause, then try again", OSError),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -119,7 +127,7 @@ def write_json(path, value):
 
 def read_json(path):
     """Reads the object in a JSON file -> dict, or {} without the file. Raises UserError."""
-    with explaining(f"{path}: is damaged", "restore it", (OSError, ValueError, RecursionError)):
+    with reading(path, "restore it"):
         value = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if not isinstance(value, dict):
             raise ValueError("not an object")

@@ -19,8 +19,8 @@ import re
 import struct
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import read_json
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import read_json, reading
 
 import numpy as np
 
@@ -36,7 +36,7 @@ VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
     # A damaged header makes np.load raise any kind of error.
-    with explaining(f"{path}: not a shard", "make it again"):
+    with reading(path, "make it again", "not a shard"):
         if path.suffix == ".idx":
             return open_megatron(path)
         if path.suffix == ".bin":

@@ -2,13 +2,15 @@
 
 import inspect
 import operator
+import os
+import re
 import sys
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.errors import UserError
 from plaingpt.base.files import reading
 from plaingpt.base.source import hash_of_files
 from plaingpt.base.terminal import print0
@@ -106,24 +108,34 @@ def read_file(path, GPT):
 
 
 def map_file(path):
-    """Reads what torch.save wrote. With mmap, the processes of a machine share its memory."""
+    """Reads what torch.save wrote. With mmap, the processes of a machine share its memory.
+
+    Raises OSError if the system cannot read the file, and exceptions of many kinds if it is
+    damaged.
+    """
     # weights_only=True runs no code of the file. On Windows, a mapped file could not be deleted or
     # moved.
-    return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
+    try:
+        return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
+    except RuntimeError as error:
+        # torch maps the file itself: "unable to mmap 9 bytes ...: Cannot allocate memory (12)".
+        if found := re.search(r"unable to .* \((\d+)\)$", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number)) from None
+        raise
 
 
 def check_file(path, GPT, remedy):
     """Raises UserError unless a file is a complete checkpoint with finite weights."""
-    what = f"{path}: not a readable checkpoint"
-    with explaining(what, remedy):  # zipfile, pickle and torch raise exceptions of many kinds
-        with explaining(f"{path}: cannot be read", "try again", OSError):  # such as a network disk
-            check_checksums(path)
-            checkpoint = read_file(path, GPT)
+    what = "not a readable checkpoint"
+    with reading(path, remedy, what):  # zipfile, pickle and torch raise exceptions of many kinds
+        check_checksums(path)
+        checkpoint = read_file(path, GPT)
     code = hash_of_model(GPT)
     if checkpoint.get("model_code", code) != code:
         print0(f"note: {path} was written by another model.py")
         remedy = "restore that model.py; its run may have a changes.patch"
-    with explaining(what, remedy):
+    with reading(path, remedy, what):
         config = GPT.config_class(**checkpoint["model_config"])
         check_weights(checkpoint["model"], config, GPT)
         n_vocab = get_tokenizer(checkpoint["tokenizer"]).n_vocab

@@ -4,8 +4,8 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import read_streams, replacing, writing
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import read_streams, reading, replacing, writing
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.parts import gather
 from plaingpt.distributed.pipeline import own_gpt
@@ -170,7 +170,7 @@ def read_best_val(directory, step):
     path = directory / "model_best.pt"
     if not path.is_file():
         return math.inf
-    with explaining(f"{path}: not a readable checkpoint", "delete it"):
+    with reading(path, "delete it", "not a readable checkpoint"):
         best_step = map_file(path)["step"]
     losses = read_streams(directory / "log.txt").get("val", {})
     if best_step in losses:
