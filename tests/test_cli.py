@@ -22,6 +22,7 @@ import tokenizer
 @dataclass
 class Config:
     n: int = flag(1, "a number", above=0, at_most=9)
+    m: int = flag(1, "a number", above=0)
     p: float | None = flag(None, "a share of 100%", at_least=0)
     kind: Literal["adamw", "muon"] = flag("adamw", "a choice")
     other: Literal["a", "b"] | None = flag(None, "a choice or none")
@@ -127,9 +128,10 @@ def test_arguments_without_a_flag():
     [
         ("--n 0", "--n 0: must be above 0 and at most 9"),
         ("--n 10", "--n 10: must be above 0 and at most 9"),
-        ("--p -1", "--p -1.0: must be at least 0"),
-        ("--p nan", "--p nan: must be at least 0"),
-        ("--p inf", "--p inf: must be at least 0"),
+        ("--p -1", "--p -1.0: must be at least 0 and below 1e12"),
+        ("--p nan", "--p nan: must be at least 0 and below 1e12"),
+        ("--p inf", "--p inf: must be at least 0 and below 1e12"),
+        (f"--m 1{0:0400}", f"--m 1{0:0400}: must be above 0 and below 1e12"),
         ("--kind sgd", "--kind: invalid choice: 'sgd' (choose from adamw, muon); see --help"),
         ("--other c", "--other: invalid choice: 'c' (choose from a, b); see --help"),
         ("--n many", "--n: invalid int value: 'many'; see --help"),
@@ -151,7 +153,7 @@ def test_arguments_without_a_flag():
         ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
         (
             "--n 0 --p -1 --name= --files a",
-            "--n 0: must be above 0 and at most 9; --p -1.0: must be at least 0; "
+            "--n 0: must be above 0 and at most 9; --p -1.0: must be at least 0 and below 1e12; "
             "--name: is empty; give a value, or leave out this flag",
         ),
         (
@@ -183,7 +185,7 @@ def test_help(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert stop.value.code == 0 and "What it does." in out
     for line in (
-        "--n INT a number [1]",
+        "--n INT a number [1] --m INT a number [1]",
         "--p FLOAT a share of 100% kinds:",
         "--other NAME a choice or none; one of a, b",
         "kinds: --kind NAME a choice [adamw]; one of adamw, muon",

@@ -9,7 +9,6 @@ A field has a type, and a default, a help text and a range, which `flag` takes:
 import argparse
 import dataclasses
 import difflib
-import math
 import re
 from operator import ge, gt, le, lt
 from pathlib import Path
@@ -41,11 +40,16 @@ OTHER_NAMES = {
     "--prompt": ["start"],
     "code in model.py": ["beta1", "beta2", "bias"],
 }
+# No program needs a larger number, which may overflow as a float or as a time.
+LARGEST = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What a flag means, and which values it takes. A number that has a bound must be finite."""
+    """What a flag means, and which values it takes.
+
+    A number that has a lower bound and no upper one must be below LARGEST.
+    """
 
     help: str
     above: float | None = None
@@ -58,24 +62,24 @@ class Flag:
 
     def allows(self, value):
         """Returns whether a number is in the range."""
-        for _, compare, bound in self.bounds():
-            if not (math.isfinite(value) and compare(value, bound)):
-                return False
-        return True
+        return all(compare(value, bound) for _, compare, bound in self.bounds())
 
     def range(self):
         """Returns the range in words, such as "at least 0 and at most 1"."""
         return " and ".join(f"{words} {write_bound(bound)}" for words, _, bound in self.bounds())
 
     def bounds(self):
-        """Returns the bounds that are given: (words, comparison, bound) of each."""
-        bounds = (
+        """Returns the bounds: (words, comparison, bound) of each."""
+        bounds = [
             ("above", gt, self.above),
             ("at least", ge, self.at_least),
             ("below", lt, self.below),
             ("at most", le, self.at_most),
-        )
-        return [each for each in bounds if each[2] is not None]
+        ]
+        given = [each for each in bounds if each[2] is not None]
+        if given and self.below is None and self.at_most is None:
+            given.append(("below", lt, LARGEST))
+        return given
 
 
 def flag(default, help, **settings):
@@ -87,7 +91,7 @@ def write_bound(bound):
     """Writes a bound: 4294967295 with all digits, and the float 1e6 as 1e6."""
     if isinstance(bound, int):
         return str(bound)
-    return f"{bound:g}".replace("e+0", "e")
+    return re.sub(r"e\+0*", "e", f"{bound:g}")
 
 
 def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
