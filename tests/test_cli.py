@@ -1,5 +1,6 @@
 """The command line: one-sentence errors and tracebacks, flags, --help, output, names of files."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -98,6 +99,14 @@ def test_a_bug_keeps_its_traceback(source, last_line, tmp_path):
 )
 def test_other_exits(source, status, line, tmp_path):
     assert run_source(source, tmp_path, status) == line
+
+
+def test_a_name_that_is_too_long_for_the_system(capsys):
+    name = "x" * 300
+    with pytest.raises(SystemExit) as stop:
+        run_program(lambda: open(name))
+    expected = f"error: [Errno {errno.ENAMETOOLONG}] File name too long: '{name}'; give a shorter"
+    assert stop.value.code == 2 and capsys.readouterr().err == f"{expected} name\n"
 
 
 @pytest.mark.parametrize(
@@ -217,6 +226,21 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
     command = f"{sys.executable} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
+
+
+def test_streams_that_are_closed(monkeypatch):
+    """As with >&-, Python has None in place of a stream."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+
+    def main():
+        assert sys.stdin.read() == ""
+        print0("caf\xe9")
+        raise UserError("a mistake")
+
+    with pytest.raises(SystemExit) as stop:
+        run_program(main)
+    assert stop.value.code == 2
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Errors of the user, which become one sentence, and bugs, which keep their traceback."""
 
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -8,6 +9,13 @@ import signal
 import sys
 
 from plaingpt.base.terminal import visible
+
+# What a user can do about an error of the system.
+REMEDIES = {
+    errno.EACCES: "change the permissions",
+    errno.EPERM: "change the permissions",
+    errno.ENAMETOOLONG: "give a shorter name",
+}
 
 
 class UserError(Exception):
@@ -17,20 +25,27 @@ class UserError(Exception):
 def run_program(main):
     """Calls main(). Prints a UserError as one line; any other error keeps its traceback.
 
-    A PermissionError is one line, too: it names the file, and the program cannot correct it.
+    An error of REMEDIES is one line, too: it names the file, and the program cannot correct it.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it is closed, as with >&-
+            setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:
         main()
-    except (UserError, PermissionError) as error:
-        remedy = "" if isinstance(error, UserError) else "; change the permissions"
-        print(f"error: {visible(str(error), sys.stderr)}{remedy}", file=sys.stderr)
-        sys.exit(2)
     except BrokenPipeError:
         # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except (UserError, OSError) as error:
+        remedy = ""
+        if isinstance(error, OSError):
+            if error.errno not in REMEDIES:
+                raise
+            remedy = f"; {REMEDIES[error.errno]}"
+        print(f"error: {visible(str(error), sys.stderr)}{remedy}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
