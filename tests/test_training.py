@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
@@ -246,6 +247,14 @@ def test_main_returns_the_last_figures(tmp_path):
     assert {name: f"{figures[name]:.8g}" for name in ("val", "train", "lr", "norm")} == {
         name: log[step, name] for name, step in [("val", 10), ("train", 9), ("lr", 9), ("norm", 9)]
     }
+
+
+def test_main_in_a_thread(tmp_path):
+    """As in a program with a window. Only the main thread can take signals."""
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(train_gpt2.main, [*TINY, "--log_dir", str(tmp_path / "run")])
+        assert run.result().keys() >= {"val", "train"}
+    assert names(tmp_path / "run", "*.pt") == ["model_000010.pt"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import signal
+import threading
 import time
 
 
@@ -12,7 +13,8 @@ class StopRequest:
 
     In its `with` block, the first SIGTERM, SIGINT or SIGHUP only prints the message, which says
     what the program does before it ends. The second one ends the program at once. max_minutes: the
-    time of the run, from now on, or None.
+    time of the run, from now on, or None. In a thread that is not the main one, Python has no
+    signals, so only max_minutes counts.
     """
 
     def __init__(self, message, max_minutes=None):
@@ -37,6 +39,8 @@ class StopRequest:
                 os.write(1, f"{self.message}; Ctrl-C again to quit now\n".encode())
 
     def __enter__(self):
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
