@@ -312,8 +312,13 @@ def test_a_date_out_of_range_in_a_table(tmp_path):
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
-    """One of them would be lost."""
+    """One of them would be lost. In a table, columns that nobody reads may have one name."""
     path = tmp_path / "a.csv"
     path.write_text("text,text\na,b\n")
     with pytest.raises(UserError, match="two columns are named 'text'"):
         list(read_records([path]))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "x", "x"]), path)
+    assert documents_of(path) == [("row 1", "a")]
+    with pytest.raises(UserError, match="two columns are named 'x'"):
+        list(read_records([path], columns=["x"]))

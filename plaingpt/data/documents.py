@@ -208,9 +208,12 @@ def read_table(kind, file, columns):
 
 
 def choose_columns(schema, columns):
-    """Returns the names of the columns to decode, see read_table."""
-    has_all = columns and set(columns) <= set(schema.names)
-    return list(columns) if has_all else schema.names
+    """Returns the names of the columns to decode, see read_table. Raises ValueError."""
+    chosen = schema.names
+    if columns and set(columns) <= set(chosen):
+        chosen = [name for name in chosen if name in columns]
+    check_names(chosen)
+    return chosen
 
 
 def find_files(patterns):
