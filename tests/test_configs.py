@@ -185,6 +185,16 @@ def test_mps_recomputes_no_dropout():
     resolved(*flags, 0.1)
 
 
+def test_restarts_of_torchrun_need_resume(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")  # torchrun's default
+    assert not config_of("--preset", "baby").resume
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert config_of("--preset", "baby", "--resume").resume
+    message = "^torchrun --max_restarts: would start again at step 0; add --resume$"
+    with pytest.raises(UserError, match=message):
+        config_of("--preset", "baby")
+
+
 def save_weights(directory, **train_config):
     """Saves a checkpoint of a small model, as a run would. Returns it."""
     config = GPTConfig(n_layer=1, n_head=1, n_embd=32, block_size=32, vocab_size=256)
