@@ -78,7 +78,7 @@ def open_output(path):
     return open(path, "wb") if is_device(path) else replacing(Path(path).resolve())
 
 
-def lock(directory, flag):
+def lock(directory, flag, remedy="wait for it"):
     """Locks a directory until the returned file descriptor is closed. Raises UserError.
 
     Removes the temporary files of a process that was killed.
@@ -91,7 +91,7 @@ def lock(directory, flag):
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"{flag} {directory}: another process uses it; wait for it") from error
+        raise UserError(f"{flag} {directory}: another process uses it; {remedy}") from error
     except (ImportError, OSError) as error:  # Windows and some network disks have no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
     for temporary in Path(directory).glob("*.tmp"):

@@ -258,7 +258,8 @@ class RunLog:
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             # The lock ends with this object, because a notebook may start the next run.
-            weakref.finalize(self, os.close, lock(directory, "--log_dir"))
+            remedy = "wait for it, or start the processes of one run with torchrun"
+            weakref.finalize(self, os.close, lock(directory, "--log_dir", remedy))
         known = prepare_run_directory(directory, step)
         self.known = {(step, name) for name in known}
         if self.config.tensorboard:
