@@ -37,6 +37,12 @@ const isCounted = (i) => i > 0 && (!data.counted || data.counted[i]);  // whethe
 const counted = data.tokens.map((_, i) => i).filter(isCounted);
 const lossesOf = (prediction) => unpack(prediction.losses, Float32Array);
 
+/** Returns the mean of the losses that count. It is computed here, because JSON has no NaN. */
+function meanOf(prediction) {
+  const losses = lossesOf(prediction);
+  return counted.reduce((sum, i) => sum + losses[i - 1], 0) / counted.length;
+}
+
 /** Returns what a prediction says of token i: its loss, its rank, and the likeliest tokens. */
 function predictionAt(prediction, i) {
   const { k } = prediction;
@@ -161,11 +167,14 @@ function sides(makeOne) {
 
 function drawFacts() {
   const what = `${counted.length} tokens${data.counted ? " of the responses" : ""}`;
-  const rows = looks().map((look, run) => make("p", {
-    text: `${data.runs[run]}: ${look.facts}. `
-      + `Mean loss ${look.prediction.mean.toFixed(4)} nats per token over ${what}, `
-      + `which is a perplexity of ${formatLarge(Math.exp(look.prediction.mean))}.`,
-  }));
+  const rows = looks().map((look, run) => {
+    const mean = meanOf(look.prediction);
+    return make("p", {
+      text: `${data.runs[run]}: ${look.facts}. `
+        + `Mean loss ${mean.toFixed(4)} nats per token over ${what}, `
+        + `which is a perplexity of ${formatLarge(Math.exp(mean))}.`,
+    });
+  });
   if (data.note) rows.push(make("p", { className: "note", text: data.note }));
   byId("facts").replaceChildren(...rows);
 }
@@ -224,7 +233,7 @@ function drawBlocks() {
 function rowOfBlock(block) {
   if (block.fault) return [block.name, `not shown: ${block.fault}`];
   const { loss, likeliest } = predictionAt(block.prediction, state.token);
-  const { mean } = block.prediction;
+  const mean = meanOf(block.prediction);
   const norm = unpack(block.norms, Float32Array)[state.token - 1];
   const numbers = [percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(2), norm.toFixed(2)];
   return [block.name, listLikeliest(likeliest), ...numbers];

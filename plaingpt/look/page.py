@@ -114,7 +114,7 @@ def build_page(text, snapshots, runs, tokenizer):
     packed = []
     for snapshot in snapshots:
         with_attention = n_bytes <= LIMIT or snapshot is snapshots[-1]
-        looks = [pack_look(look, text, with_attention) for look in snapshot.looks]
+        looks = [pack_look(look, with_attention) for look in snapshot.looks]
         packed.append(dict(name=snapshot.name, looks=looks))
     data = dict(
         runs=runs,
@@ -135,7 +135,7 @@ def fill_template(title, data):
     page = page.replace("{{style}}", parts["page.css"]).replace("{{script}}", parts["page.js"])
     # Without "<", no text can end the element <script>. JSON reads the escape as "<". The data come
     # last, because a text may have any of these marks.
-    written = json.dumps(data).replace("<", r"\u003c")
+    written = json.dumps(data, allow_nan=False).replace("<", r"\u003c")
     return page.replace("{{data}}", written).encode("utf-8", "backslashreplace")
 
 
@@ -165,24 +165,23 @@ def size_of_calls(record):
     return size
 
 
-def pack_look(look, text, with_attention):
-    """Look -> dict for JSON. text: the Text. with_attention: whether the page has its attention."""
+def pack_look(look, with_attention):
+    """Look -> dict for JSON. with_attention: whether the page has its attention."""
     record = look.record
     errors = [call.error for call in record.calls if call.weights is not None]
     return dict(
         facts=look.facts,
         sample=look.sample,
-        prediction=pack_prediction(record.prediction, text),
-        blocks=[pack_block(block, text) for block in record.blocks],
+        prediction=pack_prediction(record.prediction),
+        blocks=[pack_block(block) for block in record.blocks],
         calls=[pack_call(call) for call in record.calls] if with_attention else None,
         error=max(errors, default=None),
     )
 
 
-def pack_prediction(prediction, text):
-    """Prediction -> dict of arrays in base64, and of the mean loss. text: the Text."""
+def pack_prediction(prediction):
+    """Prediction -> dict of arrays in base64."""
     return dict(
-        mean=text.mean_of(prediction.losses),
         losses=pack_array(prediction.losses, "<f4"),
         ranks=pack_array(prediction.ranks, "<u4"),
         ids=pack_array(prediction.ids, "<u4"),
@@ -191,11 +190,11 @@ def pack_prediction(prediction, text):
     )
 
 
-def pack_block(block: BlockOutput, text):
-    """BlockOutput -> dict for JSON. text: the Text."""
+def pack_block(block: BlockOutput):
+    """BlockOutput -> dict for JSON."""
     if block.fault:
         return dict(name=block.name, fault=block.fault)
-    prediction = pack_prediction(block.prediction, text)
+    prediction = pack_prediction(block.prediction)
     return dict(name=block.name, prediction=prediction, norms=pack_array(block.norms, "<f4"))
 
 
