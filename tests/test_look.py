@@ -302,6 +302,21 @@ def test_what_each_block_adds():
     assert np.allclose(record.blocks[2].prediction.losses, record.prediction.losses, atol=1e-5)
 
 
+def test_a_block_that_is_given_its_input_by_name():
+    class ByName(model.GPT):
+        def hidden(self, idx, cache=None, pos=None, mask=None):
+            t = self.transformer
+            x = t.wte(idx) + t.wpe(torch.arange(idx.size(1)))
+            for block in t.h:
+                x = block(x=x, pos=pos)
+            return t.ln_f(x)
+
+    found = record_text(randomise(ByName(MODEL)).eval(), ids_of(TEXT)).blocks
+    expected = record_text(randomise(model.GPT(MODEL)).eval(), ids_of(TEXT)).blocks
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.allclose(ours.norms, theirs.norms, rtol=1e-5)
+
+
 def test_a_block_that_returns_no_stream():
     class Pair(torch.nn.Module):
         def forward(self, x, pos, cache=None, mask=None):

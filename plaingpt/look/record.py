@@ -161,9 +161,9 @@ def watching(model, watch):
     """
     streams = []
 
-    def before(block, args):
+    def before(block, args, kwargs):
         if not streams:
-            streams.append(args[0])
+            streams.append([*args, *kwargs.values()][0])  # GPT.hidden may write block(x=x, pos=pos)
         watch.block = len(streams) - 1  # by the order of calls: a block may be in several places
 
     def after(block, args, output):
@@ -172,7 +172,8 @@ def watching(model, watch):
 
     hooks = []
     for block in set(model.transformer.h):
-        hooks += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+        hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(block.register_forward_hook(after))
     try:
         yield streams
     finally:
