@@ -128,6 +128,8 @@ def test_the_loss_follows_the_logits(monkeypatch, kind, rows):
     [
         ("lm_head(x)", True),
         ("F.linear(x, lm_head.weight)", True),
+        ("F.linear(x, weight=lm_head.weight)", True),
+        ("F.linear(input=x, weight=other)", False),
         ("lm_head(x).float()", False),  # which does nothing in float32, but that is a detail
         ("lm_head(x) * 2", False),
         ("lm_head(2 * x)", False),

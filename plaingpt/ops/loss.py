@@ -75,8 +75,10 @@ class HeadProbe(TorchFunctionMode):
         self.does_more = False  # whether another function was called
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear and args[0] is self.x and args[1] is self.weight:
-            if args[2:] in ((), (None,)) and not kwargs:  # no bias
+        if function is F.linear:
+            given = dict(zip(("input", "weight", "bias"), args)) | (kwargs or {})
+            is_head = given["input"] is self.x and given["weight"] is self.weight
+            if is_head and given.get("bias") is None:
                 return self.product
         self.does_more = True
         return function(*args, **(kwargs or {}))
