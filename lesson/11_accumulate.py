@@ -242,8 +242,8 @@ model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(train, shuffle=True)
 n = total_batch_size // block_size  # sequences in a step
-if n % batch_size:
-    raise SystemExit(f"{n} sequences in a step are no multiple of batch_size {batch_size}")
+if total_batch_size % (batch_size * block_size):
+    raise SystemExit(f"total_batch_size is no multiple of {batch_size} x {block_size}")
 times = []
 for step in range(max_steps):
     began = time.perf_counter()

@@ -266,9 +266,9 @@ if world_size > 1:
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
 n = total_batch_size // block_size  # sequences in a step
-if n % (world_size * batch_size):
+if total_batch_size % (world_size * batch_size * block_size):
     raise SystemExit(
-        f"{n} sequences in a step are no multiple of {world_size} processes x {batch_size}"
+        f"total_batch_size is no multiple of {world_size} processes x {batch_size} x {block_size}"
     )
 times = []
 for step in range(max_steps):
