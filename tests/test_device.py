@@ -135,6 +135,31 @@ def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, t
     assert all(p.grad is None for p in training.raw_model.parameters())
 
 
+class Counting(GPT):
+    """Its buffers are a counter, and two caches: one grows, and one is made in the first call."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("lengths", torch.zeros(0))
+        self.register_buffer("table", None)
+
+    def forward(self, idx, targets=None):
+        self.calls += 1
+        self.lengths = torch.cat([self.lengths, torch.ones(1)])
+        self.table = torch.ones(idx.size(1))
+        return super().forward(idx, targets)
+
+
+def test_the_search_leaves_the_buffers_as_they_are(monkeypatch):
+    monkeypatch.setattr(train_gpt2, "GPT", Counting)
+    training = train_gpt2.make_training(MODEL, train_gpt2.TrainConfig(), ALONE)
+    calls = training.raw_model.calls
+    assert batch_size.has_memory(training, 2, 32, ALONE)
+    assert training.raw_model.calls is calls and calls == 0
+    assert len(training.raw_model.lengths) == 0
+
+
 @pytest.mark.slow
 def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
