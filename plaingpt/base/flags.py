@@ -62,14 +62,15 @@ class Flag:
 
     def allows(self, value):
         """Returns whether a number is in the range."""
-        return all(compare(value, bound) for _, compare, bound in self.bounds())
+        return all(compare(value, bound) for _, compare, bound in self.bounds(value))
 
-    def range(self):
+    def range(self, value):
         """Returns the range in words, such as "at least 0 and at most 1"."""
-        return " and ".join(f"{words} {write_bound(bound)}" for words, _, bound in self.bounds())
+        bounds = self.bounds(value)
+        return " and ".join(f"{words} {write_bound(bound)}" for words, _, bound in bounds)
 
-    def bounds(self):
-        """Returns the bounds: (words, comparison, bound) of each."""
+    def bounds(self, value):
+        """Returns the bounds: (words, comparison, bound) of each. LARGEST only if it matters."""
         bounds = [
             ("above", gt, self.above),
             ("at least", ge, self.at_least),
@@ -77,7 +78,7 @@ class Flag:
             ("at most", le, self.at_most),
         ]
         given = [each for each in bounds if each[2] is not None]
-        if given and self.below is None and self.at_most is None:
+        if given and self.below is None and self.at_most is None and not value < LARGEST:
             given.append(("below", lt, LARGEST))
         return given
 
@@ -189,7 +190,7 @@ def check_values(configs, given):
                 if value == "" and not flag.empty:
                     problems.append(f"--{name}: is empty; give a value, or leave out this flag")
                 elif not flag.allows(value):
-                    problems.append(f"--{name} {value}: must be {flag.range()}")
+                    problems.append(f"--{name} {value}: must be {flag.range(value)}")
     return problems
 
 
