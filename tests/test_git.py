@@ -1,7 +1,9 @@
-"""plaingpt/base/source.py: its patches do not depend on the user's settings."""
+"""plaingpt/base/source.py: what it says does not depend on the user's settings."""
+
+import re
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.source import diff_since, run_git
+from plaingpt.base.source import diff_since, read_git, run_git
 from plaingpt.lab.copies import find_commit, make_copy, remove_copies
 
 import pytest
@@ -26,32 +28,36 @@ SETTINGS = dict(
 )
 
 
+def make_repository(directory):
+    """Makes a repository in a directory, and commits its files."""
+    run_git("init", place=directory)
+    run_git("add", ".", place=directory)
+    user = ("-c", "user.name=a", "-c", "user.email=a@b")
+    run_git(*user, "commit", "-m", "first", place=directory)
+
+
 @pytest.mark.parametrize("setting", [*SETTINGS.values(), "all"])
 def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, setting):
     """diff_since gives a patch of the whole clone, which `git apply` accepts as it is."""
-    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "clone" / "inner")
-    inner = tmp_path / "clone" / "inner"
-    inner.mkdir(parents=True)
+    clone = tmp_path
+    monkeypatch.setattr("plaingpt.base.source.CLONE", clone)
     settings = SETTINGS.values() if setting == "all" else [setting]
     text = "".join(f"line {i}\n\n" for i in range(20))
-    (inner.parent / ".gitattributes").write_text("*.py diff=python\n")
-    files = {inner.parent / "a.py": text, inner / "b \u6d77.py": text, inner / "c.bin": "\0"}
+    (clone / ".gitattributes").write_text("*.py diff=python\n")
+    files = {clone / "a.py": text, clone / "b \u6d77.py": text, clone / "c.bin": "\0"}
     for path, contents in files.items():
         path.write_text(contents)
-    for command in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b"]):
-        if command[0] == "-c":
-            command += ["commit", "-m", "first"]
-        run_git(*command, place=inner.parent)
+    make_repository(clone)
     for item in settings:
         run_git("config", *item.split("=", 1))
     edited = {path: contents.replace("10\n", "ten \n\t\n") for path, contents in files.items()}
-    edited[inner / "c.bin"] = "\0\1"
+    edited[clone / "c.bin"] = "\0\1"
     for path, contents in edited.items():
         path.write_text(contents)
     patch = diff_since("HEAD")
     for path, contents in files.items():
         path.write_text(contents)
-    run_git("apply", "-", place=inner.parent, data=patch)
+    run_git("apply", "-", data=patch)
     assert {path: path.read_text() for path in files} == edited
 
 
@@ -73,10 +79,39 @@ def test_copies_leave_the_worktrees_of_a_user_alone(tmp_path, monkeypatch):
     assert run_git("worktree", "list").count(b"\n") == 2 and not (tmp_path / "copy").exists()
 
 
-def test_a_clone_inside_another_repository(tmp_path, monkeypatch):
-    """A copy of its commit would have the program in a directory of the copy."""
+def test_a_copy_without_git_inside_a_repository(tmp_path, monkeypatch):
+    """A run there records nothing of the other repository, and no experiment changes it."""
+    (tmp_path / "diary.txt").write_text("public")
+    make_repository(tmp_path)
+    (tmp_path / "diary.txt").write_text("secret")
     (tmp_path / "plainGPT").mkdir()
     monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "plainGPT")
-    run_git("init", place=tmp_path)
-    with pytest.raises(UserError, match="is part of another git repository; clone plainGPT by its"):
+    monkeypatch.setattr("plaingpt.lab.copies.CLONE", tmp_path / "plainGPT")
+    assert read_git() == ("", [], b"")
+    with pytest.raises(UserError, match="plainGPT: has no .git, .*; clone plainGPT with git"):
         find_commit("HEAD")
+
+
+def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):
+    """Also in a hook of another repository, which sets these variables, and for another user."""
+    for name in ("clone", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text("1\n")
+        make_repository(tmp_path / name)
+        (tmp_path / name / f"{name}.txt").write_text("2\n")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "clone")
+    found = read_git()
+    assert b"clone.txt" in found[2]
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other/.git/index"))
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git then refuses what it finds
+    assert read_git() == found
+
+
+def test_a_clone_whose_git_does_not_work(tmp_path, monkeypatch, capsys):
+    (tmp_path / ".git").write_text("gitdir: elsewhere\n")
+    monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path)
+    assert read_git() == ("", [], b"")
+    note = r"note: git does not work here \(fatal: .*elsewhere\), so run.json has no commit\n"
+    assert re.fullmatch(note, capsys.readouterr().out)

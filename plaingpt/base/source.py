@@ -1,18 +1,18 @@
 """The source code of the programs: what git says of it, and hashes that tell whether it changed."""
 
-import contextlib
 import hashlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining
+from plaingpt.base.errors import UserError, explaining, first_line
+from plaingpt.base.terminal import print0
 
 CLONE = Path(__file__).parents[2]
 # The user's settings of git may want colors, other prefixes, another program, fewer lines around a
-# change, one directory only, an order of the files, or a description instead of a difference.
-# `git apply` cannot read such a patch.
+# change, an order of the files, or a description instead of a difference. `git apply` cannot read
+# such a patch.
 DIFF = (
     "--binary",
     "--no-color",
@@ -22,13 +22,15 @@ DIFF = (
     "--no-textconv",
     "--unified=3",
     "--inter-hunk-context=0",
-    "--no-relative",
     "-O/dev/null",
     "--submodule=short",
 )
 # `git apply` must apply a patch as it is. Without the first one, it may stop at white space at the
 # end of a line, or remove it.
 SETTINGS = ("-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no")
+# Only the repository of the directory itself counts. Without this, git also takes one around it, or
+# the one that GIT_DIR names, and it refuses one of another user.
+PLACE = ("--git-dir=.git", "--work-tree=.")
 
 
 def run_git(*command, place=None, data=None):
@@ -36,10 +38,13 @@ def run_git(*command, place=None, data=None):
 
     place: the directory; by default this clone. data: the input of the command.
     """
+    # A hook of another repository sets GIT_INDEX_FILE, and git would read and write that file.
+    env = {name: value for name, value in os.environ.items() if name != "GIT_INDEX_FILE"}
     with explaining(f"git {command[0]}", "see --help", (OSError, subprocess.CalledProcessError)):
         return subprocess.run(
-            ["git", *SETTINGS, *command],
+            ["git", *PLACE, *SETTINGS, *command],
             cwd=place or CLONE,
+            env=env,
             input=data,
             capture_output=True,
             check=True,
@@ -54,17 +59,20 @@ def diff_since(commit):
 def read_git():
     """Returns what git says about this clone: (commit, names of untracked files, changes).
 
-    All are empty in a copy of the files without git.
+    All are empty in a copy of the files without git. If git does not work, prints a note.
     """
     commit = b""
     untracked = b""
     changes = b""
-    with contextlib.suppress(UserError):
-        commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
-        # With -z, git does not quote names that are not ASCII.
-        listed = ("ls-files", "-z", "--others", "--exclude-standard", "--full-name", ":/")
-        untracked = run_git(*listed)
-        changes = diff_since("HEAD")
+    if (CLONE / ".git").exists():
+        try:
+            changes = diff_since("HEAD")
+            # With -z, git does not quote names that are not ASCII.
+            untracked = run_git("ls-files", "-z", "--others", "--exclude-standard")
+            commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
+        except UserError as error:
+            reason = first_line(error.__cause__)
+            print0(f"note: git does not work here ({reason}), so run.json has no commit")
     names = [name for name in untracked.decode(errors="replace").split("\0") if name]
     return commit.decode().strip(), names, changes
 

@@ -25,8 +25,8 @@ PAGES = (".md", "LICENSE")
 
 def find_commit(name):
     """Returns the full hash of the commit that --base names. Raises UserError."""
-    if run_git("rev-parse", "--show-prefix").strip():
-        raise UserError(f"{CLONE}: is part of another git repository; clone plainGPT by itself")
+    if not (CLONE / ".git").exists():
+        raise UserError(f"{CLONE}: has no .git, so there are no commits; clone plainGPT with git")
     commit = run_git("rev-parse", "--verify", f"{name}^{{commit}}").decode().strip()
     if not run_git("ls-tree", commit, "plaingpt/base/errors.py"):
         raise UserError(f"--base {name}: is from before plaingpt/base/; give a later commit")
