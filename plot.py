@@ -9,8 +9,9 @@
 Runs form a group if their names differ only in the number after a last "-" or
 "_", and their settings only in --seed, or in flags that do not change losses. A
 line shows the mean of a group, and a band its mean ± standard deviation. The
-table compares each group with the first one. The 95 % interval of the
-difference is Welch's. It needs two runs in each group.
+table compares each group with the first one, or says why their losses do not
+compare. The 95 % interval of the difference is Welch's. It needs two runs in
+each group.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
@@ -72,17 +73,21 @@ def read_run(directory):
 
 
 def group_runs(runs):
-    """Groups {directory: (streams, facts)} -> {group: list of streams}. rms-1, rms-2 are in rms."""
+    """Groups {directory: run} -> {group: list of runs}. rms-1 and rms-2 are in rms.
+
+    A run is what read_run returns: (streams, facts).
+    """
     ignored = {"seed", *RunConfig.__dataclass_fields__}  # these runs repeat one experiment
-    groups = {}  # {(stem of the names, settings): {directory: streams}}
+    groups = {}  # {(stem of the names, settings): {directory: run}}
     for directory, (streams, facts) in runs.items():
         settings = {}
         for name, value in facts.get("train_config", {}).items():
             if name not in ignored:
                 settings[name] = value
-        settings.update(facts.get("model_config", {}), program=facts.get("program"))
+        settings.update(facts.get("model_config", {}), fingerprints=facts.get("fingerprints"))
+        settings.update(program=facts.get("program"))
         stem = re.sub(r"(?<!\de-)(?<=[-_])\d+$", "", directory)  # keeps the 3 of lr-1e-3
-        groups.setdefault((stem, repr(settings)), {})[directory] = streams
+        groups.setdefault((stem, repr(settings)), {})[directory] = (streams, facts)
     named = {}
     for (stem, _), members in groups.items():
         name = stem.rstrip("-_")
@@ -92,29 +97,52 @@ def group_runs(runs):
     return named
 
 
+def validation_of(facts):
+    """Returns what a validation loss depends on besides the model: {name: value}.
+
+    facts: from read_facts. What they do not say is left out.
+    """
+    known = {**facts["train_config"], **facts["model_config"], **facts["fingerprints"]}
+    known["tokenizer"] = facts.get("tokenizer")  # train_config has only the flag
+    names = ("tokenizer", "block_size", "validation split", "val_tokens", "val_spread")
+    return {name: known[name] for name in names if known.get(name) is not None}
+
+
 def compare_groups(groups):
     """Returns the rows of a table: final validation losses, and differences to the first group.
 
-    There are none if no run has a validation loss.
+    There are none if no run has a validation loss. groups: from group_runs.
     """
     rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
     first_losses = []  # those of the first group
+    first_validation = {}
     for name, runs in groups.items():
-        ends = [list(run["val"].items())[-1] for run in runs if "val" in run]  # (step, loss)
+        ends = []  # (step, loss) of each run
+        for streams, _ in runs:
+            if "val" in streams:
+                ends.append(list(streams["val"].items())[-1])
         if not ends:
             continue
+        validation = validation_of(runs[0][1])
         steps = sorted({step for step, _ in ends})
         losses = [loss for _, loss in ends]
         spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
         difference = ""
         interval = ""
-        if first_losses:
+        differ = []
+        for key, value in first_validation.items():
+            if validation.get(key, value) != value:
+                differ.append(key)
+        if differ:
+            difference = f"other {differ[0]}"
+        elif first_losses:
             mean, half = welch_interval(first_losses, losses)
             difference = f"{mean:+.4f}"
             if half < np.inf:
                 interval = f"{mean - half:+.4f} to {mean + half:+.4f}"
         else:
             first_losses = losses
+            first_validation = validation
         rows.append(
             (
                 name,
@@ -229,7 +257,8 @@ def draw(runs, x):
     n_rows = (len(names) + 1) // 2
     figure = require("matplotlib.figure").Figure((10, 3.2 * n_rows), dpi=120, layout="constrained")
     panels = {name: figure.add_subplot(n_rows, 2, i) for i, name in enumerate(names, start=1)}
-    for i, (name, group) in enumerate(group_runs(runs).items()):
+    for i, (name, members) in enumerate(group_runs(runs).items()):
+        group = [streams for streams, _ in members]
         if x == "tokens" and "tokens" not in group[0]:
             raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
         draw_group(panels, legend_label(name), f"C{i}", group, x)

@@ -83,6 +83,44 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     assert loss.get_ylim()[0] < 0.5 and 2 < loss.get_ylim()[1] < 2.2  # without step 0
 
 
+def run_with(loss, tokenizer="bytes", split="9 tokens", **settings):
+    """Returns a run as read_run does, with one validation loss."""
+    facts = dict(
+        tokenizer=tokenizer,
+        model_config=dict(block_size=settings.pop("block_size", 64)),
+        train_config=dict(val_tokens=100, val_spread=True, max_lr=0.1) | settings,
+        fingerprints={"training split": "81 tokens", "validation split": split},
+    )
+    return {"val": {5: loss}}, facts
+
+
+@pytest.mark.parametrize(
+    "settings, difference",
+    [
+        (dict(max_lr=0.2), "+1.0000"),
+        (dict(tokenizer="gpt2"), "other tokenizer"),
+        (dict(block_size=32), "other block_size"),
+        (dict(split="8 tokens"), "other validation split"),
+        (dict(val_tokens=50), "other val_tokens"),
+        (dict(val_spread=False), "other val_spread"),
+    ],
+)
+def test_losses_are_compared_if_the_validation_is_the_same(settings, difference):
+    runs = {f"a-{i}": run_with(2 + i) for i in range(2)}
+    runs |= {f"b-{i}": run_with(3 + i, **settings) for i in range(2)}
+    _, first, second = plot.compare_groups(plot.group_runs(runs))
+    assert (first[4], second[4], second[5] > "") == ("", difference, difference == "+1.0000")
+    build_nanogpt = {"val": {5: 9.5}}, dict(train_config={}, model_config={}, fingerprints={})
+    *_, row = plot.compare_groups(plot.group_runs(runs | {"log": build_nanogpt}))
+    assert row[:5] == ("log", "1", "5", "9.5000", "+7.0000")
+
+
+def test_runs_of_other_data_are_no_group():
+    """The file of --data may have changed between them."""
+    runs = {"a-1": run_with(1.0), "a-2": run_with(1.5), "a-3": run_with(2.0, split="8 tokens")}
+    assert [*plot.group_runs(runs)] == ["a", "a-3"]
+
+
 def test_streams_that_differ_in_their_last_number_share_a_panel():
     streams = {f"grad_{i}": {0: i, 1: i} for i in range(12)} | {"b": {0: 1, 1: 1}, "val": {0: 2}}
     figure = plot.draw({"run": (streams, {})}, "steps")

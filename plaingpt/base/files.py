@@ -167,12 +167,12 @@ def read_streams(path):
 
 
 def read_facts(path):
-    """Reads run.json -> dict, in which train_config and model_config are dicts. Raises UserError.
+    """Reads run.json -> dict, in which three fields are dicts. Raises UserError.
 
-    Without the file, they are empty: build-nanogpt writes none.
+    Without the file, these are empty: build-nanogpt writes none.
     """
     facts = read_json(path)
     with reading(path, "restore it"):
-        for name in ("train_config", "model_config"):
+        for name in ("train_config", "model_config", "fingerprints"):
             facts[name] = dict(facts.get(name, {}))
     return facts
