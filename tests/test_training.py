@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,25 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
             program=tmp_path / "train.py",
         )
         assert message in err
+
+
+@pytest.mark.slow
+def test_processes_with_different_code(tmp_path):
+    """Each has a clone of its own, and the model.py of the second one was edited."""
+    for place in (tmp_path / "0", tmp_path / "1"):
+        shutil.copytree(ROOT / "plaingpt", place / "plaingpt")
+        for name in ("model.py", "train_gpt2.py"):
+            shutil.copy(ROOT / name, place)
+    with open(tmp_path / "1/model.py", "a") as file:
+        file.write("# an edit\n")
+    (tmp_path / "train.py").write_text(
+        "import os, sys; sys.path.insert(0, os.path.abspath(os.environ['RANK']))\n"
+        "import train_gpt2\nfrom plaingpt.base.errors import run_program\n"
+        "run_program(train_gpt2.main)\n"
+    )
+    train = tmp_path / "train.py"
+    out, err = program(*TINY, cwd=tmp_path, processes=2, status=2, program=train)
+    assert (out, err) == ("", "error: the processes have different code; give all the same clone\n")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
+from plaingpt.base.source import hash_of_program
 from plaingpt.distributed.device import choose_dtype, find_device, start_without_compiler
 from plaingpt.distributed.memory import set_malloc
 
@@ -68,7 +69,8 @@ class Process:
 def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
     """Chooses device and dtype, and joins the process group -> Process. Raises UserError.
 
-    The arguments are the values of the flags --device, --dtype, --tp, --pp and --parallel.
+    All processes must have the same code. The arguments are the values of the flags --device,
+    --dtype, --tp, --pp and --parallel.
     """
     rank, local_rank, world_size = read_ranks()
     n_parts = pp * tp  # processes that share one model
@@ -98,6 +100,7 @@ def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
         # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
         atexit.register(time.sleep, 0.5)
         atexit.register(dist.destroy_process_group)
+        check_equal(hash_of_program(), "the processes have different code; give all the same clone")
     dp_size = world_size // n_parts
     tp_group = rank // tp  # in the mesh, tp varies fastest, then dp, then pp
     dp_rank = tp_group % dp_size
