@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import checksum_of_places
+from plaingpt.base.files import checksum_of_places, write_json
 from plaingpt.base.flags import parse_flags, pick
 from plaingpt.data.data_sets import (
     Sources,
@@ -161,9 +161,10 @@ def split_shards(path, train, sealed, tokenizer, fraction):
     parts = open_splits(path, tokenizer, fraction)
     for kind, tokens, directory in zip(("train", "val"), parts, (train, sealed)):
         directory.mkdir()
-        for name in ("meta.json", "progress.json", "tokenizer.json"):
-            if (path / name).exists():
-                shutil.copy(path / name, directory)
+        # The meta.json of the whole data set has the number of its shards, and a part has fewer.
+        write_json(directory / "meta.json", dict(tokenizer=tokenizer.name))
+        if (path / "tokenizer.json").exists():
+            shutil.copy(path / "tokenizer.json", directory)
         for i, file in enumerate(tokens.files):
             write_shard(directory / f"part_{kind}_{i:06d}", tokens, file, tokens.starts[i])
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
+from plaingpt.data.data_sets import Sources
+from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.lab import runs
 from plaingpt.lab.copies import hash_of_copy
 from plaingpt.lab.intervals import (
@@ -561,6 +563,16 @@ def test_other_training_data_and_longer_runs_are_changes(clone):
     found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "80"])
     assert found["reason"].endswith("; trained on 2.00 times the tokens")
     assert found["difference"] < 0
+
+
+def test_the_parts_of_shards(shards, tmp_path):
+    """Each has fewer shards than the meta.json of the whole says."""
+    (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": 4}')
+    referee = look.import_file(ROOT / "experiments/referee.py", "referee")
+    parts = referee.split_set(shards, get_tokenizer("bytes"), None, tmp_path)
+    train, val = Sources([parts["train"]]).open(get_tokenizer("bytes"), 16)[0]
+    assert len(train) + len(val) == 1001 + 333 + 2047
+    assert len(referee.open_whole(parts["sealed"], get_tokenizer("bytes"), 16, 256)) == 700
 
 
 @pytest.mark.slow

@@ -140,6 +140,23 @@ def test_refuses_invalid_shards(tmp_path, case):
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("missing", ["a_val_000000.npy", "a_train_000002.npy"])
+def test_missing_shards_are_refused(shards, missing):
+    """Without its val shard, a run would validate on tokens that other runs train on."""
+    (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": 4}')
+    _, val = open_splits(shards, get_tokenizer("bytes"))
+    assert len(val) == 700
+    (shards / missing).unlink()
+    sentence = (
+        f"{shards}: has 3 of 4 shards; restore the others, or correct the number in meta.json"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        open_splits(shards, get_tokenizer("bytes"))
+    (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": "four"}')
+    with pytest.raises(UserError, match="meta.json: is damaged"):
+        open_splits(shards, get_tokenizer("bytes"))
+
+
 @pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])
 def test_data_that_is_no_text_names_the_command_for_shards(tmp_path, name):
     path = tmp_path / name

@@ -16,7 +16,14 @@ from plaingpt.base.files import reading
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import RECORDS, check_encoding, kind_of
 from plaingpt.data.pairs import read_pairs
-from plaingpt.data.shards import find_index, find_meta, find_shards, open_shard, read_meta
+from plaingpt.data.shards import (
+    check_complete,
+    find_index,
+    find_meta,
+    find_shards,
+    open_shard,
+    read_meta,
+)
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, note_unknown
 from plaingpt.data.tokens import Tokens, find_cut
 
@@ -136,6 +143,7 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
         whole = Tokens(train_name, [encode_text(path, tokenizer)], vocab_size)
         cut = find_cut(whole, val_fraction or 0.1)
     else:
+        check_complete(path)
         files = find_shards(path, "train")
         val_files = find_shards(path, "val")
         if not files:

@@ -79,6 +79,20 @@ def read_meta(directory):
     return read_json(find_meta(directory))
 
 
+def check_complete(directory):
+    """Raises UserError if a directory has fewer shards than its meta.json says."""
+    meta = find_meta(directory)
+    with reading(meta, "restore it"):
+        n = int(read_meta(directory).get("shards", 0))
+    # If fineweb.py is running, it writes a shard before the number.
+    found = len(find_shards(directory, "train")) + len(find_shards(directory, "val"))
+    if found < n:
+        raise UserError(
+            f"{directory}: has {found} of {n} shards; restore the others, or correct the number in "
+            f"{meta.name}"
+        )
+
+
 def find_index(path):
     """Returns the .idx file of Megatron's data X, X.bin or X.idx, or None for any other data."""
     path = Path(path)
