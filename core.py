@@ -29,7 +29,7 @@ from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import reading
 from plaingpt.base.flags import flag
 from plaingpt.base.terminal import print0
-from plaingpt.data.documents import read_records
+from plaingpt.data.documents import kind_of, read_records
 from plaingpt.scoring.benchmark import (
     Benchmark,
     Example,
@@ -88,7 +88,7 @@ def find_tasks(path, names):
 
     names: as in --tasks, or None for all.
     """
-    if path.suffix == ".jsonl":
+    if kind_of(path) == ".jsonl":
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
         raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")

@@ -4,11 +4,12 @@
   python fineweb.py --input a.jsonl --output_dir mine  reads your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
 
---input takes .jsonl, .json, .csv, .txt (also as .gz or .zst) and .parquet
-files, and directories of save_to_disk. In a .txt file, <|endoftext|> separates
-documents. --tokenizer takes a vocabulary of your own, see tokenizer.py. After
-an interruption, the same command continues. Damaged records are counted and
-skipped; the first 5 are shown. With --strict, the first one is an error.
+--input takes .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv, .txt (also as
+.gz or .zst) and .parquet files, and directories of save_to_disk. In a .txt
+file, <|endoftext|> separates documents. --tokenizer takes a vocabulary of your
+own, see tokenizer.py. After an interruption, the same command continues.
+Damaged records are counted and skipped; the first 5 are shown. With --strict,
+the first one is an error.
 """
 
 # plaingpt/data/documents.py reads a stream of documents. Threads encode batches of them. The main

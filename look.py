@@ -162,7 +162,7 @@ def read_text(given, tokenizer, n):
             f"--text {given}: cannot be read", "give a UTF-8 text", (OSError, ValueError)
         ):
             text = Path(given).read_bytes().decode("utf-8-sig")
-    elif Path(given).suffix in (".txt", *RECORDS) and not any(map(str.isspace, given)):
+    elif kind_of(Path(given)) in (".txt", *RECORDS) and not any(map(str.isspace, given)):
         raise UserError(f"--text {given}: no such file; give another one, or a text")
     note_unknown(tokenizer, [clean_text(text)], "the text")
     ids = [tokenizer.end_of_text, *tokenizer.encode(text)]

@@ -275,6 +275,13 @@ def test_an_item_with_one_choice_is_right_if_the_model_would_write_it():
     assert core.mean_chance([example]) == 0
 
 
+def test_json_lines_have_several_names(tmp_path):
+    item = dict(query="A cat in a", choices=["hat", "box"], gold=0)
+    for name in ("quiz.jsonl", "quiz.ndjson", "quiz.JSONL"):
+        (example,) = core.load(write_lines(tmp_path / name, [item]))
+        assert example.endings == [" hat", " box"]
+
+
 def test_a_continuation_that_joins_the_tokens_before_it():
     """nanochat stops here. "harbourbell" has other tokens than "harbour" and "bell"."""
     tokenizer = get_tokenizer("gpt2")

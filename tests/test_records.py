@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import write_lines
 
 import fineweb
 import look
@@ -73,7 +74,7 @@ def test_damaged_rows_of_csv_are_counted_and_the_others_are_read(tmp_path):
     found = documents_of(path)
     assert found == [
         ("line 2", "one"),
-        ("line 3", "3 fields for 2 names; quote a text with commas"),
+        ("line 3", "3 fields for 2 names; put texts into quotes"),
         ("line 4", "not CSV (',' expected after '\"')"),
         ("line 5", "two\nlines"),
         ("line 7", long),
@@ -134,6 +135,25 @@ def test_places_in_an_array_are_lines_and_items(tmp_path):
         assert where == [f"line {line}, item {n}" for n, line in enumerate(lines, start=1)]
     path.write_text("\n[\n\n[]\n,\n \n2]")
     assert [place for place, _ in documents_of(path)] == ["line 4, item 1", "line 7, item 2"]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".ndjson", ".JSONLINES", ".csv", ".tsv"])
+def test_every_kind_of_a_file_of_pairs(tmp_path, kind):
+    """Training, benchmarks and fineweb.py read it. None of them takes it for a text."""
+    pairs = [dict(prompt=f"{i}, {i}+{i}=", response=f'"{2 * i}"\t') for i in range(20)]
+    path = tmp_path / f"a{kind}"
+    if kind in (".csv", ".tsv"):
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file, delimiter="," if kind == ".csv" else "\t")
+            writer.writerows([["prompt", "response"], *(pair.values() for pair in pairs)])
+    else:
+        write_lines(path, pairs)
+    found = [{**record, "where": ""} for record in read_records([path])]
+    assert found == [{**pair, "where": ""} for pair in pairs]
+    assert find_files([path]) == [path]
+    assert documents_of(path, "response")[-1][1] == '"38"\t'
+    train, val = Sources([str(path)]).open(get_tokenizer("bytes"), 32)[0]
+    assert train.has_pairs and val.has_pairs
 
 
 RECORDS = [dict(text="one"), dict(text="two")]

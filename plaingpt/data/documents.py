@@ -1,7 +1,8 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a .csv
-file, a benchmark's text file, and a document of a .txt file that may not be cut are read whole.
+Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a .csv or
+.tsv file, a benchmark's text file, and a document of a .txt file that may not be cut are read
+whole.
 
 Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, JSON as bytes,
 or the ValueError of a damaged record.
@@ -30,7 +31,8 @@ OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
 QUOTED = re.compile(r'"[^"]*"')  # text in quotes in a row of CSV
 SPACE_BEFORE_QUOTE = re.compile(r'(^|,)[ \t]+"')  # at the start of a field
 MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
-RECORDS = (".jsonl", ".json", ".csv", *TABLES)
+RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
+OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
 # The libraries that read files raise these if a file is damaged.
 DAMAGE = (
@@ -124,10 +126,10 @@ def read_array(file):
         line += text.count("\n", start, place)
 
 
-def read_csv(file):
+def read_csv(file, delimiter):
     """Yields (where, dict or ValueError) of CSV, which begins with a line of names."""
     names = None
-    for line, row in read_rows(open_text(file)):
+    for line, row in read_rows(open_text(file), delimiter):
         if isinstance(row, ValueError):
             if names is None:
                 raise row
@@ -146,14 +148,14 @@ def check_names(names):
             raise ValueError(f"two columns are named {name!r}")
 
 
-def read_rows(text):
+def read_rows(text, delimiter):
     """Yields (number of its first line, list of fields) for each row of CSV, a file of text.
 
     Instead of the list, a row with a quote at a wrong place has a ValueError. An open quote would
     take all lines up to the next quote. So the next row begins in the line after the first one.
     """
     csv.field_size_limit(MOST_CHARACTERS)
-    reader = csv.reader(text, strict=True)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
     line = 1  # where the next row begins
     while True:
         start = text.tell()
@@ -180,7 +182,7 @@ def read_rows(text):
 def make_record(names, row):
     """Returns the fields of a row as a dict, or a ValueError if some of them have no name."""
     if any(row[len(names) :]):
-        return ValueError(f"{len(row)} fields for {len(names)} names; quote a text with commas")
+        return ValueError(f"{len(row)} fields for {len(names)} names; put texts into quotes")
     return dict(zip(names, row))
 
 
@@ -260,11 +262,11 @@ def find_arrow(directory):
 
 
 def kind_of(path):
-    """Returns the kind of a file, which its name tells: ".jsonl" for a.jsonl and a.JSONL.gz."""
+    """Returns the kind of a file, which its name tells: ".jsonl" for a.JSONL.gz and a.ndjson."""
     path = Path(path.name.lower())
     if path.suffix in COMPRESSIONS:
         path = Path(path.stem)
-    return path.suffix
+    return OTHER_NAMES.get(path.suffix, path.suffix)
 
 
 def decompress(path, file):
@@ -294,8 +296,8 @@ def read_items(path, file, columns=()):
         yield from read_array(file)
     elif kind in (".jsonl", ".json"):
         yield from read_json_lines(path, file, columns)
-    elif kind == ".csv":
-        yield from read_csv(file)
+    elif kind in (".csv", ".tsv"):
+        yield from read_csv(file, "," if kind == ".csv" else "\t")
     else:
         for n, line in enumerate(open_text(file), start=1):
             yield f"line {n}", {"text": line}
