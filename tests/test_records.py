@@ -94,7 +94,7 @@ def test_quotes_of_csv_after_a_space_are_refused(tmp_path):
     path.write_text(
         "id,text\n"
         '1, "one"\n'
-        '"2",\t"two, three"\n'
+        '"2",  "two, three"\n'
         ' "3",four\n'
         '5," ""six,"" she said"\n'
         "7, eight\n"
@@ -107,6 +107,12 @@ def test_quotes_of_csv_after_a_space_are_refused(tmp_path):
         ("line 5", ' "six," she said'),
         ("line 6", " eight"),
         ("line 7", 'a "b" c'),
+    ]
+    path = tmp_path / "a.tsv"
+    path.write_text('id\ttext\n\t"one"\n2\t "two"\n')
+    assert documents_of(path) == [
+        ("line 2", "one"),
+        ("line 3", "a space before a quote; remove it"),
     ]
 
 

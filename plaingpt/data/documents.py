@@ -29,7 +29,6 @@ ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
 BEFORE_ITEM = re.compile(r"[\s,]*")  # in an array
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
 QUOTED = re.compile(r'"[^"]*"')  # text in quotes in a row of CSV
-SPACE_BEFORE_QUOTE = re.compile(r'(^|,)[ \t]+"')  # at the start of a field
 MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
@@ -156,6 +155,7 @@ def read_rows(text, delimiter):
     """
     csv.field_size_limit(MOST_CHARACTERS)
     reader = csv.reader(text, delimiter=delimiter, strict=True)
+    space_before_quote = re.compile(rf'(^|{delimiter}) +"')  # at the start of a field
     line = 1  # where the next row begins
     while True:
         start = text.tell()
@@ -165,7 +165,7 @@ def read_rows(text, delimiter):
             n_lines = reader.line_num - n_before
             end = text.tell()
             text.seek(start)
-            if SPACE_BEFORE_QUOTE.search(QUOTED.sub('""', text.read(end - start))):
+            if space_before_quote.search(QUOTED.sub('""', text.read(end - start))):
                 # Python's reader would keep the quotes as part of the text.
                 row = ValueError("a space before a quote; remove it")
         except csv.Error as error:
