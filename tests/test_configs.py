@@ -99,6 +99,8 @@ def fake_shards(directory, tokens):
     for split in ("val_000000", "train_000001"):
         with open(directory / f"a_{split}.bin", "wb") as file:
             file.write(struct.pack("<3i", 20240520, 1, tokens))
+            file.seek(1024)
+            file.write(struct.pack("<H", 50256))  # bytes have no such id
             file.truncate(1024 + 2 * tokens)
     return directory
 
