@@ -122,11 +122,11 @@ def test_peers_that_cannot_be_timed(flags, variables, sentence, monkeypatch):
 
 @pytest.mark.slow
 def test_a_peer_that_does_not_fit_into_memory(tmp_path):
-    flags = [*SMALL, "--batch_size", 10**12, "--peer", "plain"]
+    flags = [*SMALL, "--batch_size", 10**11, "--peer", "plain"]
     _, err = program(*flags, cwd=tmp_path, program="bench.py", status=2, fresh=True)
-    assert re.fullmatch("error: --batch_size 10{12}: out of memory; try .*\n", err)
+    assert re.fullmatch("error: --batch_size 10{11}: out of memory; try .*\n", err)
 
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):
-    _, err = program(*SMALL, "--batch_size", 10**12, cwd=tmp_path, program="bench.py", status=2)
-    assert re.fullmatch("error: --batch_size 10{12}: out of memory; try .*\n", err)
+    _, err = program(*SMALL, "--batch_size", 10**11, cwd=tmp_path, program="bench.py", status=2)
+    assert re.fullmatch("error: --batch_size 10{11}: out of memory; try .*\n", err)
