@@ -314,7 +314,8 @@ def main(argv=None):
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
         raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
-    check_output("--output", config.output)
+    inputs = [Path(name, file) for name in directories for file in ("log.txt", "run.json")]
+    check_output("--output", config.output, inputs)
     rows = []
     verdicts = [name for name in directories if name.endswith(".json")]
     if verdicts and len(directories) > 1:

@@ -202,6 +202,13 @@ def test_each_mistake_gives_a_one_sentence_error(tmp_path, flags, sentence):
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, err
 
 
+def test_the_picture_replaces_no_file_of_a_run(tmp_path):
+    (tmp_path / "log.txt").write_text("0 train 10.9\n")
+    (tmp_path / "a.png").symlink_to("log.txt")
+    with pytest.raises(UserError, match="a.png: is also an input; give another file"):
+        plot.main([str(tmp_path), "--output", str(tmp_path / "a.png")])
+
+
 # Runs that are resumed, damaged or have diverged
 
 
