@@ -1,5 +1,6 @@
 """docs/measure.py reads figures from what programs write, and fills the page with its tables."""
 
+import json
 import re
 import subprocess
 import sys
@@ -120,6 +121,8 @@ def test_the_page_of_the_calibration_has_its_records(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "PAGE", tmp_path / "page.md")
     calibration.write_page()
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
+    for path in calibration.RECORDS.glob("*.json"):
+        assert "json" not in json.loads(path.read_text()), path  # a path of one machine
 
 
 def test_what_the_calibration_says_of_its_rows():
