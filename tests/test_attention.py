@@ -23,7 +23,7 @@ def results(function, qkv, *args, **options):
 
 
 @pytest.mark.parametrize("T", [2, 5, 64, SHORT, SHORT + 1])
-@pytest.mark.parametrize("kind", ["causal", "mask", "mask of all", "grouped"])
+@pytest.mark.parametrize("kind", ["causal", "mask", "mask of all", "grouped", "numbers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_equals_that_of_pytorch(T, kind, dtype):
     qkv = make(T, T, dtype, n_kv=2 if kind == "grouped" else 4)
@@ -31,10 +31,13 @@ def test_attention_equals_that_of_pytorch(T, kind, dtype):
     if kind.startswith("mask"):
         size = 3 if kind == "mask" else 1
         mask = (torch.rand(size, 1, T, T) < 0.5) | torch.eye(T, dtype=torch.bool)
+    elif kind == "numbers":  # as a bias for each head and distance
+        mask = torch.randn(4, T, T).to(dtype)
     args = mask, 0.0, mask is None
     found = results(attention, qkv, *args, enable_gqa=True)
     exact = [t.detach().double().requires_grad_() for t in qkv]
-    expected = results(F.scaled_dot_product_attention, exact, *args, enable_gqa=True)
+    exact_args = (mask.double() if kind == "numbers" else mask), *args[1:]
+    expected = results(F.scaled_dot_product_attention, exact, *exact_args, enable_gqa=True)
     kernel = results(F.scaled_dot_product_attention, qkv, *args, enable_gqa=True)
     for a, b, c in zip(found, expected, kernel):
         assert a.shape == b.shape

@@ -17,9 +17,10 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, enable_gqa=False):
     """Does what F.scaled_dot_product_attention does with these arguments.
 
-    q: (B, nh, T, hs). k, v: (B, nh, S, hs), or fewer heads with enable_gqa. mask: bool, which
-    broadcasts to (B, nh, T, S). Returns (B, nh, T, hs). Nothing is timed at run time: the choice
-    depends on device, dtype and shape alone, so a run and its resume make the same one.
+    q: (B, nh, T, hs). k, v: (B, nh, S, hs), or fewer heads with enable_gqa. mask: bool, or numbers
+    that are added to the scores; it broadcasts to (B, nh, T, S). Returns (B, nh, T, hs). Nothing is
+    timed at run time: the choice depends on device, dtype and shape alone, so a run and its resume
+    make the same one.
     """
     is_short = 1 < q.size(2) and k.size(2) <= SHORT
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and is_short:
@@ -41,8 +42,11 @@ def attention_in_products(q, k, v, mask, dropout, is_causal):
         mask = torch.ones(T, S, dtype=torch.bool).tril()
     bias = torch.zeros(1, 1, 1)
     if mask is not None:
-        bias = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-        if mask.dim() == 4:
+        if mask.dtype == torch.bool:
+            bias = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+        else:
+            bias = mask.float()
+        if mask.dim() > 2:
             bias = bias.expand(B, nh, T, S).flatten(0, 1)  # (B nh, T, S)
     q, k = q.float().flatten(0, 1), k.float().flatten(0, 1)  # (B nh, T or S, hs)
     scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(hs))  # (B nh, T, S)
