@@ -57,7 +57,7 @@ SETTINGS = dict(
     code=f"{BABY} --data torch_py.txt",
     long=f"{BABY} --block_size 256 --batch_size 4",
     deep=f"{BABY} --n_layer 4",
-    steps="--preset baby --max_steps 3000 --val_every 0 --data torch_py.txt",
+    steps="--preset baby --max_steps 3000 --max_lr 4e-3 --val_every 0 --data torch_py.txt",
 )
 TRY_SETTINGS = (1, 2, 3, 5, 7, 20)
 TOO_SHORT = (9, 10)  # the laptop is wrong about them; do longer runs correct it?
