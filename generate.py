@@ -33,9 +33,7 @@ from model import GPT
 class GenerateConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
     model: str | None = flag(None, "or GPT-2 of Hugging Face: name or directory", either=True)
-    prompt: str | None = flag(
-        None, r"text to continue; \n: a line break [from nothing]", empty=True, line_breaks=True
-    )
+    prompt: str | None = flag(None, "text to continue [start from nothing]", empty=True)
     prompts: str | None = flag(None, "or a text file with one prompt a line", either=True)
     interactive: bool = flag(False, "read prompts from the terminal", either=True)
     num_samples: int = flag(1, "texts per prompt", at_least=1)

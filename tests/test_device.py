@@ -157,7 +157,7 @@ def test_the_search_leaves_the_buffers_as_they_are(monkeypatch):
     calls = training.raw_model.calls
     assert batch_size.has_memory(training, 2, 32, ALONE)
     assert training.raw_model.calls is calls and calls == 0
-    assert len(training.raw_model.lengths) == 0
+    assert len(training.raw_model.lengths) == 0 and training.raw_model.table is None
 
 
 @pytest.mark.slow

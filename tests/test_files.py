@@ -59,6 +59,16 @@ def test_an_output_may_be_a_pipe(tmp_path, name):
     assert is_device(tmp_path / "pipe") and sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="this system has no /dev/fd")
+def test_an_output_may_be_an_open_file(tmp_path):
+    """As --json /dev/stdout with >> slurm.out: what others have written there stays."""
+    with open(tmp_path / "a.out", "ab", buffering=0) as file:
+        file.write(b"before\n")
+        write_json(f"/dev/fd/{file.fileno()}", 1)
+        file.write(b"after\n")
+    assert (tmp_path / "a.out").read_text() == "before\n1\nafter\n"
+
+
 def test_an_output_may_be_a_mounted_file(tmp_path, monkeypatch):
     """In a container, one file can be mounted. The kernel does not replace it."""
 

@@ -52,8 +52,8 @@ def test_postponed_annotations(capsys):
 def test_a_backslash_and_an_n_are_a_line_break():
     found = parse_flags("", Postponed, argv=["--stop", r"\n\nA:", "--name", r"\n"])
     assert found == dict(stop="\n\nA:", name=r"\n")
-    found = parse_flags("", GenerateConfig, argv=["--prompt", r"MARLOW:\n", r"--stop=\n"])
-    assert found == dict(prompt="MARLOW:\n", stop="\n")
+    found = parse_flags("", GenerateConfig, argv=["--prompt", r"a\nabla", r"--stop=\n"])
+    assert found == dict(prompt=r"a\nabla", stop="\n")
 
 
 @pytest.mark.slow

@@ -148,13 +148,13 @@ def test_missing_shards_are_refused(shards, missing):
     assert len(val) == 700
     (shards / missing).unlink()
     sentence = (
-        f"{shards}: has 3 of 4 shards; restore the others, or correct the number in meta.json"
+        f"{shards}: has 3 of 4 shards; restore the others, or put these into a directory without "
+        "meta.json"
     )
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         open_splits(shards, get_tokenizer("bytes"))
-    (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": "four"}')
-    with pytest.raises(UserError, match="meta.json: is damaged"):
-        open_splits(shards, get_tokenizer("bytes"))
+    (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": ["a", "b", "c", "d"]}')
+    open_splits(shards, get_tokenizer("bytes"))
 
 
 @pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])
@@ -209,6 +209,6 @@ def test_the_tokenizer_of_the_data(shards):
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_tokenizer(shards, "gpt2")
     (shards / "progress.json").unlink()
-    with pytest.raises(UserError, match="its ids are below 256, so they are not GPT-2's"):
+    with pytest.raises(UserError, match="its ids are below 256, as those of bytes"):
         find_tokenizer(shards)
     assert find_tokenizer(shards, "bytes").name == "bytes"

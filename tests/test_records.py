@@ -99,6 +99,7 @@ def test_quotes_of_csv_after_a_space_are_refused(tmp_path):
         '5," ""six,"" she said"\n'
         "7, eight\n"
         '9,a "b" c\n'
+        '10" pipe,"Steel, ""galvanized"""\n'
     )
     assert documents_of(path) == [
         ("line 2", "a space before a quote; remove it"),
@@ -107,6 +108,7 @@ def test_quotes_of_csv_after_a_space_are_refused(tmp_path):
         ("line 5", ' "six," she said'),
         ("line 6", " eight"),
         ("line 7", 'a "b" c'),
+        ("line 8", 'Steel, "galvanized"'),
     ]
     path = tmp_path / "a.tsv"
     path.write_text('id\ttext\n\t"one"\n2\t "two"\n')

@@ -18,6 +18,7 @@ from plaingpt.base.terminal import print0
 # checksum_of_places reads so many bytes at each place, and at most so many places.
 PLACE = 2**16
 N_PLACES = 64
+STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 # A line of log.txt: step, stream, value.
 LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
@@ -46,8 +47,12 @@ def reading(path, remedy="correct it", what="is damaged"):
 
 
 @contextlib.contextmanager
-def replacing(path):
-    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""
+def replacing(path, may_be_mounted=False):
+    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure.
+
+    may_be_mounted: whether `path` may be mounted alone, as in a container. Such a file cannot be
+    replaced, so its contents are.
+    """
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -57,15 +62,21 @@ def replacing(path):
         try:
             os.replace(temporary, path)
         except OSError as error:
-            if error.errno != errno.EBUSY:
+            if not (may_be_mounted and error.errno == errno.EBUSY):
                 raise
-            shutil.copyfile(temporary, path)  # a file that is mounted alone cannot be replaced
+            shutil.copyfile(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def is_device(path):
-    """Returns whether there is something else than a file or a directory: a device or a pipe."""
+    """Returns whether a path is a device, a pipe, or an open file of this process.
+
+    An example of the last one is /dev/stdout. A shell may have opened a file for it, in which
+    others write, too, so nobody may replace that.
+    """
+    if os.path.abspath(path).startswith(STREAMS):
+        return True
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
@@ -75,7 +86,9 @@ def open_output(path):
     A device or a pipe is written to as it is. A file is replaced as in `replacing`; a symbolic link
     stays one.
     """
-    return open(path, "wb") if is_device(path) else replacing(Path(path).resolve())
+    if is_device(path):
+        return open(path, "ab")  # "wb" would empty the file of /dev/stdout
+    return replacing(Path(path).resolve(), may_be_mounted=True)
 
 
 def lock(directory, flag, remedy="wait for it"):

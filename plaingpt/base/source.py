@@ -66,13 +66,15 @@ def read_git():
     changes = b""
     if (CLONE / ".git").exists():
         try:
-            changes = diff_since("HEAD")
+            commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
             # With -z, git does not quote names that are not ASCII.
             untracked = run_git("ls-files", "-z", "--others", "--exclude-standard")
-            commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
+            changes = diff_since("HEAD")
         except UserError as error:
             reason = first_line(error.__cause__)
-            print0(f"note: git does not work here ({reason}), so run.json has no commit")
+            if isinstance(error.__cause__, FileNotFoundError):
+                reason = "it is not installed"
+            print0(f"note: git does not work here ({reason}), so run.json lacks facts of it")
     names = [name for name in untracked.decode(errors="replace").split("\0") if name]
     return commit.decode().strip(), names, changes
 

@@ -264,8 +264,8 @@ def check_gpt2_ids(path):
         ids = open_shard(file)[: 2**16]
         if len(ids) and ids.max() < 256:
             raise UserError(
-                f"--data {path}: its ids are below 256, so they are not GPT-2's; give the text as "
-                "--data, or --tokenizer bytes"
+                f"--data {path}: its ids are below 256, as those of bytes or characters are; give "
+                "--tokenizer bytes, or --tokenizer gpt2 if they are GPT-2's"
             )
 
 

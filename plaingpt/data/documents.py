@@ -163,11 +163,12 @@ def read_rows(text, delimiter):
         try:
             row = next(reader, None)
             n_lines = reader.line_num - n_before
-            end = text.tell()
-            text.seek(start)
-            if space_before_quote.search(QUOTED.sub('""', text.read(end - start))):
-                # Python's reader would keep the quotes as part of the text.
-                row = ValueError("a space before a quote; remove it")
+            if any(re.match(' +"', field) for field in row or []):
+                # If the spaces stand before the quotes, Python's reader keeps these in the text.
+                end = text.tell()
+                text.seek(start)
+                if space_before_quote.search(QUOTED.sub('""', text.read(end - start))):
+                    row = ValueError("a space before a quote; remove it")
         except csv.Error as error:
             row = ValueError(f"not CSV ({error})")
             text.seek(start)

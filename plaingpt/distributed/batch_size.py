@@ -137,10 +137,11 @@ def has_memory(training, B, T, process):
     It runs two of them, beside as much memory as AdamW's moments will take, and some more. It
     leaves the gradients, the buffers and the random state as they are before a step.
     """
-    buffers = []  # (module, name, buffer, its values): forward may change, or replace, a buffer
+    # (module, name, buffer, its values): forward may change, replace or make a buffer.
+    buffers = []
     for module in training.raw_model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            buffers.append((module, name, buffer, buffer.clone()))
+        for name, buffer in module._buffers.items():
+            buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
     torch.cuda.empty_cache()  # frees what the attempt before this one has left
     n_fit = torch.zeros(())  # 1 if this process has memory
     set_gradient_sync(training.model, False)  # one process may fail, so none may wait
@@ -166,5 +167,5 @@ def has_memory(training, B, T, process):
         n_fit += 1
     training.raw_model.zero_grad()
     for module, name, buffer, values in buffers:
-        setattr(module, name, buffer.copy_(values))
+        setattr(module, name, None if buffer is None else buffer.copy_(values))
     return process.sum(n_fit).item() == process.dp_size

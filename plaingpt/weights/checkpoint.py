@@ -168,6 +168,8 @@ def list_model_files(source):
     source: from find_newest_model, or a name of the hub, which may have no files here.
     """
     path = Path(source)
+    if not path.exists():
+        return []
     directory = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else []
     for name in MODEL_FILES:
