@@ -29,6 +29,7 @@ from plaingpt.base.terminal import print0
 from plaingpt.lab.intervals import welch_interval
 from plaingpt.lab.ladder import draw_ladder, legend_label
 from plaingpt.run.config import RunConfig
+from plaingpt.weights.checkpoint import list_model_files
 
 import numpy as np
 
@@ -314,7 +315,7 @@ def main(argv=None):
     config = PlotConfig(**given)
     if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
         raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
-    inputs = [Path(name, file) for name in directories for file in ("log.txt", "run.json")]
+    inputs = [path for name in directories for path in list_model_files(name)]
     check_output("--output", config.output, inputs)
     rows = []
     verdicts = [name for name in directories if name.endswith(".json")]

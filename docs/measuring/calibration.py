@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -109,21 +110,23 @@ def write_code():
 
 def run(name):
     """Runs an experiment, and keeps its verdict with the minutes that it took."""
-    path = RECORDS / f"{name}.json"
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    arguments = shlex.split(arguments_of(name))
-    if CODE.name in arguments_of(name):
+    arguments = arguments_of(name)
+    if CODE.name in arguments:
         write_code()
-    command = ["experiment.py", "--json", str(path), *arguments]
-    print(f"{name}: python experiment.py {arguments_of(name)}", flush=True)
+    print(f"{name}: python experiment.py {arguments}", flush=True)
     began = time.monotonic()
-    subprocess.run([sys.executable, *command], cwd=ROOT)  # the status is the verdict
-    if not path.exists():
-        sys.exit("no verdict; experiment.py says why")
-    record = json.loads(path.read_text())
-    del record["json"]  # the path of this file
+    # An older record stays if this experiment is stopped, or ends without a verdict.
+    with tempfile.TemporaryDirectory() as place:
+        verdict = Path(place, "verdict.json")
+        command = ["experiment.py", "--json", str(verdict), *shlex.split(arguments)]
+        subprocess.run([sys.executable, *command], cwd=ROOT)  # the status is the verdict
+        if not verdict.exists():
+            sys.exit("no verdict; experiment.py says why")
+        record = json.loads(verdict.read_text())
+    del record["json"]  # the path of that file
     record["minutes"] = round((time.monotonic() - began) / 60, 1)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def rank_correlation(a, b):

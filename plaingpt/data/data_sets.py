@@ -143,9 +143,9 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
         whole = Tokens(train_name, [encode_text(path, tokenizer)], vocab_size)
         cut = find_cut(whole, val_fraction or 0.1)
     else:
-        check_complete(path)
         files = find_shards(path, "train")
         val_files = find_shards(path, "val")
+        check_complete(path, len(files) + len(val_files))
         if not files:
             raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
         whole = Tokens(train_name, files, vocab_size)
