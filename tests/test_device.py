@@ -21,6 +21,7 @@ from plaingpt.weights import saver
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ALONE, CPU, MODEL, ROOT, TINY, program, read_log
 
 import train_gpt2
@@ -263,6 +264,29 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
         init_process("cpu", "float32")
+
+
+def test_a_restart_of_torchrun_sees_no_address_of_a_dead_process(monkeypatch):
+    """On one machine, torchrun --max_restarts gives all starts the same store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 GROUP_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
+    for variable in f"{variables} MASTER_PORT={server.port}".split():
+        monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    stores = []
+
+    def join(*_, store, **options):
+        stores.append(store)
+        raise ValueError("this is enough")
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        with pytest.raises(UserError, match="this is enough"):
+            init_process("cpu", "float32")
+    first, second = stores
+    first.set("address", "dead")
+    assert first.check(["address"]) and not second.check(["address"])
 
 
 @pytest.mark.parametrize(

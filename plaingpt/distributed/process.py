@@ -91,10 +91,18 @@ def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         # MASTER_ADDR or MASTER_PORT may be missing.
         with explaining("the processes cannot join", "use torchrun", ValueError):
+            timeout = timedelta(hours=1)  # rank 0 may need long to download
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # On one machine, torchrun --max_restarts keeps the addresses of dead processes.
+                store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
                 device_id=device if is_cuda else None,
-                timeout=timedelta(hours=1),  # rank 0 may need long to download
+                timeout=timeout,
             )
         # These two run at exit, also after an error, the last one first. gloo's threads need some
         # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
