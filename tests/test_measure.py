@@ -119,29 +119,34 @@ def test_the_page_of_the_calibration_has_its_records(tmp_path, monkeypatch):
     page = read("docs/calibration.md")
     (tmp_path / "page.md").write_text(page, encoding="utf-8")
     monkeypatch.setattr(calibration, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(calibration, "LEDGER", tmp_path / "ledger.jsonl")
     calibration.write_page()
+    calibration.write_ledger()
+    assert (tmp_path / "ledger.jsonl").read_text() == read("log/records/ledger.jsonl")
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
     for path in calibration.RECORDS.glob("*.json"):
         assert "json" not in json.loads(path.read_text()), path  # a path of one machine
 
 
 def test_what_the_calibration_says_of_its_rows():
-    def row(published, size, verdict, difference):
-        return published, size, dict(verdict=verdict, difference=difference)
+    def row(number, published, size, verdict, difference):
+        return number, published, size, dict(verdict=verdict, difference=difference)
 
     rows = [
-        row("helps", -0.03, "better", -0.3),
-        row("helps", -0.02, "worse", 0.2),
-        row("harms", 0.01, "worse", 0.1),
-        row("harms", 0.04, "undecided", 0.4),
-        row("neutral", None, "equal", 0.0),
-        ("neutral", None, dict(verdict="failed", reason="it does not apply")),
+        row(1, "helps", -0.03, "better", -0.3),
+        row(2, "helps", -0.02, "worse", 0.2),
+        row(3, "harms", 0.01, "worse", 0.1),
+        row(5, "harms", 0.04, "undecided", 0.4),
+        row(6, "neutral", None, "equal", 0.0),
+        (7, "neutral", None, dict(verdict="failed", reason="it does not apply")),
     ]
-    helps, harms, neutral, ranks, large = calibration.summarize(rows)
+    agrees, helps, harms, neutral, ranks, large = calibration.summarize(rows)
+    # Dealt at random: 2 helps x 1 better, 2 harms x 2 worse and 2 neutral x 1 equal, each / 6.
+    assert "with 3 of 6 ideas." in agrees and agrees.endswith("1.3 would agree on average.")
     assert helps.endswith("*better* of 1, and the opposite of 1.")
     assert harms.endswith("*worse* of 1, and the opposite of 0.")
     assert "Of 2 ideas" in neutral and neutral.endswith("*equal* of 1.")
-    assert "Of 4 ideas" in ranks and "is 0.80, with" in ranks  # 1 - 6 * 2 / (4 * 15)
+    assert "(rows 1, 2, 3, 5)" in ranks and "is 0.80, with" in ranks  # 1 - 6 * 2 / (4 * 15)
     assert large.endswith("it agrees with 2 of 4 published helps and harms.")
 
 

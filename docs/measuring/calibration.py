@@ -7,7 +7,8 @@
   python docs/measuring/calibration.py ladder-5  asks larger models about row 5
   python docs/measuring/calibration.py --page    only writes the page
 
-Each is one experiment, whose verdict is kept in log/records/calibration.
+Each is one experiment, whose verdict is kept in log/records/calibration. Those of the rows are also
+in log/records/ledger.jsonl, for experiment.py --list.
 """
 
 import json
@@ -25,6 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "calibration.md"
 RECORDS = ROOT / "log" / "records" / "calibration"
+LEDGER = ROOT / "log" / "records" / "ledger.jsonl"
 BABY = "--preset baby --max_steps 1000 --val_every 0"
 # {row: arguments of experiment.py}. --rates where an idea may need another rate.
 EXPERIMENTS = {
@@ -61,11 +63,30 @@ SETTINGS = dict(
     steps="--preset baby --max_steps 3000 --max_lr 4e-3 --val_every 0 --data torch_py.txt",
 )
 TRY_SETTINGS = (1, 2, 3, 5, 7, 20)
-TOO_SHORT = (9, 10)  # the laptop is wrong about them; do longer runs correct it?
+TOO_SHORT = (9, 10)  # the laptop is wrong about them; do more steps, or other text, correct it?
+# {kind of ladder: flags of its runs}.
+LADDERS = {
+    "ladder": "--data torch_py.txt",
+    "long-ladder": "--data torch_py.txt --block_size 256 --batch_size 4",
+}
 TRY_LADDER = (1, 2, 3, 5, 8, 20)
+HELD_OUT = (4, 9, 10, 11, 14, 15, 18, 23)  # to check what the ladders of the others have shown
 CODE = ROOT / "torch_py.txt"
 LARGE = 0.03  # nats
-OTHERS = dict(heads="-- --n_head 4")  # explains row 7
+# What the pages say beside the list: {name: (the idea, arguments of experiment.py)}.
+OTHERS = {
+    "heads": ("four heads of 32 channels instead of two of 64", "-- --n_head 4"),
+    "rmsnorm": ("RMSNorm instead of LayerNorm", "experiments/rmsnorm.patch"),
+    "scaling": (
+        "projections as large as other weights at first",
+        "experiments/no-residual-scaling.patch",
+    ),
+    "untied": ("a head with weights of its own", "experiments/untied.patch"),
+    "inverse-sqrt": (
+        "a rate that falls as 1 / sqrt(step)",
+        "experiments/inverse-sqrt.patch --rates 4e-3 8e-3 -- --schedule inverse-sqrt",
+    ),
+}
 # {published: the verdicts that agree}. The second words are those of a ladder.
 SAYS = dict(helps=("better", "helps"), harms=("worse",), neutral=("equal", "no gain"))
 OPPOSITES = dict(helps=SAYS["harms"], harms=SAYS["helps"])
@@ -84,12 +105,12 @@ def read_list():
 def arguments_of(name):
     """Returns the arguments of experiment.py. name: a row, such as "5", or "code-5", "ladder-5"."""
     if name in OTHERS:
-        return OTHERS[name]
+        return OTHERS[name][1]
     setting, _, row = name.rpartition("-")
     own = EXPERIMENTS[int(row)]
-    if setting == "ladder":
+    if setting in LADDERS:
         own = re.sub("--rates [0-9.e -]*[0-9]", "--rate_factors 0.25 0.5 1", own)
-        return f"--sizes 64 96 128 160 --flags '--data {CODE.name}' {own}"
+        return f"--sizes 64 96 128 160 --flags '{LADDERS[setting]}' {own}"
     return f"--flags '{SETTINGS[setting]}' {own}" if setting else own
 
 
@@ -97,8 +118,9 @@ def all_names():
     """Returns the names of all experiments, in their order."""
     names = [str(row) for row in EXPERIMENTS]
     names += [f"{setting}-{row}" for setting in SETTINGS for row in TRY_SETTINGS]
-    names += [f"steps-{row}" for row in TOO_SHORT]
-    return [*names, *(f"ladder-{row}" for row in TRY_LADDER), *OTHERS]
+    names += [f"{setting}-{row}" for setting in ("code", "steps") for row in TOO_SHORT]
+    names += [f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)]
+    return [*names, "long-ladder-5", *OTHERS]
 
 
 def write_code():
@@ -149,37 +171,47 @@ def interval(a, b):
 
 
 def summarize(rows):
-    """Returns sentences about all rows. rows: [(published, size, record)]."""
-    lines = []
+    """Returns sentences about all rows. rows: [(row, published, size, record)]."""
+    verdicts = [record["verdict"] for *_, record in rows]
+    agree = likely = 0
+    for _, published, _, record in rows:
+        agree += compare(published, record["verdict"]) == "yes"
+        likely += sum(compare(published, verdict) == "yes" for verdict in verdicts) / len(rows)
+    lines = [
+        f"- It agrees with {agree} of {len(rows)} ideas. If the same verdicts were dealt to the "
+        f"ideas at random, {likely:.1f} would agree on average."
+    ]
     for published, (verdict, *_) in SAYS.items():
         own = [
             compare(published, record["verdict"])
-            for direction, _, record in rows
+            for _, direction, _, record in rows
             if direction == published
         ]
-        line = f"- Of {len(own)} ideas that are published as *{published}*, the laptop says "
+        line = f"- Of {len(own)} ideas that are published as *{published}*, it says "
         line += f"*{verdict}* of {own.count('yes')}"
         if published in OPPOSITES:
             line += f", and the opposite of {own.count('opposite')}"
         lines.append(f"{line}.")
     signed = []
-    for _, size, record in rows:
+    for row, _, size, record in rows:
         if size is not None and "difference" in record:
-            signed.append((size, record["difference"]))
+            signed.append((row, size, record["difference"]))
     if len(signed) > 3:
-        sizes, differences = np.array(signed).T
+        named, sizes, differences = zip(*signed)
+        sizes, differences = np.array(sizes), np.array(differences)
         low, high = interval(sizes, differences)
         lines.append(
-            f"- Of {len(signed)} ideas with a published size in nats, the rank correlation with "
-            f"the laptop's is {rank_correlation(sizes, differences):.2f}, with a 95 % interval of "
-            f"{low:.2f} to {high:.2f} from a bootstrap over ideas."
+            f"- Of the {len(signed)} ideas with a published size in nats (rows "
+            f"{', '.join(map(str, named))}), the rank correlation with the laptop's is "
+            f"{rank_correlation(sizes, differences):.2f}, with a 95 % interval of {low:.2f} to "
+            f"{high:.2f} from a bootstrap over ideas."
         )
     large = []
-    for published, _, record in rows:
+    for _, published, _, record in rows:
         if published in OPPOSITES and abs(record.get("difference", 0)) > LARGE:
             large.append(compare(published, record["verdict"]))
     lines.append(
-        f"- Where the laptop's own difference is above {LARGE}, it agrees with "
+        f"- Where its own difference is above {LARGE} nats, it agrees with "
         f"{large.count('yes')} of {len(large)} published helps and harms."
     )
     return lines
@@ -196,6 +228,11 @@ def compare(published, verdict):
     if verdict in SAYS[published]:
         return "yes"
     return "opposite" if verdict in OPPOSITES.get(published, ()) else "no"
+
+
+def verdict_of(record):
+    """Returns the word of a verdict, or the two words of a ladder."""
+    return ", ".join(record[name] for name in ("verdict", "trend") if name in record)
 
 
 def figure_of(record):
@@ -246,16 +283,53 @@ def table_of_settings(ideas):
 
 
 def table_of_ladders(ideas):
-    """Returns the table of the ladders."""
-    table = "| | idea | published | ladder | compute at 64, 96, 128, 160 channels | agrees "
+    """Returns how often ladders agree, and the table of them."""
+    lines = []
+    for what, own in (("six ideas", TRY_LADDER), ("eight other ideas", HELD_OUT)):
+        answers = []
+        for name in ("{}", "ladder-{}"):
+            records = [read_record(name.format(row)) for row in own]
+            if all(records):
+                verdicts = zip(own, records)
+                answers.append(
+                    [compare(ideas[row][1], record["verdict"]) for row, record in verdicts]
+                )
+        if len(answers) == 2:
+            single, ladder = answers
+            line = (
+                f"- Of the {what}, ladders agree with {ladder.count('yes')}, and say the opposite "
+            )
+            line += f"of {ladder.count('opposite')}. For the same ideas, the baby agrees with "
+            line += f"{single.count('yes')}, and says the opposite of {single.count('opposite')}."
+            lines.append(textwrap.fill(line, 100, subsequent_indent="  ") + "\n")
+    table = "| record | idea | published | ladder | compute at 64, 96, 128, 160 channels | agrees "
     table += "| minutes |\n|---|---|---|---|---|---|---|\n"
-    for row in TRY_LADDER:
-        if record := read_record(f"ladder-{row}"):
-            idea, published, _ = ideas[row]
-            verdict = f"{record['verdict']}, {record['trend']}" if "trend" in record else "failed"
-            table += f"| {row} | {idea} | {published} | {verdict} | {figure_of(record)} "
-            table += f"| {compare(published, record['verdict'])} | {record['minutes']} |\n"
+    for name in [*(f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)), "long-ladder-5"]:
+        if record := read_record(name):
+            idea, published, _ = ideas[int(name.rpartition("-")[2])]
+            table += f"| {name} | {idea} | {published} | {verdict_of(record)} "
+            table += f"| {figure_of(record)} | {compare(published, record['verdict'])} "
+            table += f"| {record['minutes']} |\n"
+    return "".join([*lines, "\n"] if lines else []) + table
+
+
+def table_of_others():
+    """Returns the table of the ideas beside the list."""
+    table = "| idea | laptop | difference | minutes | command |\n|---|---|---|---|---|\n"
+    for name, (idea, arguments) in OTHERS.items():
+        if record := read_record(name):
+            table += f"| {idea} | {verdict_of(record)} | {figure_of(record)} "
+            table += f"| {record['minutes']} | `python experiment.py {arguments}` |\n"
     return table
+
+
+def write_ledger():
+    """Writes the ledger of the rows, and of the ideas beside them."""
+    lines = []
+    for name in (*EXPERIMENTS, *OTHERS):
+        if record := read_record(name):
+            lines.append(json.dumps(record) + "\n")
+    LEDGER.write_text("".join(lines), encoding="utf-8")
 
 
 def write_page():
@@ -264,12 +338,13 @@ def write_page():
     rows = []
     for number, (_, published, size) in ideas.items():
         if record := read_record(number):
-            rows.append((published, size, record))
+            rows.append((number, published, size, record))
     summary = [textwrap.fill(line, 100, subsequent_indent="  ") for line in summarize(rows)]
     parts = dict(
         rows="\n".join(summary) + "\n\n" + table_of_rows(ideas),
         settings=table_of_settings(ideas),
         ladders=table_of_ladders(ideas),
+        others=table_of_others(),
     )
     page = PAGE.read_text(encoding="utf-8")
     for name, text in parts.items():
@@ -286,6 +361,7 @@ def main():
             if names or not (RECORDS / f"{name}.json").exists():
                 run(name)
     write_page()
+    write_ledger()
 
 
 if __name__ == "__main__":
