@@ -128,7 +128,7 @@ class ExperimentConfig:
 
 
 def choose_rates(programs, rates, sealed):
-    """Chooses the best of the rates for each program -> [base, change], probed with its rate.
+    """Chooses the best of the rates for each program -> ([base, change], their rates), probed.
 
     These runs have the seed 0, which the others do not have. Raises UserError.
     """
@@ -142,8 +142,8 @@ def choose_rates(programs, rates, sealed):
         best = min(own, key=own.get)
         edge = "; it is at the edge, so try more" if best in (min(rates), max(rates)) else ""
         print0(f"{tried[0].name}: losses of the rates {own}; the best rate is {best}{edge}")
-        chosen.append(tried[rates.index(best)])
-    return chosen
+        chosen.append((tried[rates.index(best)], best))
+    return zip(*chosen)
 
 
 def compare_programs(programs, sealed, config, ledger, entry):
@@ -154,7 +154,7 @@ def compare_programs(programs, sealed, config, ledger, entry):
     """
     more_tokens = compare_tokens(programs)
     if config.rates:
-        programs = choose_rates(programs, config.rates, sealed)
+        programs, entry["chosen_rates"] = choose_rates(programs, config.rates, sealed)
     keys = [program.key for program in programs]
     seeds = choose_seeds(keys, config, ledger)
     entry.update(keys=keys, parameters=[program.facts["parameters"] for program in programs])

@@ -593,6 +593,7 @@ def test_the_best_rate_of_each_program(clone):
     )
     run = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
     assert json.loads((run / "run.json").read_text())["train_config"]["max_lr"] == 4e-3
+    assert found["chosen_rates"] == [4e-3, 4e-3]
 
 
 @pytest.mark.slow

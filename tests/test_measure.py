@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from test_readme import PAGES, prose, read
@@ -138,16 +139,20 @@ def test_what_the_calibration_says_of_its_rows():
         row(3, "harms", 0.01, "worse", 0.1),
         row(5, "harms", 0.04, "undecided", 0.4),
         row(6, "neutral", None, "equal", 0.0),
-        (7, "neutral", None, dict(verdict="failed", reason="it does not apply")),
+        row(7, "neutral", None, "worse", 0.2),
     ]
     agrees, helps, harms, neutral, ranks, large = calibration.summarize(rows)
-    # Dealt at random: 2 helps x 1 better, 2 harms x 2 worse and 2 neutral x 1 equal, each / 6.
-    assert "with 3 of 6 ideas." in agrees and agrees.endswith("1.3 would agree on average.")
+    # Dealt at random: 2 helps x 1 better, 2 harms x 3 worse and 2 neutral x 1 equal, each / 6.
+    assert "with 3 of 6 ideas." in agrees and " 1.7 agree on average" in agrees
     assert helps.endswith("*better* of 1, and the opposite of 1.")
     assert harms.endswith("*worse* of 1, and the opposite of 0.")
     assert "Of 2 ideas" in neutral and neutral.endswith("*equal* of 1.")
     assert "(rows 1, 2, 3, 5)" in ranks and "is 0.80, with" in ranks  # 1 - 6 * 2 / (4 * 15)
-    assert large.endswith("it agrees with 2 of 4 published helps and harms.")
+    assert large.endswith("it agrees with 2 of 5 ideas.")
+
+
+def test_equal_values_have_their_mean_rank():
+    assert list(calibration.ranks_of(np.array([3.0, 1.0, 3.0, 9.0]))) == [2.0, 0.5, 2.0, 3.5]
 
 
 def test_the_command_of_each_experiment_of_the_calibration():

@@ -7,11 +7,12 @@
   python docs/measuring/calibration.py ladder-5  asks larger models about row 5
   python docs/measuring/calibration.py --page    only writes the page
 
-Each is one experiment, whose verdict is kept in log/records/calibration. Those of the rows are also
-in log/records/ledger.jsonl, for experiment.py --list.
+Each is one experiment, whose verdict is kept in log/records/calibration. Those of the rows, and of
+the ideas beside the list, are also in log/records/ledger.jsonl, for experiment.py --list.
 """
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -72,13 +73,14 @@ LADDERS = {
 TRY_LADDER = (1, 2, 3, 5, 8, 20)
 HELD_OUT = (4, 9, 10, 11, 14, 15, 18, 23)  # to check what the ladders of the others have shown
 CODE = ROOT / "torch_py.txt"
-LARGE = 0.03  # nats
+LARGE = 0.03  # nats for a byte
+BYTES_OF_A_TOKEN = 4.5  # of GPT-2, in English text
 # What the pages say beside the list: {name: (the idea, arguments of experiment.py)}.
 OTHERS = {
     "heads": ("four heads of 32 channels instead of two of 64", "-- --n_head 4"),
     "rmsnorm": ("RMSNorm instead of LayerNorm", "experiments/rmsnorm.patch"),
     "scaling": (
-        "projections as large as other weights at first",
+        "`c_proj` not scaled down at the start",
         "experiments/no-residual-scaling.patch",
     ),
     "untied": ("a head with weights of its own", "experiments/untied.patch"),
@@ -87,17 +89,22 @@ OTHERS = {
         "experiments/inverse-sqrt.patch --rates 4e-3 8e-3 -- --schedule inverse-sqrt",
     ),
 }
-# {published: the verdicts that agree}. The second words are those of a ladder.
-SAYS = dict(helps=("better", "helps"), harms=("worse",), neutral=("equal", "no gain"))
+# {published: the verdicts that agree}. A ladder says "helps".
+SAYS = dict(helps=("better", "helps"), harms=("worse",), neutral=("equal",))
 OPPOSITES = dict(helps=SAYS["harms"], harms=SAYS["helps"])
 
 
 def read_list():
-    """Returns the list of the page: {row: (idea, published direction, size in nats or None)}."""
+    """Returns the list of the page: {row: (idea, published direction, size or None)}.
+
+    A size is in nats for a token.
+    """
     found = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if row := re.match(r"\| (\d+) \| (.*?) \| .* \| (helps|harms|neutral) \|(.*)\|$", line):
-            size = float(row[4]) if re.fullmatch(r" [+-][\d.]+ ", row[4]) else None
+            size = None
+            if given := re.fullmatch(r" ([+-][\d.]+)( bpb)? ", row[4]):
+                size = float(given[1]) * (BYTES_OF_A_TOKEN * math.log(2) if given[2] else 1)
             found[int(row[1])] = (row[2], row[3], size)
     return found
 
@@ -151,10 +158,15 @@ def run(name):
     (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def ranks_of(values):
+    """Returns the rank of each value. Equal values have their mean rank."""
+    below = (values[:, None] > values).sum(1)
+    return below + (values[:, None] == values).sum(1) / 2
+
+
 def rank_correlation(a, b):
-    """Returns Spearman's correlation of two lists without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    """Returns Spearman's correlation of two arrays."""
+    return float(np.corrcoef(ranks_of(a), ranks_of(b))[0, 1])
 
 
 def interval(a, b):
@@ -164,55 +176,59 @@ def interval(a, b):
     while len(drawn) < 2000:
         picked = random.integers(len(a), size=len(a))
         if len(set(picked)) > 2:
-            # An item that is drawn twice would be a tie. A little noise parts them.
-            noise = 1e-9 * random.standard_normal((2, len(a)))
-            drawn.append(rank_correlation(a[picked] + noise[0], b[picked] + noise[1]))
+            drawn.append(rank_correlation(a[picked], b[picked]))
     return np.quantile(drawn, [0.025, 0.975])
 
 
+def count_agreements(published, verdicts):
+    """Returns how many verdicts are what was published."""
+    return sum(compare(*pair) == "yes" for pair in zip(published, verdicts))
+
+
+def deal_at_random(published, verdicts, n=10_000):
+    """Returns how many verdicts agree if they are dealt to the ideas at random, n times."""
+    random = np.random.default_rng(0)
+    return np.array([count_agreements(published, random.permutation(verdicts)) for _ in range(n)])
+
+
 def summarize(rows):
-    """Returns sentences about all rows. rows: [(row, published, size, record)]."""
+    """Returns sentences about all rows. rows: [(row, published, size, record)], with verdicts."""
+    published = [direction for _, direction, _, _ in rows]
     verdicts = [record["verdict"] for *_, record in rows]
-    agree = likely = 0
-    for _, published, _, record in rows:
-        agree += compare(published, record["verdict"]) == "yes"
-        likely += sum(compare(published, verdict) == "yes" for verdict in verdicts) / len(rows)
+    agree = count_agreements(published, verdicts)
+    dealt = deal_at_random(published, verdicts)
     lines = [
-        f"- It agrees with {agree} of {len(rows)} ideas. If the same verdicts were dealt to the "
-        f"ideas at random, {likely:.1f} would agree on average."
+        f"- It agrees with {agree} of {len(rows)} ideas. If these verdicts are dealt at random, "
+        f"{dealt.mean():.1f} agree on average, and {agree} or more in "
+        f"{(dealt >= agree).mean():.0%} of the cases."
     ]
-    for published, (verdict, *_) in SAYS.items():
-        own = [
-            compare(published, record["verdict"])
-            for _, direction, _, record in rows
-            if direction == published
-        ]
-        line = f"- Of {len(own)} ideas that are published as *{published}*, it says "
-        line += f"*{verdict}* of {own.count('yes')}"
-        if published in OPPOSITES:
+    for direction, (verdict, *_) in SAYS.items():
+        own = [compare(*pair) for pair in zip(published, verdicts) if pair[0] == direction]
+        line = f"- Of {len(own)} ideas that are published as *{direction}*, it says *{verdict}* of "
+        line += str(own.count("yes"))
+        if direction in OPPOSITES:
             line += f", and the opposite of {own.count('opposite')}"
         lines.append(f"{line}.")
-    signed = []
-    for row, _, size, record in rows:
-        if size is not None and "difference" in record:
-            signed.append((row, size, record["difference"]))
+    signed = [
+        (row, size, record["difference"]) for row, _, size, record in rows if size is not None
+    ]
     if len(signed) > 3:
-        named, sizes, differences = zip(*signed)
-        sizes, differences = np.array(sizes), np.array(differences)
+        named, *columns = zip(*signed)
+        sizes, differences = map(np.array, columns)
         low, high = interval(sizes, differences)
         lines.append(
-            f"- Of the {len(signed)} ideas with a published size in nats (rows "
+            f"- Of the {len(signed)} ideas with a published size (rows "
             f"{', '.join(map(str, named))}), the rank correlation with the laptop's is "
             f"{rank_correlation(sizes, differences):.2f}, with a 95 % interval of {low:.2f} to "
             f"{high:.2f} from a bootstrap over ideas."
         )
     large = []
-    for _, published, _, record in rows:
-        if published in OPPOSITES and abs(record.get("difference", 0)) > LARGE:
-            large.append(compare(published, record["verdict"]))
+    for direction, verdict, (*_, record) in zip(published, verdicts, rows):
+        if abs(record["difference"]) > LARGE:
+            large.append(compare(direction, verdict))
     lines.append(
-        f"- Where its own difference is above {LARGE} nats, it agrees with "
-        f"{large.count('yes')} of {len(large)} published helps and harms."
+        f"- Where its own difference is above {LARGE} nats for a byte, it agrees with "
+        f"{large.count('yes')} of {len(large)} ideas."
     )
     return lines
 
@@ -231,8 +247,10 @@ def compare(published, verdict):
 
 
 def verdict_of(record):
-    """Returns the word of a verdict, or the two words of a ladder."""
-    return ", ".join(record[name] for name in ("verdict", "trend") if name in record)
+    """Returns the word of a verdict, or the two words of a ladder and a note about its rate."""
+    words = [record[name] for name in ("verdict", "trend") if name in record]
+    words += re.findall("rate not transferred", record["reason"])
+    return ", ".join(words)
 
 
 def figure_of(record):
@@ -241,7 +259,7 @@ def figure_of(record):
         return ", ".join(f"x{m:.2f}" for m, _, _ in record["multipliers"])
     if "difference" in record:
         return f"{record['difference']:+.4f} ± {record['half']:.4f}"
-    return record["reason"]  # of an experiment that failed
+    return "no curve"  # of a ladder
 
 
 def table_of_rows(ideas):
@@ -274,7 +292,7 @@ def table_of_settings(ideas):
                 answers[name].append(compare(published, record["verdict"]))
             table += f" {record['verdict']} {figure_of(record)} |"
         table += "\n"
-    table += "| | agrees, of 6 | |"
+    table += f"| | agrees, of {len(TRY_SETTINGS)} | |"
     for own in answers.values():
         if len(own) == len(TRY_SETTINGS):
             table += f" {own.count('yes')}, opposite {own.count('opposite')}"
@@ -349,6 +367,7 @@ def write_page():
     page = PAGE.read_text(encoding="utf-8")
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        assert begin in page and end in page, name
         before, _, rest = page.partition(begin)
         page = before + begin + "\n" + text + "\n" + end + rest.partition(end)[2]
     PAGE.write_text(page, encoding="utf-8")
@@ -357,6 +376,8 @@ def write_page():
 def main():
     names = sys.argv[1:]
     if names != ["--page"]:
+        if unknown := set(names) - set(all_names()):
+            sys.exit(f"unknown names: {', '.join(unknown)}")
         for name in names or all_names():
             if names or not (RECORDS / f"{name}.json").exists():
                 run(name)
