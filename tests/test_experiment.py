@@ -201,8 +201,7 @@ def test_what_2000_greedy_agents_keep_has_little_luck():
         found += (truth[kept] < 0).sum()
         better = own < 0.025
         naive.append((truth[better] >= 0).mean() if better.any() else 0.0)
-    assert np.mean(luck) <= 0.1
-    assert np.mean(naive) > 5 * np.mean(luck)
+    assert np.mean(luck) <= 0.1 < np.mean(naive)
     assert found > n_agents  # one of three gains, on average
 
 

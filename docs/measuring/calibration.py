@@ -72,6 +72,7 @@ LADDERS = {
 }
 TRY_LADDER = (1, 2, 3, 5, 8, 20)
 HELD_OUT = (4, 9, 10, 11, 14, 15, 18, 23)  # to check what the ladders of the others have shown
+LADDER_NAMES = [*(f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)), "long-ladder-5"]
 CODE = ROOT / "torch_py.txt"
 LARGE = 0.03  # nats for a byte
 BYTES_OF_A_TOKEN = 4.5  # of GPT-2, in English text
@@ -126,8 +127,7 @@ def all_names():
     names = [str(row) for row in EXPERIMENTS]
     names += [f"{setting}-{row}" for setting in SETTINGS for row in TRY_SETTINGS]
     names += [f"{setting}-{row}" for setting in ("code", "steps") for row in TOO_SHORT]
-    names += [f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)]
-    return [*names, "long-ladder-5", *OTHERS]
+    return [*names, *LADDER_NAMES, *OTHERS]
 
 
 def write_code():
@@ -246,6 +246,12 @@ def compare(published, verdict):
     return "opposite" if verdict in OPPOSITES.get(published, ()) else "no"
 
 
+def answers(ideas, prefix, rows):
+    """Returns what `compare` says of the records of these rows, such as those of "ladder-"."""
+    records = [(row, read_record(f"{prefix}{row}")) for row in rows]
+    return [compare(ideas[row][1], record["verdict"]) for row, record in records if record]
+
+
 def verdict_of(record):
     """Returns the word of a verdict, or the two words of a ladder and a note about its rate."""
     words = [record[name] for name in ("verdict", "trend") if name in record]
@@ -276,24 +282,22 @@ def table_of_rows(ideas):
 
 def table_of_settings(ideas):
     """Returns the table of ideas with each setting, and what each is worth for the six."""
-    names = ["", *SETTINGS]
+    prefixes = ["", *(f"{name}-" for name in SETTINGS)]
     table = f"| | idea | published | baby | {' | '.join(SETTINGS)} |\n"
-    table += "|---|---|---|" + "---|" * len(names) + "\n"
-    answers = {name: [] for name in names}
+    table += "|---|---|---|" + "---|" * len(prefixes) + "\n"
     for row in (*TRY_SETTINGS, *TOO_SHORT):
         idea, published, _ = ideas[row]
         table += f"| {row} | {idea} | {published} |"
-        for name in names:
-            record = read_record(f"{name}-{row}" if name else row)
+        for prefix in prefixes:
+            record = read_record(f"{prefix}{row}")
             if record is None:
                 table += " |"
                 continue
-            if row in TRY_SETTINGS:
-                answers[name].append(compare(published, record["verdict"]))
             table += f" {record['verdict']} {figure_of(record)} |"
         table += "\n"
     table += f"| | agrees, of {len(TRY_SETTINGS)} | |"
-    for own in answers.values():
+    for prefix in prefixes:
+        own = answers(ideas, prefix, TRY_SETTINGS)
         if len(own) == len(TRY_SETTINGS):
             table += f" {own.count('yes')}, opposite {own.count('opposite')}"
         table += " |"
@@ -303,26 +307,17 @@ def table_of_settings(ideas):
 def table_of_ladders(ideas):
     """Returns how often ladders agree, and the table of them."""
     lines = []
-    for what, own in (("six ideas", TRY_LADDER), ("eight other ideas", HELD_OUT)):
-        answers = []
-        for name in ("{}", "ladder-{}"):
-            records = [read_record(name.format(row)) for row in own]
-            if all(records):
-                verdicts = zip(own, records)
-                answers.append(
-                    [compare(ideas[row][1], record["verdict"]) for row, record in verdicts]
-                )
-        if len(answers) == 2:
-            single, ladder = answers
-            line = (
-                f"- Of the {what}, ladders agree with {ladder.count('yes')}, and say the opposite "
-            )
-            line += f"of {ladder.count('opposite')}. For the same ideas, the baby agrees with "
-            line += f"{single.count('yes')}, and says the opposite of {single.count('opposite')}."
+    for what, rows in (("six ideas", TRY_LADDER), ("eight other ideas", HELD_OUT)):
+        single, ladder = answers(ideas, "", rows), answers(ideas, "ladder-", rows)
+        if len(ladder) == len(rows):
+            line = f"- Of the {what}, ladders agree with {ladder.count('yes')}, and say the "
+            line += f"opposite of {ladder.count('opposite')}. For the same ideas, the baby agrees "
+            line += f"with {single.count('yes')}, and says the opposite of "
+            line += f"{single.count('opposite')}."
             lines.append(textwrap.fill(line, 100, subsequent_indent="  ") + "\n")
     table = "| record | idea | published | ladder | compute at 64, 96, 128, 160 channels | agrees "
     table += "| minutes |\n|---|---|---|---|---|---|---|\n"
-    for name in [*(f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)), "long-ladder-5"]:
+    for name in LADDER_NAMES:
         if record := read_record(name):
             idea, published, _ = ideas[int(name.rpartition("-")[2])]
             table += f"| {name} | {idea} | {published} | {verdict_of(record)} "

@@ -92,7 +92,7 @@ def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
         # MASTER_ADDR or MASTER_PORT may be missing.
         with explaining("the processes cannot join", "use torchrun", ValueError):
             timeout = timedelta(hours=1)  # rank 0 may need long to download
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # On one machine, torchrun --max_restarts keeps the addresses of dead processes.
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
