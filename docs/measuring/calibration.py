@@ -65,14 +65,10 @@ SETTINGS = dict(
 )
 TRY_SETTINGS = (1, 2, 3, 5, 7, 20)
 TOO_SHORT = (9, 10)  # the laptop is wrong about them; do more steps, or other text, correct it?
-# {kind of ladder: flags of its runs}.
-LADDERS = {
-    "ladder": "--data torch_py.txt",
-    "long-ladder": "--data torch_py.txt --block_size 256 --batch_size 4",
-}
+LADDER = "--sizes 64 96 128 160 --flags '--data torch_py.txt'"
 TRY_LADDER = (1, 2, 3, 5, 8, 20)
 HELD_OUT = (4, 9, 10, 11, 14, 15, 18, 23)  # to check what the ladders of the others have shown
-LADDER_NAMES = [*(f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)), "long-ladder-5"]
+LADDER_NAMES = [f"ladder-{row}" for row in (*TRY_LADDER, *HELD_OUT)]
 CODE = ROOT / "torch_py.txt"
 LARGE = 0.03  # nats for a byte
 BYTES_OF_A_TOKEN = 4.5  # of GPT-2, in English text
@@ -116,9 +112,9 @@ def arguments_of(name):
         return OTHERS[name][1]
     setting, _, row = name.rpartition("-")
     own = EXPERIMENTS[int(row)]
-    if setting in LADDERS:
+    if setting == "ladder":
         own = re.sub("--rates [0-9.e -]*[0-9]", "--rate_factors 0.25 0.5 1", own)
-        return f"--sizes 64 96 128 160 --flags '{LADDERS[setting]}' {own}"
+        return f"{LADDER} {own}"
     return f"--flags '{SETTINGS[setting]}' {own}" if setting else own
 
 
