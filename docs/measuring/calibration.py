@@ -31,7 +31,7 @@ LEDGER = ROOT / "log" / "records" / "ledger.jsonl"
 BABY = "--preset baby --max_steps 1000 --val_every 0"
 # {row: arguments of experiment.py}. --rates where an idea may need another rate.
 EXPERIMENTS = {
-    1: "--rates 2e-3 4e-3 8e-3 -- --optimizer adamw",
+    1: "--rates 2e-3 4e-3 8e-3 1.6e-2 -- --optimizer adamw",
     2: "experiments/value-residual.patch",
     3: "experiments/x0.patch",
     4: "experiments/soft-cap.patch",
@@ -39,7 +39,7 @@ EXPERIMENTS = {
     6: "experiments/qknorm.patch",
     7: "-- --n_head 1",
     8: "experiments/attention-gate.patch",
-    9: "experiments/relu2.patch --rates 4e-3 8e-3",
+    9: "experiments/relu2.patch --rates 2e-3 4e-3 8e-3",
     10: "experiments/swiglu.patch",
     11: "experiments/dyt.patch",
     12: "experiments/no-bias.patch",
@@ -47,11 +47,12 @@ EXPERIMENTS = {
     14: "experiments/sliding-window.patch",
     15: "experiments/multi-token.patch",
     16: "experiments/z-loss.patch",
-    17: f'experiments/lion.patch --flags "{BABY} --optimizer adamw" --rates 5e-4 1e-3 2e-3 4e-3',
-    18: "experiments/muon-joint.patch --rates 4e-3 8e-3 1.2e-2",
+    17: f'experiments/lion.patch --flags "{BABY} --optimizer adamw" '
+    "--rates 5e-4 1e-3 2e-3 4e-3 8e-3 1.6e-2",
+    18: "experiments/muon-joint.patch --rates 2e-3 4e-3 8e-3 1.2e-2",
     19: "-- --grad_clip 0",
     20: "-- --dropout 0.1",
-    21: "--rates 4e-3 8e-3 -- --schedule wsd",
+    21: "--rates 2e-3 4e-3 8e-3 -- --schedule wsd",
     22: "-- --schedule cosine --min_lr 8e-4",
     23: "-- --weight_decay 0",
 }
@@ -83,7 +84,7 @@ OTHERS = {
     "untied": ("a head with weights of its own", "experiments/untied.patch"),
     "inverse-sqrt": (
         "a rate that falls as 1 / sqrt(step)",
-        "experiments/inverse-sqrt.patch --rates 4e-3 8e-3 -- --schedule inverse-sqrt",
+        "experiments/inverse-sqrt.patch --rates 2e-3 4e-3 8e-3 -- --schedule inverse-sqrt",
     ),
 }
 # {published: the verdicts that agree}. A ladder says "helps".
