@@ -767,6 +767,28 @@ def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
     assert all((tmp_path / name).read_text() == "old" for name in files)
 
 
+def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeypatch):
+    """But what has a hard link keeps it, such as a backup."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.json").write_text("old")
+    (tmp_path / "backup.json").hardlink_to(tmp_path / "v.json")
+    (tmp_path / "link.json").symlink_to("v.json")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab, "LAB", tmp_path / "lab")
+    monkeypatch.setattr(lab, "make_copy", stop)
+    monkeypatch.setattr(lab, "remove_copies", lambda _: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("sys.argv", ["experiment.py", *"--json link.json -- --seed 3".split()])
+    with pytest.raises(KeyboardInterrupt):
+        lab.main()
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "v.json").read_text() == ""
+    assert (tmp_path / "backup.json").read_text() == "old"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, sentence",

@@ -38,6 +38,12 @@ def test_an_output_that_cannot_be_written(tmp_path, monkeypatch, output):
         check_output("--json", output)
 
 
+def test_an_output_whose_name_is_too_long():
+    output = 300 * "n" + ".json"
+    with pytest.raises(UserError, match=r"^--json n+.json: cannot write \(File name too long\);"):
+        check_output("--json", output)
+
+
 def test_a_link_stays_a_link(tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to("new.json")

@@ -122,6 +122,8 @@ def check_output(flag, path, inputs=()):
     if not path:
         return
     output = Path(path).resolve()
+    with writing(f"{flag} {path}"), contextlib.suppress(FileNotFoundError):
+        output.stat()  # fails if a name is too long
     if output.is_file():
         for each in inputs:
             if each and Path(each).resolve() in (output, *output.parents):
