@@ -255,6 +255,22 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
     assert found() == derived | {"warmup_steps": 3}
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_version_1_0_stays_readable(tmp_path):
+    """tests/version-1.0.pt is from step 2 of these four steps. A later version may not write it.
+
+    The losses are those of version 1.0, which went on to step 4.
+    """
+    (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
+    (tmp_path / "run").mkdir()
+    shutil.copy(ROOT / "tests" / "version-1.0.pt", tmp_path / "run" / "model_000002.pt")
+    flags = "--data text.txt --tokenizer bytes --log_dir run --n_layer 1 --n_embd 8 --max_lr 8e-3"
+    train(*flags.split(), "--optimizer", "muon", "--max_steps", 4, "--resume", cwd=tmp_path)
+    log = read_log(tmp_path / "run")
+    losses = [float(log[step, "train"]) for step in (2, 3)] + [float(log[4, "val"])]
+    assert losses == pytest.approx([5.3775611, 5.2675695, 5.2292882], abs=1e-4)
+
+
 # Starting from other weights
 
 

@@ -139,7 +139,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 
 
 def read_version():
-    """Returns the version in pyproject.toml, such as "0.9"."""
+    """Returns the version in pyproject.toml, such as "1.0"."""
     path = Path(__file__).parents[2] / "pyproject.toml"
     if not path.exists():  # only the Python files were copied
         return "unknown"
