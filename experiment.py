@@ -53,7 +53,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, run_program
-from plaingpt.base.files import check_output, is_device, lock, open_output, write_json, writing
+from plaingpt.base.files import check_output, lock, open_output, write_json, writing
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.lab.copies import (
@@ -253,7 +253,7 @@ def main():
     )
     LAB.mkdir(parents=True, exist_ok=True)
     lock(LAB, "experiments in")  # until the program ends
-    if config.json and os.path.isfile(config.json) and not is_device(config.json):
+    if config.json and os.path.isfile(config.json):
         # Nobody must read an older verdict if this program is stopped. What has a hard link, such
         # as a backup, keeps it.
         with writing(config.json), open_output(config.json):

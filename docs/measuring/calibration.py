@@ -265,6 +265,11 @@ def figure_of(record):
     return "no curve"  # of a ladder
 
 
+def wrap(item):
+    """Returns an item of a list in lines of at most 100 characters."""
+    return textwrap.fill(item, 100, subsequent_indent="  ")
+
+
 def table_of_rows(ideas):
     """Returns the table of all ideas with the usual runs. ideas: from read_list."""
     table = "| | idea | published | laptop | difference | agrees | minutes | command |\n"
@@ -311,7 +316,7 @@ def table_of_ladders(ideas):
             line += f"opposite of {ladder.count('opposite')}. For the same ideas, the baby agrees "
             line += f"with {single.count('yes')}, and says the opposite of "
             line += f"{single.count('opposite')}."
-            lines.append(textwrap.fill(line, 100, subsequent_indent="  ") + "\n")
+            lines.append(wrap(line))
     table = "| record | idea | published | ladder | compute at 64, 96, 128, 160 channels | agrees "
     table += "| minutes |\n|---|---|---|---|---|---|---|\n"
     for name in LADDER_NAMES:
@@ -320,7 +325,7 @@ def table_of_ladders(ideas):
             table += f"| {name} | {idea} | {published} | {verdict_of(record)} "
             table += f"| {figure_of(record)} | {compare(published, record['verdict'])} "
             table += f"| {record['minutes']} |\n"
-    return "".join([*lines, "\n"] if lines else []) + table
+    return "\n".join([*lines, "", table])
 
 
 def table_of_others():
@@ -349,9 +354,8 @@ def write_page():
     for number, (_, published, size) in ideas.items():
         if record := read_record(number):
             rows.append((number, published, size, record))
-    summary = [textwrap.fill(line, 100, subsequent_indent="  ") for line in summarize(rows)]
     parts = dict(
-        rows="\n".join(summary) + "\n\n" + table_of_rows(ideas),
+        rows="\n".join([*map(wrap, summarize(rows)), "", table_of_rows(ideas)]),
         settings=table_of_settings(ideas),
         ladders=table_of_ladders(ideas),
         others=table_of_others(),
