@@ -477,7 +477,7 @@ FIELDS = {  # changes of a checkpoint that no resume can read
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_damaged_field_of_a_checkpoint_is_one_sentence(tmp_path, name):
     damaged_copy(tmp_path, FIELDS[name])
-    with pytest.raises(UserError, match=r"model_000004\.pt: .*; delete it to resume") as error:
+    with pytest.raises(UserError, match=r"model_000004\.pt: .*; move it away to resume") as error:
         load_newest(tmp_path, GPT)
     assert "\n" not in str(error.value)
 
@@ -492,7 +492,16 @@ def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
     assert all(w.any() for name, w in checkpoint["model"].items() if "weight" in name)
 
 
-def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch):
+def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
+    """PyTorch cannot encode the name. The message names the file and the cause."""
+    directory = tmp_path / os.fsdecode(b"r\xffn")
+    directory.mkdir()
+    shutil.copy(STORED, directory / "model_000004.pt")
+    with pytest.raises(UserError, match=r"model_000004\.pt: cannot be read \('utf-8' .*\); remove"):
+        load_newest(directory, GPT)
+
+
+def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypatch):
     """Foreign files, and files that cannot be read now, may be the work of a user."""
     torch.save(dict(model={}, model_args={}), tmp_path / "ckpt.pt")  # as nanoGPT
     torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # as build-nanogpt
@@ -503,7 +512,7 @@ def test_only_a_damaged_file_of_this_run_is_to_be_deleted(tmp_path, monkeypatch)
         assert "\x1b" not in str(e.value) and "\n" not in str(e.value)
     path = tmp_path / "model_000001.pt"
     path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="delete it to resume from the one before$"):
+    with pytest.raises(UserError, match="move it away to resume from the one before$"):
         load_newest(tmp_path, GPT)
 
     def fail(*args):

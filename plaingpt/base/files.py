@@ -32,16 +32,18 @@ def writing(path, remedy="choose another place, or free some space"):
 def reading(path, remedy="correct it", what="is damaged"):
     """If the contents of `path` make the block fail, raises a UserError that ends with `remedy`.
 
-    If the system cannot read the file, the contents may be good, so the UserError has another
-    remedy. Reasons are a missing permission, or too many open files.
+    If the file cannot be opened, the contents may be good, so the UserError has another remedy.
+    Reasons are a missing permission, too many open files, or a name that is not UTF-8, which
+    PyTorch cannot encode.
 
     The block only takes what it needs from a file that a hand or another program may have written.
     Its libraries raise exceptions of many kinds. Other code stays outside, so that its bugs keep
     their traceback.
     """
+    unopened = (OSError, UnicodeEncodeError)
     with (
         explaining(f"{path}: {what}", remedy),
-        explaining(f"{path}: cannot be read", "remove the cause, then try again", OSError),
+        explaining(f"{path}: cannot be read", "remove the cause, then try again", unopened),
     ):
         yield
 

@@ -184,7 +184,7 @@ def load_newest(directory, GPT):
     if not paths:
         print0(f"nothing to resume in {directory}: starting a new run")
         return None
-    remedy = "delete it to resume from the one before"
+    remedy = "move it away to resume from the one before"
     checkpoint = load_checkpoint(paths[-1], GPT, remedy)
     if "train_config" not in checkpoint:
         raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")

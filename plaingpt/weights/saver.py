@@ -170,7 +170,7 @@ def read_best_val(directory, step):
     path = directory / "model_best.pt"
     if not path.is_file():
         return math.inf
-    with reading(path, "delete it", "not a readable checkpoint"):
+    with reading(path, "move it away", "not a readable checkpoint"):
         best_step = map_file(path)["step"]
     losses = read_streams(directory / "log.txt").get("val", {})
     if best_step in losses:
