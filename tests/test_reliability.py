@@ -5,15 +5,21 @@ fault into the real program, in a new process, which must lose no data.
 """
 
 import ast
+import fcntl
 import gzip
 import os
 import pickle
+import pty
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 from plaingpt.base.files import lock, write_json
 from plaingpt.data.tokenizer_json import build_tokenizer_json
@@ -25,6 +31,7 @@ import torch
 import transformers
 from conftest import (
     ROOT,
+    STARTED,
     TEXT,
     TINY,
     checkpoint,
@@ -130,24 +137,114 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
 
 
 # Row: SIGTERM, Ctrl-C or a closed terminal, from the first step on | the step is completed and
-# saved; status 0
-
-# test_two_runs_in_one_directory closes a terminal.
+# saved; a validation, a benchmark or a sample ends without a result; status 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment, step", [("step", 3), ("evaluation", 6), ("save", 5)])
+@pytest.mark.parametrize("moment, step", [("step", 3), ("evaluation", 5), ("save", 5)])
 def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment, step):
-    """The program finishes the step 2, the validation at step 5 or the save of step 4.
-
-    After the next complete step it saves and stops.
-    """
+    """The program completes step 2 or the save at step 4; it abandons the validation at step 5."""
     flags = [*TINY, "--log_dir", "run", "--save_every", 2]
     out, err = program(moment, *flags, cwd=tmp_path, program="tests/faulty.py")
     assert stopped_at(out) == newest_step(tmp_path / "run") == step and err == ""
     out, _ = program(*flags, "--resume", cwd=tmp_path)
     assert f"resumed from step {step} " in out
     assert read_log(tmp_path / "run") == read_log(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "long",
+    [
+        ["--val_every", 2, "--val_tokens", 10**6, "--data", "my.txt"],
+        ["--eval_every", 2, "--evals", "lambada=lambada.jsonl"],
+        ["--sample_every", 2, "--sample_tokens", 10**6],
+    ],
+)
+def test_a_signal_ends_an_evaluation_of_two_processes(tmp_path, long):
+    """The evaluation would take minutes. Only one process gets the signal."""
+    (tmp_path / "my.txt").write_text(TEXT * 60)
+    write_lines(tmp_path / "lambada.jsonl", [{"text": TEXT[:900]}] * 100_000)
+    flags = [*TINY, "--val_tokens", 64, "--max_steps", 3, "--save_every", 0, "--log_dir", "run"]
+    flags += ["--val_every", 0, *long]
+    a, b = spawn(*flags, cwd=tmp_path, processes=2)
+    wait_for(a, "step     1/")
+    time.sleep(0.5)
+    b.send_signal(signal.SIGTERM)
+    (out, err), _ = (process.communicate(timeout=60) for process in (a, b))
+    assert a.returncode == b.returncode == 0, err
+    assert stopped_at(out) == 2 and names(tmp_path / "run", "*.pt") == ["model_000002.pt"]
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path):
+    (tmp_path / "my.txt").write_text(TEXT * 60)
+    flags = ["--val_tokens", 10**6, "--data", "my.txt", "--log_dir", "run"]
+    (process,) = spawn(*TINY, *flags, cwd=tmp_path)
+    wait_for(process, "AdamW with decay")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by a signal before the first step" in out
+    assert not names(tmp_path / "run", "*.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_several_times(tmp_path, number):
+    flags = [*TINY, *LONG, "--total_batch_size", 16384, "--log_dir", "run"]  # a step of a second
+    (process,) = spawn(*flags, cwd=tmp_path)
+    wait_for(process, "step     1/")
+    process.send_signal(number)
+    wait_for(process, "stopping: saves the last step, then ends; Ctrl-C twice to quit now")
+    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and stopped_at(out) == newest_step(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", ["", " 2>&1 | tee out.txt"])
+def test_a_terminal_is_closed(tmp_path, pipe):
+    """An interactive bash in a real terminal. Its program often gets SIGHUP twice."""
+    flags = shlex.join(map(str, [*TINY, *LONG, "--save_every", 0, "--log_dir", "run"]))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execvpe("bash", ["bash", "--norc", "-i"], dict(os.environ, OMP_NUM_THREADS="1"))
+    os.write(terminal, f"{sys.executable} {ROOT}/train_gpt2.py {flags}{pipe}\n".encode())
+    said = b""
+    while b"step     4/" not in said:
+        said += os.read(terminal, 1024)
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    run = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(run, fcntl.LOCK_EX)  # waits until the run has ended
+    os.close(run)
+    assert newest_step(tmp_path / "run") >= 4
+
+
+@pytest.mark.slow
+def test_a_service_manager_stops_torchrun_and_its_processes(tmp_path):
+    """All of them get SIGTERM, and torchrun sends it to its processes again."""
+    flags = [*TINY, *LONG, "--total_batch_size", 16384, "--log_dir", "run"]
+    program = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun = subprocess.Popen(
+        [sys.executable, *program, ROOT / "train_gpt2.py", *map(str, flags)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    STARTED.append(torchrun)
+    wait_for(torchrun, "step     1/")
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    assert len(children) == 2
+    for pid in (torchrun.pid, *map(int, children)):
+        os.kill(pid, signal.SIGTERM)
+    out, _ = torchrun.communicate(timeout=60)
+    assert stopped_at(out) == newest_step(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -288,8 +385,8 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     program("--checkpoint", "out", "--max_new_tokens", 1, cwd=tmp_path, program="generate.py")
 
 
-# Row: the newest checkpoint is truncated, or one bit has changed | error message; delete the file
-# to resume from the one before
+# Row: the newest checkpoint is truncated, or one bit has changed | error message; move the file
+# away to resume from the one before
 
 
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
@@ -299,7 +396,7 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 @pytest.mark.parametrize(
     "damage, message",
     [
-        ("truncated", UNREADABLE + r"\(.*\); delete it to resume from the one before"),
+        ("truncated", UNREADABLE + r"\(.*\); move it away to resume from the one before"),
         ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
         ("weights", UNREADABLE + r"\(its weights are not finite\);.*"),
     ],

@@ -3,11 +3,12 @@
 import atexit
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
+from plaingpt.base.signals import Stopped, StopRequest
 from plaingpt.base.source import hash_of_program
 from plaingpt.distributed.device import choose_dtype, find_device, start_without_compiler
 from plaingpt.distributed.memory import set_malloc
@@ -31,6 +32,7 @@ class Process:
     device: torch.device
     dtype: torch.dtype  # of matrix products
     tp_group: int = 0  # the number of its TP group, whose processes draw equal dropout masks
+    stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def dtype_name(self):
@@ -59,6 +61,14 @@ class Process:
         dist.all_reduce(tensor)
         # The processes of one group have the same values, and all_reduce has added them all.
         return tensor / (self.world_size // self.dp_size)
+
+    def check_stop(self):
+        """Raises Stopped on all processes if a signal has come to one of them.
+
+        Validation, benchmarks and samples call this before each batch, all processes together.
+        """
+        if self.sum(torch.tensor(float(self.stop.has_signal))).item() > 0:
+            raise Stopped
 
     def barrier(self):
         """Waits for all processes."""

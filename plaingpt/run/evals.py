@@ -106,6 +106,8 @@ def check_loss(model, loader, process):
 def draw_samples(model, data, config, process):
     """Returns two texts that the model writes. All processes must call this.
 
+    Raises Stopped after a signal, as run_evals does.
+
     With pairs, the model answers validation prompts, and the texts have the expected responses.
     """
     model.eval()
@@ -115,7 +117,7 @@ def draw_samples(model, data, config, process):
             tokenizer = data.tokenizer
             idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
             n_tokens = config.sample_tokens or (500 if tokenizer.name == "bytes" else 64)
-            new = list(generate_tokens(model, idx, n_tokens, temperature=0.8, top_k=50, seed=42))
+            new = write_tokens(model, idx, n_tokens, process, temperature=0.8, top_k=50, seed=42)
             for ids in torch.cat(new, dim=1).tolist():  # n_tokens x (2, 1) -> (2, n_tokens)
                 texts.append(tokenizer.decode(ids).strip())
     model.train()
@@ -136,11 +138,20 @@ def answer_prompts(model, data, process):
         starts = range(0, len(tokens) - 1, T)
         for start in starts[: 2 - len(texts)]:
             x, y = tokens.read_sequence(start, T)  # (T,) each
-            texts.append(answer(model, x, y, data.tokenizer, process.device))
+            texts.append(answer(model, x, y, data.tokenizer, process))
     return texts
 
 
-def answer(model, x, y, tokenizer, device):
+def write_tokens(model, idx, n_tokens, process, **options):
+    """Returns the list of what generate_tokens yields. Raises Stopped after a signal."""
+    new = []
+    for ids in generate_tokens(model, idx, n_tokens, **options):  # (B, 1)
+        process.check_stop()
+        new.append(ids)
+    return new
+
+
+def answer(model, x, y, tokenizer, process):
     """Answers the first prompt of a sequence of pairs -> text, also with the expected response.
 
     x, y: inputs and targets, (T,) each. The answer has as many tokens as the response.
@@ -148,7 +159,7 @@ def answer(model, x, y, tokenizer, device):
     first = int((y != -100).argmax())  # this position predicts the first token of the response
     last = y.tolist().index(tokenizer.end_of_text, first)  # a response ends with end_of_text
     n = last - first + 1
-    idx = torch.from_numpy(x[None, : first + 1]).to(device)  # (1, first + 1)
-    new = list(generate_tokens(model, idx, n, temperature=0))  # n x (1, 1)
+    idx = torch.from_numpy(x[None, : first + 1]).to(process.device)  # (1, first + 1)
+    new = write_tokens(model, idx, n, process, temperature=0)  # n x (1, 1)
     ids = torch.cat([idx, *new], dim=1)[0, 1:].tolist()  # without end_of_text
     return f"{tokenizer.decode(ids)}\nexpected: {tokenizer.decode(y[first : first + n])}"

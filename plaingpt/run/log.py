@@ -162,10 +162,13 @@ class Progress:
                 advice = f"{self.config.log_dir}/model_best.pt has the best step"
             print0(f"note: the validation loss has risen three times in a row; {advice}")
 
-    def show_end(self, step):
+    def show_end(self, step, is_complete):
         """Prints how the run has ended. plaingpt/lab/runs.py reads how much memory it has taken."""
+        if step == 0:
+            print0("stopped by a signal before the first step")
+            return
         how = "done"
-        if step < self.config.max_steps:
+        if not is_complete:
             how = f"stopped by a signal or --max_minutes; step {step} is saved, --resume continues"
         skipped = f"{self.n_skipped} steps skipped; " if self.n_skipped else ""
         memory = ""

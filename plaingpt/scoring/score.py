@@ -159,7 +159,7 @@ def forward(model, rows, L, device):
 def score(model, examples, rows, process, tokens_per_forward):
     """Scores the N pairs of the examples -> arrays (N), the same on every process.
 
-    rows: from make_rows. process: a Process.
+    rows: from make_rows. process: a Process. Raises Stopped after a signal.
     """
     rows = sorted(rows, key=lambda row: -row.length)  # the row that needs most memory comes first
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
@@ -167,6 +167,7 @@ def score(model, examples, rows, process, tokens_per_forward):
     # The block is entered once, so that autocast converts the weights once.
     with process.autocast, attention_for_many_shapes():
         while first < len(rows):
+            process.check_stop()
             L = rows[first].length
             L += -L % ROUND[process.device.type]
             B = max(1, tokens_per_forward // L)
