@@ -3,6 +3,7 @@
   python plot.py log/baby log/baby-wide           writes plot.png
   python plot.py log/base-? log/rms-?             draws two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
+  python plot.py log/baby --panels loss bpb       draws only these panels
   python plot.py verdict.json                     the ladder of experiment.py
                                                   --sizes --json verdict.json
 
@@ -63,6 +64,7 @@ LOSSES = {"train": "training", "val": "validation"}  # streams in the first pane
 class PlotConfig:
     output: str = flag("plot.png", "picture to write: .png, .svg or .pdf")
     x: Literal["steps", "tokens"] = flag("steps", "horizontal axis")
+    panels: list[str] | None = flag(None, "panels to draw, such as loss, norm or hella [all]")
 
 
 def read_run(directory):
@@ -252,12 +254,22 @@ def fit_to_the_end(panel):
         panel.set_ylim(min(values) - margin, max(values) + margin)
 
 
-def draw(runs, x):
-    """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError."""
+def draw(runs, x, wanted=None):
+    """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError.
+
+    wanted: names of the panels, or None for all.
+    """
     names = find_panels(runs)
-    n_rows = (len(names) + 1) // 2
-    figure = require("matplotlib.figure").Figure((10, 3.2 * n_rows), dpi=120, layout="constrained")
-    panels = {name: figure.add_subplot(n_rows, 2, i) for i, name in enumerate(names, start=1)}
+    if missing := [name for name in wanted or [] if name not in names]:
+        raise UserError(f"--panels {missing[0]}: the runs have only {', '.join(names)}")
+    names = wanted or names
+    n_columns = min(2, len(names))
+    n_rows = -(-len(names) // n_columns)  # rounded up
+    size = (10, 3.2 * n_rows) if n_columns == 2 else (8, 4)
+    figure = require("matplotlib.figure").Figure(size, dpi=120, layout="constrained")
+    panels = {}
+    for i, name in enumerate(names, start=1):
+        panels[name] = figure.add_subplot(n_rows, n_columns, i)
     for i, (name, members) in enumerate(group_runs(runs).items()):
         group = [streams for streams, _ in members]
         if x == "tokens" and "tokens" not in group[0]:
@@ -328,7 +340,7 @@ def main(argv=None):
         figure = draw_ladder(read_json(place), place)
     else:
         runs = {directory: read_run(directory) for directory in directories}
-        figure = draw(runs, config.x)
+        figure = draw(runs, config.x, config.panels)
         rows = compare_groups(group_runs(runs))
     with explaining(f"--output {config.output}: cannot write", "give another file"):
         figure.savefig(config.output)

@@ -42,6 +42,15 @@ def test_the_plot_shows_the_log():
     assert y[3] == pytest.approx(np.mean(losses[:4]))
 
 
+def test_only_the_wanted_panels_are_drawn():
+    runs = {"baby": plot.read_run(BABY)}
+    figure = plot.draw(runs, "steps", ["norm", "loss"])
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels == ["gradient norm before clipping", "loss (nats per token)"]
+    with pytest.raises(UserError, match=r"--panels hella: the runs have only loss, bpb, lr, "):
+        plot.draw(runs, "steps", ["hella"])
+
+
 @pytest.mark.slow
 def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     """The interval by hand: 0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""

@@ -192,7 +192,7 @@ def print_summary(training, config, data, sizes, process):
     n, B = sizes[-1]  # after the ramp, if there is one
     T = config.total_batch_size // n
     n_micro = n // B // process.dp_size
-    schedule = f"rate {config.max_lr:g} after {config.warmup_steps} steps"
+    schedule = f"learning rate {config.max_lr:g} after {config.warmup_steps} steps of warm-up"
     if config.schedule != "constant":
         schedule += f", then {config.schedule} to {config.min_lr:g}"
     parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
