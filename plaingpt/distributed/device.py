@@ -6,7 +6,6 @@ FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler
 Also names and peak speeds of hardware.
 """
 
-import inspect
 import os
 import re
 import shutil
@@ -90,19 +89,6 @@ def choose_compile(wanted, device):
             check_compiler_paths()
         print0("torch.compile: the first validation and micro-batch take a minute or more each")
     return wanted
-
-
-def start_without_compiler():
-    """Lets torch.optim work without importing PyTorch's compiler, which takes half of a start.
-
-    torch.optim imports it in each process, only to keep these functions out of compiled code. No
-    program here compiles them. With another version of PyTorch, this may do nothing.
-    """
-    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        function = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        function.__dynamo_disable = function  # torch._disable_dynamo calls what it finds here
-    step = inspect.unwrap(torch.optim.AdamW.step)
-    torch.optim.AdamW.step = torch.no_grad()(step)  # in place of _use_grad_for_differentiable
 
 
 def check_compiler_paths():

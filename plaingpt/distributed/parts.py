@@ -8,7 +8,6 @@ from plaingpt.distributed.pipeline import Pipeline, own_gpt
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 
 def scatter(name, whole, p, device, tp_plan):
@@ -115,25 +114,12 @@ def join_parts(name, part, tp_plan):
     return by_heads(name, part.full_tensor(), part.device_mesh, tp_plan, back=True)
 
 
-class SkipNormal(TorchFunctionMode):
-    """A context in which nn.init.normal_, which nn.Embedding calls, does nothing.
-
-    Without memory, there are no values to draw. But for this call, PyTorch would import its
-    compiler, which takes as long as the import of torch itself.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.nn.init.normal_:
-            return kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
-
-
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
     """Returns the whole GPT of this GPTConfig on the meta device: names and shapes, no memory.
 
     GPT: the class of model.py.
     """
-    with torch.device("meta"), SkipNormal():
+    with torch.device("meta"):
         return GPT(config, activation_checkpointing)
 
 

@@ -10,7 +10,7 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.signals import Stopped, StopRequest
 from plaingpt.base.source import hash_of_program
-from plaingpt.distributed.device import choose_dtype, find_device, start_without_compiler
+from plaingpt.distributed.device import choose_dtype, find_device
 from plaingpt.distributed.memory import set_malloc
 
 import torch
@@ -91,7 +91,6 @@ def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
             f"--nproc_per_node={n_parts}"
         )
     device = find_device(device, local_rank, world_size)
-    start_without_compiler()
     set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
     is_cuda = device.type == "cuda"
     if is_cuda:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 
 from plaingpt.ops.attention import NOT_CUDNN
 
@@ -13,10 +12,7 @@ from torch.nn.attention import sdpa_kernel
 @contextlib.contextmanager
 def attention_for_many_shapes():
     """Turns off compiled code and cuDNN's attention. Both would prepare a plan for each shape."""
-    eager = contextlib.nullcontext()
-    if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
-        eager = torch.compiler.set_stance("force_eager")
-    with eager, sdpa_kernel(NOT_CUDNN):
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         yield
 
 
