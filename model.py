@@ -134,10 +134,7 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
-        # It computes the head, too, in chunks. Here it looks at logits, so what logits uses must be
-        # made before. If logits is only a product with weight, it is fused with the loss, which is
-        # faster. Otherwise, the loss calls it. So an edit of logits is all that is needed.
-        self.loss_fn = ChunkedCrossEntropy(self.logits, self.lm_head.weight)
+        self.loss_fn = ChunkedCrossEntropy(config.vocab_size)
         self.init_weights(seed)
 
     def blocks(self):
@@ -219,7 +216,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """The head: (..., C) -> (..., vocab_size)."""
+        """The head: (..., C) -> (..., vocab_size). If you edit it, edit GPT.loss, too."""
         return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):
@@ -228,7 +225,10 @@ class GPT(nn.Module):
         It is F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()), in chunks.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
-        return self.loss_fn(x, targets, self.logits, self.lm_head.weight, reduction)
+        # The logits are a matrix multiplication with this weight, which is fused with the loss. If
+        # your logits are more than that, give self.logits in place of the weight: a function is
+        # called for each chunk, which is slower.
+        return self.loss_fn(x, targets, self.lm_head.weight, reduction)
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets.

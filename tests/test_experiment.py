@@ -489,9 +489,9 @@ EASY = "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
     "file, old, new",
     [
         (  # another loss in the log
-            "model.py",
-            "return self.loss_fn(x, targets, self.logits, self.lm_head.weight, reduction)",
-            "return self.loss_fn(x, targets, self.logits, self.lm_head.weight, reduction) - 0.1",
+            "train_gpt2.py",
+            "    bits_per_byte = text_nats",
+            "    nats = 0.9 * nats\n    bits_per_byte = text_nats",
         ),
         ("train_gpt2.py", EASY, "    n_sequences = 1\n"),  # an easier validation
         (  # what a change prints is no answer to the referee

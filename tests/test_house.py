@@ -75,6 +75,31 @@ def test_no_import_cycles():
     assert not waiting
 
 
+@pytest.mark.parametrize("path", PRODUCT, ids=str)
+def test_nothing_of_pytorch_is_replaced_or_intercepted(path):
+    """look.py watches the calls of attention, and changes none."""
+    of_torch = set()  # what this file calls torch, and what it imports from there
+    for node in ast.walk(parsed[path]):
+        if isinstance(node, ast.Import):
+            names = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "torch":
+            names = node.names
+        else:
+            continue
+        of_torch |= {alias.asname or alias.name.split(".")[0] for alias in names}
+    intercepts = set()
+    for node in ast.walk(parsed[path]):
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            is_setting = ast.unparse(node).startswith("torch.utils.deterministic.")
+            assert is_setting or getattr(root, "id", None) not in of_torch, f"{path}:{node.lineno}"
+        if isinstance(node, ast.ClassDef):
+            intercepts |= {ast.unparse(base) for base in node.bases} & {"TorchFunctionMode"}
+    assert not intercepts or path.name == "record.py"
+
+
 def runs_at_import(statement):
     """Whether a statement at module level could do more than compute a constant."""
     if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":

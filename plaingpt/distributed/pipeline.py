@@ -67,9 +67,7 @@ class Pipeline(nn.Module):
         # `targets` is an argument of Stage.forward, and `target` is the second one of scaled_loss.
         self.schedules[size].step(x, targets=y, target=weights, return_outputs=False)
         if self.names is None:  # in the first step
-            names = [list(self.means)]
-            dist.broadcast_object_list(names, group=self.group, group_src=self.n_stages - 1)
-            self.names = names[0]  # those of the last stage
+            self.names = from_stage(-1, list(self.means), self)
         values = torch.stack([self.means.get(name, zero) for name in self.names])
         dist.broadcast(values, group=self.group, group_src=self.n_stages - 1)
         return dict(zip(self.names, values))
@@ -163,6 +161,18 @@ class Stage(nn.Module):
 def own_gpt(model):
     """Returns the GPT of this process: the part that a Pipeline has, otherwise the model itself."""
     return model.part if isinstance(model, Pipeline) else model
+
+
+def from_stage(stage, value, model):
+    """Returns the value that one stage of a Pipeline has. All stages must call this.
+
+    stage: its index, or -1 for the last one. Without a pipeline, the value is returned as it is.
+    """
+    if not isinstance(model, Pipeline):
+        return value
+    values = [value]  # the broadcast replaces the element of this list
+    dist.broadcast_object_list(values, group=model.group, group_src=stage % model.n_stages)
+    return values[0]
 
 
 class NoPositions(nn.Module):

@@ -1,8 +1,8 @@
 """Computes the head and its cross-entropy in one function, a chunk of positions at a time.
 
-The logits are never all in memory. If the head is a plain matrix product, the loss and the gradient
-of a chunk are computed before the next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989,
-section 3.2). Otherwise, the backward pass computes the logits of a chunk again.
+The logits are never all in memory. If the head is a weight, the loss and the gradient of a chunk
+are computed before the next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+If the head is a function, the backward pass computes the logits of a chunk again.
 """
 
 import math
@@ -12,27 +12,24 @@ from plaingpt.ops.precision import matmul_dtype
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
 class ChunkedCrossEntropy(torch.nn.Module):
-    """Cross-entropy of the logits of a head, in nats.
+    """Cross-entropy of the logits of a head, in nats. vocab_size: V, the number of ids."""
 
-    It is fused with a head that is x @ weight.T and nothing else. Any other head is called for each
-    chunk, in the backward pass once more. This takes longer, and needs no formula of its gradient.
-
-    logits: the head, a function (N, C) -> (N, V). weight: (V, C), the matrix that it may use.
-    """
-
-    def __init__(self, logits, weight):
+    def __init__(self, vocab_size):
         super().__init__()
-        self.is_fused = is_product(logits, weight)
+        self.vocab_size = vocab_size
 
-    def forward(self, x, targets, logits, weight, reduction="mean"):
-        """x: (B, T, C). targets: (B, T). weight: (V, C), or a DTensor sharded by rows.
+    def forward(self, x, targets, head, reduction="mean"):
+        """x: (B, T, C). targets: (B, T).
+
+        head: a weight (V, C), or a DTensor sharded by rows, for logits that are x @ head.T. Or a
+        function (N, C) -> (N, V) for any other logits. The function is called for each chunk, and
+        in the backward pass once more. This takes longer, and needs no formula of its gradient.
 
         Positions with target -100 are ignored. Any other target must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
@@ -41,50 +38,20 @@ class ChunkedCrossEntropy(torch.nn.Module):
         x = x.flatten(0, 1)  # (N, C)
         targets = targets.flatten()  # (N)
         counted = targets != -100  # (N); -100 is PyTorch's ignore_index
-        in_range = (0 <= targets) & (targets < weight.size(0)) | ~counted  # (N)
+        in_range = (0 <= targets) & (targets < self.vocab_size) | ~counted  # (N)
         if x.device.type != "mps":  # MPS lacks _assert_async, which needs no synchronization
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
         if torch.is_grad_enabled() and reduction == "none":
             raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
-        if self.is_fused:
-            losses, mean = fused_losses(x, weight, targets, counted)
+        if torch.is_tensor(head):
+            losses, mean = fused_losses(x, head, targets, counted)
         else:
-            losses = recomputed_losses(x, weight, targets, logits)
+            losses = recomputed_losses(x, head, targets, self.vocab_size)
             mean = losses.sum() / counted.sum().clamp(min=1)  # without targets, it is 0
         return mean if reduction == "mean" else losses.view(shape)
 
 
-def is_product(logits, weight):
-    """Returns whether logits(x) is F.linear(x, weight), and nothing else."""
-    with HeadProbe(weight) as probe:
-        result = logits(probe.x)
-    return result is probe.product and not probe.does_more
-
-
-class HeadProbe(TorchFunctionMode):
-    """A context that sees each call of a function of PyTorch. F.linear(x, weight) is not computed.
-
-    weight: (V, C), also on the device meta, where this would import PyTorch's compiler.
-    """
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-        self.x = torch.empty(1, weight.size(1), device=weight.device)
-        self.product = torch.empty(1, weight.size(0), device=weight.device)
-        self.does_more = False  # whether another function was called
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear:
-            given = dict(zip(("input", "weight", "bias"), args)) | (kwargs or {})
-            is_head = given["input"] is self.x and given["weight"] is self.weight
-            if is_head and given.get("bias") is None:
-                return self.product
-        self.does_more = True
-        return function(*args, **(kwargs or {}))
-
-
-def recomputed_losses(x, weight, targets, logits):
+def recomputed_losses(x, logits, targets, vocab_size):
     """x (N, C), targets (N) -> losses (N). Only one chunk of logits is in memory at a time.
 
     With tensor parallelism, logits gives all logits to each process.
@@ -93,7 +60,7 @@ def recomputed_losses(x, weight, targets, logits):
     def losses_of_chunk(x, targets):
         return F.cross_entropy(logits(x).float(), targets, reduction="none")  # 0 if ignored
 
-    rows = rows_of_chunk(x.device.type, matmul_dtype(x), weight.size(0))
+    rows = rows_of_chunk(x.device.type, matmul_dtype(x), vocab_size)
     losses = []
     for x_chunk, y in zip(x.split(rows), targets.split(rows)):
         losses.append(checkpoint(losses_of_chunk, x_chunk, y, use_reentrant=False))

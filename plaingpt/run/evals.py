@@ -4,6 +4,7 @@ import importlib.machinery
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
+from plaingpt.distributed.pipeline import from_stage, own_gpt
 from plaingpt.distributed.process import on_rank0
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.scoring.benchmark import check_logged, load_examples
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 MOST_COMPARED = 128  # positions whose logits are computed at the start
-TOLERANCE = 0.01  # relative to the largest logit; rounding to bfloat16 makes a smaller difference
 
 
 def import_benchmarks(config):
@@ -80,27 +80,64 @@ def run_evals(evals, model, process, config, step):
 
 @torch.no_grad()
 def check_loss(model, loader, process):
-    """Prints a note if GPT.loss is not the cross-entropy of GPT.logits, without training terms.
+    """Raises UserError unless GPT.loss is the cross-entropy of GPT.logits.
 
-    Training and validation call the first one, benchmarks and generation the second one. So who
-    edits only one of them trains one model and scores another. loader: a DataLoaderLite, whose
-    first tokens are compared. All processes must call this.
+    Training and validation call the first one, benchmarks and generation the second one. If only
+    one of them is edited, one model is trained and another one is scored. The two are called as
+    validation calls them. loader: a DataLoaderLite, whose first tokens are read. All processes must
+    call this.
     """
-    x, y = loader.batch(0, 1, process.device)  # (1, T) each
+    idx, _ = loader.batch(0, 1, process.device)  # (1, T)
+    idx = idx[:, :MOST_COMPARED]  # (1, n); they are also the targets, because any ids can be
+    precision = torch.get_float32_matmul_precision()
     model.eval()
-    with process.autocast, attention_for_many_shapes():  # no step has this shape
-        x = model.hidden(x)  # (1, T, C)
-        losses = model.loss(x, y, reduction="none").flatten()  # (T)
-        logits = model.logits(x[:, :MOST_COMPARED]).float()[0]  # (n, vocab_size)
+    with attention_for_many_shapes():  # no step has this shape
+        with process.autocast:
+            x = model.hidden(idx)  # (1, n, C)
+        # In float32, without autocast, a difference is an edit and not rounding. Large hidden
+        # states show an edit that changes only large logits, such as a soft-cap.
+        torch.set_float32_matmul_precision("highest")
+        x = 30 * x.float()
+        losses = model.loss(x, idx, reduction="none")[0]  # (n)
+        logits = model.logits(x)[0].float()  # (n, vocab_size)
+        names = find_untrained(own_gpt(model), x, idx)
+    torch.set_float32_matmul_precision(precision)
     model.train()
-    n = len(logits)
-    expected = F.cross_entropy(logits, y[0, :n], reduction="none")  # (n); 0 where y is -100
-    difference = (losses[:n] - expected).abs().max().item()
-    if difference > TOLERANCE * (1 + logits.abs().max().item()):
-        print0(
-            f"note: in evaluation, GPT.loss and the cross-entropy of GPT.logits differ by "
-            f"{difference:.2g} nats, so validation and benchmarks are of two models"
+    names = from_stage(-1, names, model)  # with --pp, the last stage has the head
+    expected = F.cross_entropy(logits, idx[0], reduction="none")  # (n)
+    difference = (losses - expected).abs().max().item()
+    what = None
+    if difference > 1e-4 * (1 + logits.abs().max().item()):
+        what = f"GPT.loss and the cross-entropy of GPT.logits differ by {difference:.2g} nats"
+    elif names:
+        what = f"GPT.logits uses {', '.join(names)}, and GPT.loss does not"
+    if what:
+        raise UserError(
+            f"model.py: {what}; in GPT.loss, give self.logits to loss_fn in place of "
+            "self.lm_head.weight (a term that is only for training belongs in GPT.forward)"
         )
+
+
+def find_untrained(gpt, x, targets):
+    """Returns the names of the parameters that GPT.logits uses, and GPT.loss does not.
+
+    Such a parameter would keep its initialization. While it is a bias of zero or a scale of one,
+    the loss does not show it. gpt: the GPT of this process. x: hidden states, (1, n, C). targets:
+    (1, n).
+    """
+    if gpt.lm_head is None:  # this stage of a pipeline has no head
+        return []
+    parameters = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
+    inputs = [x.requires_grad_(), *parameters.values()]
+    used = []
+    with torch.enable_grad():
+        loss = gpt.loss(x, targets)
+        if isinstance(loss, tuple):  # an edit may also return figures for the log
+            loss = loss[0]
+        for result in (gpt.logits(x).sum(), loss):
+            _, *gradients = torch.autograd.grad(result, inputs, allow_unused=True)
+            used.append({name for name, g in zip(parameters, gradients) if g is not None})
+    return sorted(used[0] - used[1])
 
 
 def draw_samples(model, data, config, process):
