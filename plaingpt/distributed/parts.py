@@ -4,10 +4,9 @@ They are DTensors: tensors of which each process has a part.
 """
 
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.pipeline import Pipeline, own_gpt
+from plaingpt.distributed.pipeline import Pipeline, from_stage, own_gpt
 
 import torch
-import torch.distributed as dist
 
 
 def scatter(name, whole, p, device, tp_plan):
@@ -53,9 +52,10 @@ def map_tensors(value, function):
         return type(value)(map_tensors(each, function) for each in value)
     if type(value) is dict:
         return {key: map_tensors(each, function) for key, each in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    raise TypeError(f"it is a {type(value).__name__}")
+    # This includes NumPy's numbers: torch.load with weights_only=True cannot read them.
+    raise TypeError(f"it is a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def gather(model, parts, process):
@@ -66,41 +66,19 @@ def gather(model, parts, process):
     Gathers the split tensors on the device one at a time, and moves each to the CPU before the next
     one, to save memory. All processes must call this.
     """
-    if isinstance(model, Pipeline):
-        return gather_stages(model, parts, process)
+    n_stages, index = (model.n_stages, model.index) if isinstance(model, Pipeline) else (1, 0)
     found = {}
-    for name, part in parts.items():
-        whole = join_parts(name, part, model.tp_plan)
-        if process.rank == 0:
-            found[name] = map_tensors(whole, torch.Tensor.cpu)
-    return found
-
-
-def gather_stages(model, parts, process):
-    """Does the same for a Pipeline. One stage after the other broadcasts its tensors."""
-    found = {}
-    for stage in range(model.n_stages):
-        # The other stages do not know the names, shapes and dtypes of these tensors.
-        shapes = {}
-        others = {}  # values that are no tensors
-        for name, part in parts.items():
-            if torch.is_tensor(part):
-                shapes[name] = (part.shape, part.dtype)
-            else:
-                others[name] = map_tensors(part, torch.Tensor.cpu)
-        message = [shapes, others]  # the broadcast replaces both by those of the stage
-        dist.broadcast_object_list(message, group=model.group, group_src=stage)
-        if process.rank == 0:
-            found.update(message[1])
-        for name, (shape, dtype) in message[0].items():
-            if stage == model.index:
-                whole = join_parts(name, parts[name], model.part.tp_plan)
-            else:
-                whole = torch.empty(shape, dtype=dtype)
-            whole = whole.to(process.device)  # AdamW's count of steps may be on the CPU
-            dist.broadcast(whole, group=model.group, group_src=stage)
+    for stage in range(n_stages):
+        # The other stages do not know the names of this stage.
+        for name in from_stage(stage, list(parts), model):
+            whole = None
+            if stage == index:
+                whole = join_parts(name, parts[name], own_gpt(model).tp_plan)
+                if not torch.is_tensor(whole):  # it will be pickled, which is for CPU tensors
+                    whole = map_tensors(whole, torch.Tensor.cpu)
+            whole = from_stage(stage, whole, model)
             if process.rank == 0:
-                found[name] = whole.cpu()
+                found[name] = map_tensors(whole, torch.Tensor.cpu)
     return found
 
 
@@ -108,10 +86,10 @@ def join_parts(name, part, tp_plan):
     """Returns the whole tensor of which each process has a part. All processes must call this."""
     if not is_dtensor(part):
         return map_tensors(part, torch.Tensor.detach)
-    part = part.detach()
-    if part.dim() == 0:
-        return part.full_tensor()
-    return by_heads(name, part.full_tensor(), part.device_mesh, tp_plan, back=True)
+    whole = part.detach().full_tensor()
+    if whole.dim() == 0:
+        return whole
+    return by_heads(name, whole, part.device_mesh, tp_plan, back=True)
 
 
 def make_whole_gpt(GPT, config, activation_checkpointing=False):

@@ -166,13 +166,23 @@ def own_gpt(model):
 def from_stage(stage, value, model):
     """Returns the value that one stage of a Pipeline has. All stages must call this.
 
-    stage: its index, or -1 for the last one. Without a pipeline, the value is returned as it is.
+    stage: its index, or -1 for the last one. A tensor is returned on the device of each process.
+    Without a pipeline, the value is returned as it is.
     """
     if not isinstance(model, Pipeline):
         return value
-    values = [value]  # the broadcast replaces the element of this list
-    dist.broadcast_object_list(values, group=model.group, group_src=stage % model.n_stages)
-    return values[0]
+    group, source = model.group, stage % model.n_stages
+    # A tensor without memory tells the other stages shape and dtype. To pickle the tensor itself
+    # takes several times as long.
+    outline = [value.to("meta") if torch.is_tensor(value) else value]
+    dist.broadcast_object_list(outline, group=group, group_src=source)  # replaces outline[0]
+    if not torch.is_tensor(outline[0]):
+        return outline[0]
+    if source != model.index:
+        value = torch.empty_like(outline[0], device=model.process.device)
+    value = value.to(model.process.device)  # AdamW's count of steps may be on the CPU
+    dist.broadcast(value, group=group, group_src=source)
+    return value
 
 
 class NoPositions(nn.Module):

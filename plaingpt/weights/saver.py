@@ -1,6 +1,7 @@
 """Saves the state of a run as a checkpoint, and restores it."""
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from plaingpt.distributed.parts import gather
 from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model, map_file
-from plaingpt.weights.optimizer_state import OptimizerState, kind_of_name, name_optimizers
+from plaingpt.weights.optimizer_state import OptimizerState
 
 import torch
 
@@ -29,12 +30,14 @@ class Saver:
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
         flags = {**asdict(config), **asdict(self.model.config)}
         check_equal(flags, "the processes have different flags; give all the same")
-        self.optimizers = {}  # {"adamw": its OptimizerState}
-        for name, optimizer in name_optimizers(training.optimizers).items():
-            self.optimizers[name] = OptimizerState(optimizer, own_gpt(self.model))
+        self.optimizers = []  # their OptimizerState
+        for optimizer in training.optimizers:
+            self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
         # model.py may be edited later, so hash it now.
         self.model_code = hash_of_model(type(self.whole_gpt))
         self.best_val = math.inf  # the lowest validation loss of the run
+        self.keys = None  # the keys of the state after the last step, until is_checked
+        self.is_checked = False
 
     def save(self, step, position, name=None):
         """Writes model_{step}.pt, or `name`, and deletes all but the newest `keep` checkpoints.
@@ -46,9 +49,9 @@ class Saver:
         gathered = gather(model, tensors_to_save(model), process)
         # Stages of a pipeline may have other optimizers, so all values are gathered together.
         values = {}
-        for kind, optimizer in self.optimizers.items():
+        for optimizer in self.optimizers:
             for key, value in optimizer.values().items():
-                values[f"{kind}/{key}"] = value
+                values[f"{optimizer.kind}/{key}"] = value
         values = gather(model, values, process)
         if process.rank > 0:
             return
@@ -81,6 +84,20 @@ class Saver:
         if self.config.keep:
             for old in find_checkpoints(path.parent)[: -self.config.keep]:
                 old.unlink()
+
+    def check(self):
+        """Raises UserError if the optimizers have a state that no checkpoint can hold.
+
+        This is called after each step, and does nothing after two steps with the same values.
+        """
+        if self.is_checked:
+            return
+        keys = set()
+        for optimizer in self.optimizers:
+            keys.update(optimizer.values())
+        # Without a finite gradient, the first steps are skipped, and there is no state yet.
+        self.is_checked = len(keys) > 0 and keys == self.keys
+        self.keys = keys
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
@@ -133,19 +150,21 @@ class Saver:
         saved: {"adamw": {key: value}}. A process takes what belongs to its parameters. Which one of
         two AdamW had a parameter does not matter.
         """
-        kinds = {}  # {name of a parameter: class of its optimizer}
-        values = {}  # those of all optimizers
+        values = {}  # {name of a parameter: {name of a value: value}}
+        kinds = {}  # {name of a parameter: class of the optimizer that had it}
         for name, own in saved.items():
-            values.update(own)
-            for key in own:
-                kinds[key.rpartition(".")[0]] = kind_of_name(name)
-        for optimizer in self.optimizers.values():
-            found = {kinds[name] for name in optimizer.named if name in kinds}
-            if optimizer.has_state and found != {optimizer.kind}:
-                raise UserError(
-                    f"the run in {self.config.log_dir} has another --optimizer; "
-                    "give all its flags again"
-                )
+            for key, value in own.items():
+                parameter, _, value_name = key.rpartition(".")
+                values.setdefault(parameter, {})[value_name] = value
+                # Version 1.0 has written "adamw_2" for a second AdamW.
+                kinds[parameter] = re.sub(r"_\d+$", "", name)
+        for optimizer in self.optimizers:
+            for name in optimizer.parameter_names():
+                if kinds.get(name, optimizer.kind) != optimizer.kind:
+                    raise UserError(
+                        f"the run in {self.config.log_dir} has another --optimizer; "
+                        "give all its flags again"
+                    )
             optimizer.restore(values)
 
 
