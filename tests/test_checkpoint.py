@@ -97,12 +97,11 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
 def test_the_best_loss_is_that_of_the_file(tmp_path):
     """Without --keep_best, a run may have had a lower loss, which no file has."""
     (tmp_path / "log.txt").write_text("0 val 1.0\n2 val 3.0\n4 val 2.0\n6 val 2.5\n8 val 2.1\n")
-    assert read_best_val(tmp_path, 8) == math.inf
-    torch.save(dict(step=6), tmp_path / "model_best.pt")
-    assert read_best_val(tmp_path, 8) == read_best_val(tmp_path, 6) == 2.5
-    assert read_best_val(tmp_path, 4) == 2.5  # step 6 will be computed again
-    torch.save(dict(step=10), tmp_path / "model_best.pt")
-    assert read_best_val(tmp_path, 6) == 2.0  # an earlier resume has removed step 10
+    assert read_best_val(tmp_path) == math.inf
+    torch.save(dict(step=6, val=2.25), tmp_path / "model_best.pt")
+    assert read_best_val(tmp_path) == 2.25
+    torch.save(dict(step=6), tmp_path / "model_best.pt")  # by version 1.0
+    assert read_best_val(tmp_path) == 2.5
 
 
 @pytest.mark.slow
@@ -416,23 +415,10 @@ def damaged_copy(directory, change):
     torch.save(saved, directory / "model_000004.pt")
 
 
-FIELDS = {  # changes of a checkpoint that no resume can read
+FIELDS = {  # changes of a checkpoint whose model cannot be read
     "tokenizer {": lambda saved: saved.update(tokenizer="{"),
     "tokenizer 7": lambda saved: saved.update(tokenizer=7),
     "no tokenizer": lambda saved: saved.pop("tokenizer"),
-    "no step": lambda saved: saved.pop("step"),
-    "step as text": lambda saved: saved.update(step="4"),
-    "step below 0": lambda saved: saved.update(step=-4),
-    "no position": lambda saved: saved.pop("position"),
-    "train_config": lambda saved: saved.update(train_config=[1]),
-    "scaler": lambda saved: saved.update(scaler=7),
-    "no optimizer": lambda saved: saved.pop("optimizer"),
-    "optimizer": lambda saved: saved.update(optimizer=[]),
-    "moments": lambda saved: saved.update(optimizer=dict(adamw=7)),
-    "NaN": lambda saved: saved["optimizer"]["adamw"][f"{WTE}.exp_avg"].fill_(torch.nan),
-    "count": lambda saved: saved["optimizer"]["adamw"][f"{WTE}.step"].fill_(-3),
-    "heads": lambda saved: saved["model_config"].update(n_head=3),
-    "no heads": lambda saved: saved["model_config"].update(n_head=0),
     "config": lambda saved: saved.update(model_config=[1]),
     "width": lambda saved: saved["model_config"].update(n_embd=10**17),
     "model": lambda saved: saved.update(model=[1]),
@@ -509,8 +495,7 @@ def test_too_many_open_files_are_no_damage(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     for n, name, read in (
         (0, "model_best.pt", lambda path: load_checkpoint(path, GPT)),
-        (1, "model_best.pt", lambda path: load_checkpoint(path, GPT)),  # torch cannot map it
-        (0, "model_best.pt", lambda path: read_best_val(tmp_path, 5)),
+        (0, "model_best.pt", lambda path: read_best_val(tmp_path)),
         (0, "x_train_000000.npy", open_shard),
         (0, "run.json", read_json),
     ):

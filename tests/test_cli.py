@@ -228,21 +228,6 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, redirection):
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
 
 
-def test_streams_that_are_closed(monkeypatch):
-    """As with >&-, Python has None in place of a stream."""
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-
-    def main():
-        assert sys.stdin.read() == ""
-        print0("caf\xe9")
-        raise UserError("a mistake")
-
-    with pytest.raises(SystemExit) as stop:
-        run_program(main)
-    assert stop.value.code == 2
-
-
 @pytest.mark.slow
 def test_text_for_a_terminal_of_ascii(whole, tmp_path):
     out, _ = program(

@@ -146,8 +146,8 @@ def test_shares():
     assert [*map(str, read_shares(["a", "b=2", "c=1/3"]).values())] == ["3/10", "3/5", "1/10"]
     shares = read_shares(["a=0.123456789", "b=1e-9", "c=3"]).values()
     assert sum(shares) == 1 and all(s > 0 and (s * 100_000).denominator == 1 for s in shares)
-    for item in ("a=0", "a=-1", "a=1/0", "a=.", "a=0,7", "a=nan", "a=x", "a=1e99999999"):
-        with pytest.raises(UserError, match="--data a=.*: give a weight from 1e-99"):
+    for item in ("a=0", "a=-1", "a=1/0", "a=.", "a=0,7", "a=nan", "a=x"):
+        with pytest.raises(UserError, match="--data a=.*: give a weight above 0"):
             read_shares([item])
     assert read_shares(["a=1", "a=2"]) == {"a": 1}
 

@@ -420,8 +420,8 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         assert "resumed from step 5 " in out and read_log(tmp_path / "run") == read_log(whole)
 
 
-# Row: a field of a checkpoint, `meta.json`, `run.json` or `core.yaml` is missing, or has another
-# type | error message that names the file
+# Row: a field of `meta.json`, `run.json`, `core.yaml` or a checkpoint's model is missing, or has
+# another type | error message that names the file
 
 
 @pytest.mark.slow
@@ -440,15 +440,14 @@ def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: the optimizer's moments in a checkpoint have another shape, or are not finite | error
-# message; the run does not start
+# Row: the moments of AdamW or Muon in a checkpoint have another shape | error message; the run does
+# not start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [torch.ones(()), torch.tensor(torch.nan).expand(32)])
-def test_damaged_moments(copy, value):
+def test_moments_of_another_shape(copy):
     saved = checkpoint(copy, 10)
-    saved["optimizer"]["adamw"]["transformer.ln_f.bias.exp_avg"] = value
+    saved["optimizer"]["adamw"]["transformer.ln_f.bias.exp_avg"] = torch.ones(())
     torch.save(saved, copy / "model_000010.pt")
     before = everything_in(copy)
     flags = ["--log_dir", "run", "--resume", "--max_steps", 12]
@@ -812,7 +811,7 @@ def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
     assert "| nan bits per byte" in out
 
 
-# Row: mistakes in flags (`--init_from ""`, `--data a=1e99999999`), files and prompts | error
+# Row: mistakes in flags (`--init_from ""`, `--data a=0`), files and prompts | error
 # message; nothing is written
 
 
@@ -892,7 +891,7 @@ CASES = {
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
         ("--data empty.txt", "has 0 tokens; give more than --block_size"),
-        ("--data text.txt=1e99999999", "=1e99999999: give a weight from 1e-99 to 1e99, such"),
+        ("--data text.txt=0", "text.txt=0: give a weight above 0, such as 0.5"),
         ("--data own", "own: tokenizer.json is not that of the shards, bytes; move it away"),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),

@@ -34,11 +34,20 @@ def save_huggingface(path, **changes):
     return path
 
 
-@pytest.mark.parametrize("save", [save_checkpoint, save_huggingface])
-def test_a_tied_matrix_with_two_values_is_refused(save, tmp_path):
+def save_nanogpt(path, **changes):
+    """Writes a checkpoint as nanoGPT does, with other values of some weights -> path."""
+    weights = fresh(replace(MODEL, vocab_size=50257)).state_dict()
+    arguments = {name: value for name, value in asdict(MODEL).items() if name != "dropout"}
+    arguments["vocab_size"] = 50257
+    torch.save(dict(model=weights | changes, model_args=arguments), path)
+    return path
+
+
+@pytest.mark.parametrize("save, n", [(save_nanogpt, 50257), (save_huggingface, 256)])
+def test_a_tied_matrix_with_two_values_is_refused(save, n, tmp_path):
     """As of a model whose head has its own weights. One of the two would win without a word."""
     pytest.importorskip("transformers")
-    wte = fresh(MODEL).state_dict()[WTE]
+    wte = fresh(replace(MODEL, vocab_size=n)).state_dict()[WTE]
     with pytest.raises(UserError, match=f"{WTE} and {HEAD} have different values, and the model"):
         load_model(save(tmp_path / "two", **{HEAD: wte + 0.1}), GPT)
     same, _ = load_model(save(tmp_path / "one", **{HEAD: wte.clone()}), GPT)

@@ -27,9 +27,6 @@ def run_program(main):
 
     An error of REMEDIES is one line, too: it names the file, and the program cannot correct it.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it is closed, as with >&-
-            setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:

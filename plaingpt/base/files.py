@@ -4,11 +4,9 @@ Also reads the files of a run. log.txt has a line "{step} {name} {value}" for ea
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
-import shutil
 import zlib
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from plaingpt.base.terminal import print0
 # checksum_of_places reads so many bytes at each place, and at most so many places.
 PLACE = 2**16
 N_PLACES = 64
-STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 # A line of log.txt: step, stream, value.
 LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
@@ -49,48 +46,28 @@ def reading(path, remedy="correct it", what="is damaged"):
 
 
 @contextlib.contextmanager
-def replacing(path, may_be_mounted=False):
-    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure.
-
-    may_be_mounted: whether `path` may be mounted alone, as in a container. Such a file cannot be
-    replaced, so its contents are.
-    """
+def replacing(path):
+    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.replace(temporary, path)
-        except OSError as error:
-            if not (may_be_mounted and error.errno == errno.EBUSY):
-                raise
-            shutil.copyfile(temporary, path)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def is_device(path):
-    """Returns whether a path is a device, a pipe, or an open file of this process.
-
-    An example of the last one is /dev/stdout. A shell may have opened a file for it, in which
-    others write, too, so nobody may replace that.
-    """
-    if os.path.abspath(path).startswith(STREAMS):
-        return True
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def open_output(path):
     """Opens the file that a flag names, to write bytes in a `with` block.
 
-    A device or a pipe is written to as it is. A file is replaced as in `replacing`; a symbolic link
-    stays one.
+    A symbolic link stays one. What is no file, such as /dev/stdout, is written to as it is.
     """
-    if is_device(path):
-        return open(path, "ab")  # "wb" would empty the file of /dev/stdout
-    return replacing(Path(path).resolve(), may_be_mounted=True)
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        return open(path, "wb")
+    return replacing(path.resolve())
 
 
 def lock(directory, flag, remedy="wait for it"):
@@ -124,13 +101,12 @@ def check_output(flag, path, inputs=()):
     if not path:
         return
     output = Path(path).resolve()
-    with writing(f"{flag} {path}"), contextlib.suppress(FileNotFoundError):
-        output.stat()  # fails if a name is too long
     if output.is_file():
         for each in inputs:
             if each and Path(each).resolve() in (output, *output.parents):
                 raise UserError(f"{flag} {path}: is also an input; give another file")
-    must_allow = path if is_device(path) else output.parent
+    is_device = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/stdout
+    must_allow = path if is_device else output.parent
     if output.is_dir() or not os.access(must_allow, os.W_OK):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 

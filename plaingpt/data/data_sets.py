@@ -6,6 +6,7 @@ This mixture has 70% of its sequences from fineweb:
 """
 
 import codecs
+import contextlib
 import math
 import re
 from fractions import Fraction
@@ -29,8 +30,6 @@ from plaingpt.data.tokens import Tokens, find_cut
 
 import numpy as np
 
-# A weight is a decimal number or a ratio. Fraction would compute all digits of 1e99999999.
-WEIGHT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/0*[1-9]\d*", re.I)
 MAX_PERIOD = 100_000  # after at most so many sequences, the order of the sets repeats
 
 
@@ -54,9 +53,10 @@ def read_weight(item):
     if "=" not in item[1:] or Path(item).exists():
         return item, Fraction(1)
     path, _, text = item.rpartition("=")
-    if not WEIGHT.fullmatch(text) or Fraction(text) == 0:
-        raise UserError(f"--data {item}: give a weight from 1e-99 to 1e99, such as 0.5")
-    return path, Fraction(text)
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        if (weight := Fraction(text)) > 0:
+            return path, weight
+    raise UserError(f"--data {item}: give a weight above 0, such as 0.5")
 
 
 def round_shares(shares):

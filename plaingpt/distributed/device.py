@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -85,29 +84,8 @@ def choose_compile(wanted, device):
         has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
         if not (has_compiler and has_headers):
             raise UserError("--compile: needs g++ and python3-dev; install them or --no-compile")
-        if device.type == "cpu" and sys.platform != "win32":
-            check_compiler_paths()
         print0("torch.compile: the first validation and micro-batch take a minute or more each")
     return wanted
-
-
-def check_compiler_paths():
-    """Raises UserError if torch would name paths to the C++ compiler that have spaces or quotes.
-
-    torch does not quote all of them.
-    """
-    temporary = tempfile.gettempdir()
-    cache = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary))
-    remedies = {
-        cache: "set TORCHINDUCTOR_CACHE_DIR to another directory",
-        temporary: "set TMPDIR to another directory",
-        os.path.dirname(torch.__file__): "install torch somewhere else, or use --no-compile",
-    }
-    for path, remedy in remedies.items():
-        if re.search(r"[\s'\"]", path):
-            raise UserError(
-                f"--compile: torch cannot use {path}: it has a space or a quote; {remedy}"
-            )
 
 
 def choose_dtype(name, device):

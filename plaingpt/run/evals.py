@@ -7,7 +7,7 @@ from plaingpt.base.terminal import print0
 from plaingpt.distributed.pipeline import from_stage, own_gpt
 from plaingpt.distributed.process import on_rank0
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
-from plaingpt.scoring.benchmark import check_logged, load_examples
+from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.score import TOKENS, make_rows, score
 
 import torch
@@ -33,8 +33,6 @@ def import_benchmarks(config):
             benchmark = getattr(importlib.import_module(name), "BENCHMARK", None)
         if benchmark is None:
             raise UserError(f"--evals {name}: no such benchmark; give a module, such as lambada")
-        if benchmark in [known for known, _ in found]:
-            raise UserError(f"--evals {name}: is given twice; give it once")
         found.append((benchmark, path))
     return found
 
@@ -43,12 +41,10 @@ def load_evals(benchmarks, tokenizer, gpt_config):
     """Loads the data of benchmarks -> [(Benchmark, its examples, its rows)].
 
     benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. Without a path, a
-    benchmark that has no data is skipped with a note. With a path, this raises UserError. It also
-    does so if a benchmark does not say which figure is logged.
+    benchmark that has no data is skipped with a note. With a path, this raises UserError.
     """
     evals = []
     for benchmark, path in benchmarks:
-        check_logged(benchmark)
         try:
             examples = on_rank0(load_examples, benchmark, path)
             rows = make_rows(examples, tokenizer, gpt_config, benchmark.prompt_ids, benchmark.spare)

@@ -238,7 +238,6 @@ class RunLog:
         self.data = data
         self.process = process
         self.path = Path(config.log_dir, "log.txt")
-        self.first_step = step
         self.figures = {}  # {name: last value}
         self.known = set()  # (step, name) of the numbers that log.txt already has
         self.sinks = []
@@ -304,10 +303,6 @@ class RunLog:
         figures: {name: number}, with train (the loss), norm and lr. Raises UserError after ten
         steps in a row without a finite gradient.
         """
-        if step == self.first_step and (taken := figures.keys() & self.figures.keys()):
-            raise ValueError(
-                f"GPT.forward returns {taken}, but the log has other figures of this name"
-            )
         self.write(step, **figures)
         self.progress.show_step(step, n_tokens, seconds, figures)
         if self.progress.n_skipped_in_row == 10:

@@ -66,23 +66,13 @@ class Benchmark:
     examples: Callable | None  # (records, **options) -> iterator of Examples
     report: Callable  # (examples, scores) -> {figure: value}
     figures: dict  # {figure: what it is, and what it compares with}
-    logged: str = ""  # the figure that a run logs; each benchmark must say it
+    logged: str  # the figure that a run logs
     proportions: tuple = ()  # the figures that are printed with the standard error of a proportion
     options: tuple = ()  # dataclasses with flags of its own
     input_options: tuple = ()  # names of those flags that are files or directories to read
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
     spare: int = 0  # positions of the model's context that a long text leaves free
-
-
-def check_logged(benchmark):
-    """Raises UserError if a benchmark does not say which figure a run logs."""
-    if benchmark.logged not in benchmark.figures:
-        raise UserError(
-            f"{benchmark.name}.py: its BENCHMARK must say which figure a run logs, and which ones "
-            f"are proportions; write logged=..., one of {', '.join(benchmark.figures)}, and "
-            "proportions=(...)"
-        )
 
 
 def split_by_example(examples, values):

@@ -10,7 +10,7 @@ from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import init_process, on_rank0
-from plaingpt.scoring.benchmark import check_logged, load_examples, split_by_example
+from plaingpt.scoring.benchmark import load_examples, split_by_example
 from plaingpt.scoring.score import TOKENS, make_rows, score
 from plaingpt.weights.checkpoint import find_newest_model, list_model_files
 
@@ -32,7 +32,6 @@ def run_benchmark(benchmark, GPT, argv=None):
 
     GPT: the class of model.py. Returns the figures, the same on every process.
     """
-    check_logged(benchmark)
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = take_options(benchmark, given)
     config = EvalConfig(**given)

@@ -1,9 +1,6 @@
 """Finds, checks and reads checkpoints: those of runs, of nanoGPT and of build-nanogpt."""
 
 import inspect
-import operator
-import os
-import re
 import sys
 import zipfile
 from dataclasses import asdict, replace
@@ -15,7 +12,7 @@ from plaingpt.base.files import reading
 from plaingpt.base.source import hash_of_files
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.parts import make_whole_gpt, map_tensors
+from plaingpt.distributed.parts import make_whole_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
@@ -37,24 +34,24 @@ MODEL_FILES = (
 def check_weights(weights, config, GPT):
     """Raises an error of some kind unless a GPT of this GPTConfig can have these weights.
 
-    weights: a state dict. It must have the right names and shapes, and finite values. A matrix that
-    is tied, as those of embedding and head, must have the same values under each of its names.
-    load_state_dict would take the last ones. GPT: the class of the model.
+    weights: a state dict. It must have the right names and shapes, and finite values. GPT: the
+    class of the model.
     """
-    if config.n_embd % config.n_head:  # no shape depends on the number of heads
-        raise ValueError(f"n_head {config.n_head} is no divisor of n_embd {config.n_embd}")
-    model = make_whole_gpt(GPT, config)
-    first_names = {}  # {parameter: its first name}
-    tied = []  # pairs of names
-    for name, p in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(p, name)
-        if first != name:
-            tied.append((first, name))
-    model.load_state_dict(weights, assign=True)  # compares names and shapes
+    make_whole_gpt(GPT, config).load_state_dict(weights, assign=True)  # compares names and shapes
     if not all(tensor.isfinite().all() for tensor in weights.values()):
         raise ValueError("its weights are not finite")
-    for first, name in tied:
-        if not torch.equal(weights[first], weights[name]):
+
+
+def check_tied(weights, config, GPT):
+    """Raises ValueError if another program has not tied a matrix that a GPT ties.
+
+    An example is the matrix of embedding and head. load_state_dict would take one of the two. The
+    arguments are those of check_weights.
+    """
+    first_names = {}  # {parameter: its first name}
+    for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(p, name)
+        if first != name and not torch.equal(weights[first], weights[name]):
             raise ValueError(f"{first} and {name} have different values, and the model ties them")
 
 
@@ -85,6 +82,7 @@ def convert_nanogpt(found, GPT):
             weights[name] = given[name].float()[: len(p)]
         elif name.endswith(".bias"):  # with nanoGPT's bias=False, they are missing
             weights[name] = torch.zeros(p.shape)
+    check_tied(weights, config, GPT)
     return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
@@ -110,19 +108,11 @@ def read_file(path, GPT):
 def map_file(path):
     """Reads what torch.save wrote. With mmap, the processes of a machine share its memory.
 
-    Raises OSError if the system cannot read the file, and exceptions of many kinds if it is
-    damaged.
+    Raises exceptions of many kinds if the file is damaged.
     """
     # weights_only=True runs no code of the file. On Windows, a mapped file could not be deleted or
     # moved.
-    try:
-        return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
-    except RuntimeError as error:
-        # torch maps the file itself: "unable to mmap 9 bytes ...: Cannot allocate memory (12)".
-        if found := re.search(r"unable to .* \((\d+)\)$", str(error)):
-            number = int(found[1])
-            raise OSError(number, os.strerror(number)) from None
-        raise
+    return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
 
 
 def check_file(path, GPT, remedy):
@@ -188,37 +178,7 @@ def load_newest(directory, GPT):
     checkpoint = load_checkpoint(paths[-1], GPT, remedy)
     if "train_config" not in checkpoint:
         raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
-    with reading(paths[-1], remedy):
-        return checkpoint | read_state(checkpoint)
-
-
-def read_state(checkpoint):
-    """Returns what a resumed run takes from a checkpoint besides the model: a dict.
-
-    Raises an exception if a field is missing, or if it has another type.
-    """
-    optimizers = {name: dict(values) for name, values in checkpoint["optimizer"].items()}
-    for values in optimizers.values():
-        for key, value in values.items():
-            map_tensors(value, lambda tensor, key=key: check_finite(key, tensor))
-            if key.endswith(".step") and value < 0:
-                raise ValueError(f"{key} is below 0")
-    state = dict(
-        step=operator.index(checkpoint["step"]),
-        position=operator.index(checkpoint["position"]),
-        train_config=dict(checkpoint["train_config"]),
-        scaler=dict(checkpoint["scaler"]),
-        optimizer=optimizers,
-    )
-    if min(state["step"], state["position"]) < 0:
-        raise ValueError("its step or position is below 0")
-    return state
-
-
-def check_finite(key, tensor):
-    """Raises ValueError if a tensor has a number that is not finite."""
-    if not tensor.isfinite().all():
-        raise ValueError(f"{key} is not finite")
+    return checkpoint
 
 
 def unpack(checkpoint, GPT):

@@ -7,7 +7,13 @@ from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import write_json
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, make_library
-from plaingpt.weights.checkpoint import check_weights, find_checkpoints, load_checkpoint, unpack
+from plaingpt.weights.checkpoint import (
+    check_tied,
+    check_weights,
+    find_checkpoints,
+    load_checkpoint,
+    unpack,
+)
 
 import torch
 
@@ -54,6 +60,7 @@ def read_gpt2(name, GPT):
         )
         weights = transpose_conv1d(hf.float().state_dict())
         check_weights(weights, config, GPT)
+        check_tied(weights, config, GPT)
     return config, weights
 
 

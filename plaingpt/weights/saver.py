@@ -39,11 +39,11 @@ class Saver:
         self.keys = None  # the keys of the state after the last step, until is_checked
         self.is_checked = False
 
-    def save(self, step, position, name=None):
+    def save(self, step, position, name=None, **more):
         """Writes model_{step}.pt, or `name`, and deletes all but the newest `keep` checkpoints.
 
-        position: number of sequences that the run has consumed. The file is either complete or
-        absent. Raises UserError.
+        position: number of sequences that the run has consumed. more: other values for the file.
+        The file is either complete or absent. Raises UserError.
         """
         model, process = self.model, self.process
         gathered = gather(model, tensors_to_save(model), process)
@@ -74,6 +74,7 @@ class Saver:
             model_code=self.model_code,
             model_config=asdict(model.config),
             train_config={**self.config.settings_of_losses(), **self.data.fingerprints},
+            **more,
         )
         path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
         with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
@@ -107,7 +108,7 @@ class Saver:
         """
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
-            self.save(step, position, "model_best.pt")
+            self.save(step, position, "model_best.pt", val=val)
 
     def restore(self, checkpoint):
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
@@ -134,7 +135,7 @@ class Saver:
         if checkpoint["scaler"]:  # it is {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:
-            self.best_val = on_rank0(read_best_val, Path(place), step)
+            self.best_val = on_rank0(read_best_val, Path(place))
         print0(f"resumed from step {step} in {place}")
         if config.keep_best and self.best_val == math.inf:
             print0(f"note: --keep_best saves the best of the steps from {step} on")
@@ -179,23 +180,17 @@ def tensors_to_save(model):
     return tensors
 
 
-def read_best_val(directory, step):
+def read_best_val(directory):
     """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
 
-    It is not always the lowest loss in log.txt, because --keep_best may have been given late. step:
-    where the run resumes. If the file is of a later step, an earlier resume may have removed its
-    loss from log.txt. Then the lowest loss so far stands for it. Raises UserError.
+    The lowest loss in log.txt may be another one, because --keep_best may have been given late.
     """
     path = directory / "model_best.pt"
     if not path.is_file():
         return math.inf
     with reading(path, "move it away", "not a readable checkpoint"):
-        best_step = map_file(path)["step"]
-    losses = read_streams(directory / "log.txt").get("val", {})
-    if best_step in losses:
-        return losses[best_step]
-    best = math.inf
-    for val_step, val in losses.items():
-        if 0 < val_step <= step:
-            best = min(best, val)  # this order ignores NaN, which is not below `best`
-    return best
+        best = map_file(path)
+        if "val" in best:
+            return best["val"]
+        # Version 1.0 has written the loss into log.txt only.
+        return read_streams(directory / "log.txt").get("val", {}).get(best["step"], math.inf)
