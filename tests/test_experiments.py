@@ -180,9 +180,9 @@ def test_experiment(tmp_path, plain, name):
     run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8, *flags)
     module = runpy.run_path(tmp_path / "model.py")
     check_positions(module)
-    if (
-        name != "z-loss"
-    ):  # its other half is in plaingpt, of which this process has the unchanged one
+    # The other half of z-loss is in plaingpt, of which this process has the unchanged one.
+    # sliding-window chooses among the kernels itself, and PyTorch does not count the fast one.
+    if name not in ("z-loss", "sliding-window"):
         check_flops(module, name)
 
 

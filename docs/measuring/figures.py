@@ -102,27 +102,6 @@ def bench_rows(dtype, flags, kind):
     return rows
 
 
-def attention():
-    """Measures attention on a CPU, forward and backward, in bfloat16."""
-    command = "PYTHONPATH=. python docs/measuring/attention.py"
-    lines = {}  # {shape: [(kernel, products) of each round]}
-    for _ in range(ROUNDS):
-        for line in run(command).output.splitlines():
-            shape, kernel, products = re.fullmatch(r"(.*) kernel (.*) products (.*)", line).groups()
-            lines.setdefault(shape, []).append((float(kernel), float(products)))
-    rows = []
-    for shape, rounds in lines.items():
-        kernel, products = zip(*rounds)
-        ratio = statistics.median(b / a for a, b in rounds)
-        figure = (
-            f"kernel {median_and_range(kernel, 'ms')}; products {median_and_range(products, 'ms')}"
-        )
-        rows.append(
-            (f"(B, nh, T, hs) = {shape}", f"{figure}; {ratio:.2f} times the kernel", command)
-        )
-    return rows
-
-
 def limit():
     """Measures the share of a step in the time that its matrix products would take alone."""
     rows = []
@@ -396,7 +375,6 @@ USUAL = {
     "pairs": (pairs, 6),
     "step": (step, 7),
     "step_float32": (step_float32, 6),
-    "attention": (attention, 1),
     "limit": (limit, 2),
     "checkpointing": (checkpointing, 5),
     "generation": (generation, 9),

@@ -3,10 +3,12 @@
 import contextlib
 import math
 
-from plaingpt.ops.attention import NOT_CUDNN
-
 import torch
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# All kernels but cuDNN's. With a mask, it gives gradients of NaN if T % 128 is 64
+# (pytorch/pytorch#196678). And it prepares a plan for each new shape.
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @contextlib.contextmanager
