@@ -4,8 +4,8 @@ Only a few megabytes are in memory, whatever the size of a file. But a JSON arra
 .tsv file, a benchmark's text file, and a document of a .txt file that may not be cut are read
 whole.
 
-Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, JSON as bytes,
-or the ValueError of a damaged record.
+Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, or JSON as
+bytes. A damaged line of JSON is one damaged record. Any other damage ends the file.
 """
 
 import codecs
@@ -26,9 +26,7 @@ from plaingpt.data.tokenizer import clean_text
 BLOCK = 2**20  # so many bytes are read at a time
 TABLES = (".parquet", ".arrow")
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
-BEFORE_ITEM = re.compile(r"[\s,]*")  # in an array
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
-QUOTED = re.compile(r'"[^"]*"')  # text in quotes in a row of CSV
 MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
@@ -112,32 +110,28 @@ def check_layout(path, line, is_only, columns):
 
 def read_array(file):
     """Yields (where, item) of a file that is a JSON array. Raises ValueError."""
-    text = file.read().decode("utf-8-sig")
-    items = json.loads(text)
-    decoder = json.JSONDecoder()
-    place = text.index("[") + 1  # after the item before
-    line = 1 + text.count("\n", 0, place)  # of this place
-    for n, item in enumerate(items, start=1):
-        start = BEFORE_ITEM.match(text, place).end()
-        line += text.count("\n", place, start)
-        yield f"line {line}, item {n}", item
-        _, place = decoder.raw_decode(text, start)
-        line += text.count("\n", start, place)
+    for n, item in enumerate(json.loads(file.read().decode("utf-8-sig")), start=1):
+        yield f"item {n}", item
 
 
 def read_csv(file, delimiter):
-    """Yields (where, dict or ValueError) of CSV, which begins with a line of names."""
+    """Yields (where, dict) of CSV, which begins with a line of names. Raises ValueError."""
+    csv.field_size_limit(MOST_CHARACTERS)
+    reader = csv.reader(open_text(file), delimiter=delimiter, strict=True)
     names = None
-    for line, row in read_rows(open_text(file), delimiter):
-        if isinstance(row, ValueError):
-            if names is None:
-                raise row
-            yield f"line {line}", row
-        elif names is None:
-            names = row or None  # lines without a field are left out
-            check_names(row)
-        elif row:
-            yield f"line {line}", make_record(names, row)
+    line = 1  # where the next row begins
+    try:
+        for row in reader:
+            if row and names is None:
+                names = row
+                check_names(names)
+            elif row:  # an empty line is no row
+                if any(row[len(names) :]):
+                    raise csv.Error(f"{len(row)} fields for {len(names)} names")
+                yield f"line {line}", dict(zip(names, row))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {line}: {error}") from None
 
 
 def check_names(names):
@@ -145,46 +139,6 @@ def check_names(names):
     for name in names:
         if name and names.count(name) > 1:
             raise ValueError(f"two columns are named {name!r}")
-
-
-def read_rows(text, delimiter):
-    """Yields (number of its first line, list of fields) for each row of CSV, a file of text.
-
-    Instead of the list, a row with a quote at a wrong place has a ValueError. An open quote would
-    take all lines up to the next quote. So the next row begins in the line after the first one.
-    """
-    csv.field_size_limit(MOST_CHARACTERS)
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
-    space_before_quote = re.compile(rf'(^|{delimiter}) +"')  # at the start of a field
-    line = 1  # where the next row begins
-    while True:
-        start = text.tell()
-        n_before = reader.line_num
-        try:
-            row = next(reader, None)
-            n_lines = reader.line_num - n_before
-            if any(re.match(' +"', field) for field in row or []):
-                # If the spaces stand before the quotes, Python's reader keeps these in the text.
-                end = text.tell()
-                text.seek(start)
-                if space_before_quote.search(QUOTED.sub('""', text.read(end - start))):
-                    row = ValueError("a space before a quote; remove it")
-        except csv.Error as error:
-            row = ValueError(f"not CSV ({error})")
-            text.seek(start)
-            text.readline()
-            n_lines = 1
-        if row is None:
-            return
-        yield line, row
-        line += n_lines
-
-
-def make_record(names, row):
-    """Returns the fields of a row as a dict, or a ValueError if some of them have no name."""
-    if any(row[len(names) :]):
-        return ValueError(f"{len(row)} fields for {len(names)} names; put texts into quotes")
-    return dict(zip(names, row))
 
 
 def read_table(kind, file, columns):
@@ -284,7 +238,7 @@ def decompress(path, file):
 
 
 def read_items(path, file, columns=()):
-    """Yields (where, item): a place such as "line 7", and a dict, JSON as bytes, or a ValueError.
+    """Yields (where, item): a place such as "line 7", and a dict, or JSON as bytes.
 
     In a file of an unknown kind, each line is {"text": line}. columns: names of the fields that the
     caller needs; tables decode no other columns. Raises UserError.
@@ -306,8 +260,6 @@ def read_items(path, file, columns=()):
 
 def parse_record(item):
     """An item of read_items -> a dict. Raises ValueError."""
-    if isinstance(item, ValueError):
-        raise item
     if isinstance(item, bytes):
         try:
             item = json.loads(item.decode("utf-8-sig"))
