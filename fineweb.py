@@ -129,7 +129,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with writing(path, "free some space; the same command continues"):
         write_json(directory / "progress.json", facts)
-        if tokenizer.settings:
+        if tokenizer.json:
             (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
         (directory / "meta.json").unlink(missing_ok=True)
         with replacing(path) as file:

@@ -16,16 +16,7 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer_json import (
-    add_unknown_token,
-    build_tokenizer_json,
-    is_gpt2,
-    joins_bytes,
-    keeps_text,
-    parse_tokenizer_json,
-    read_settings,
-    rename_token,
-)
+from plaingpt.data.tokenizer_json import TokenizerJson, is_gpt2, read_settings
 
 import numpy as np
 
@@ -47,20 +38,13 @@ class Tokenizer:
     # This id stands before every document, and generation starts from it. For "bytes" and "lines",
     # it is the line break, which also stands for text.
     end_of_text: int
-    settings: dict | None = None  # the contents of a tokenizer.json; None for "gpt2" and "bytes"
-    # The id for text that the vocabulary does not have. It is n_vocab if such text is left out, and
-    # None if the vocabulary can encode any text.
-    unknown: int | None = None
+    json: TokenizerJson | None = None  # None for "gpt2" and "bytes"
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
         # It stands for end_of_text. It is random, so that no text contains it.
         self.mark = f"<|{uuid.uuid4()}|>"
-        self.end_name = None  # the name of end_of_text; None if it also stands for text
-        for name, i in self.special.items():
-            if i == self.end_of_text:
-                self.end_name = name
 
     @functools.cached_property
     def encoding(self):
@@ -74,29 +58,6 @@ class Tokenizer:
             special_tokens={self.mark: self.end_of_text},
         )
 
-    def make_settings(self):
-        """Returns the contents of a tokenizer.json with this vocabulary."""
-        return self.settings or build_tokenizer_json(self.token_bytes, self.special)
-
-    @functools.cached_property
-    def library(self):
-        """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text.
-
-        In a tokenizer.json, end_of_text gets the name self.mark, so that no text has its id.
-        """
-        settings = self.make_settings()
-        if self.settings and self.end_name:
-            settings = rename_token(settings, self.end_name, self.mark)
-        return make_library(settings)
-
-    @functools.cached_property
-    def counting_library(self):
-        """The library, but text that the vocabulary lacks has the id `unknown`, and is not lost."""
-        if self.unknown < self.n_vocab:
-            return self.library
-        settings = json.loads(self.library.to_str())
-        return make_library(add_unknown_token(settings, str(uuid.uuid4()), self.unknown))
-
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text.
 
@@ -107,28 +68,28 @@ class Tokenizer:
 
     def encode_documents(self, texts):
         """Texts -> their ids, (n,), with end_of_text before each text. Releases the GIL."""
-        if not self.settings:
-            text = "".join(self.mark + text for text in texts)
-            return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-        ids = []
-        for encoding in encode_with(self.library, texts):
-            ids.append(self.end_of_text)
-            ids.extend(encoding.ids)
-        return np.array(ids, self.dtype)
+        if self.json:
+            ids = []
+            for own in self.json.encode(texts):
+                ids += [self.end_of_text, *own]
+            return np.array(ids, self.dtype)
+        text = "".join(self.mark + text for text in texts)
+        return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
 
     def count_unknown(self, texts):
         """Texts -> (number of tokens for text that the vocabulary does not have, that of all).
 
         If such text is left out, each of its characters, or bytes, counts as a token.
         """
-        if self.unknown is None:
-            return 0, 0
-        n_unknown = 0
-        n_tokens = 0
-        for encoding in encode_with(self.counting_library, texts):
-            n_unknown += encoding.ids.count(self.unknown)
-            n_tokens += len(encoding.ids)
-        return n_unknown, n_tokens
+        return self.json.count_unknown(texts) if self.json else (0, 0)
+
+    @property
+    def unknown(self):
+        """The id for text that the vocabulary does not have, or None if it can encode any text.
+
+        It is n_vocab if such text is left out.
+        """
+        return self.json.unknown if self.json else None
 
     def count_lost(self, texts):
         """Returns how many characters, or bytes, of texts no id stands for."""
@@ -137,9 +98,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
-        if self.settings and not joins_bytes(self.settings):
-            text = self.library.decode(ids, skip_special_tokens=False)
-            return text.replace(self.mark, self.end_name or "")
+        if self.json and not self.json.joins_bytes:
+            return self.json.decode(ids)
         data = b"".join(self.token_bytes[i] if i < self.n_vocab else b"\xff" for i in ids)
         return data.decode("utf-8", errors="replace")
 
@@ -150,7 +110,7 @@ class Tokenizer:
         example. SentencePiece puts one before a text. A normalizer replaces characters.
         """
         sizes = np.zeros(vocab_size, np.int64)
-        if self.settings and not keeps_text(self.settings):
+        if self.json and not self.json.keeps_text:
             print0(
                 "note: bits per byte need a byte-level vocabulary that does not change texts; "
                 "wikitext.py has them"
@@ -172,21 +132,6 @@ def note_unknown(tokenizer, texts, what):
         print0(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {what}")
 
 
-def make_library(settings):
-    """Contents of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError."""
-    with explaining("tokenizer.json: not usable", "give another one"):
-        library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
-    library.encode_special_tokens = True
-    return library
-
-
-def encode_with(library, texts):
-    """Texts -> list of tokenizers.Encoding. Raises UserError."""
-    with explaining("tokenizer.json: not usable", "give another one"):
-        # This fails, for example, if the unknown token is missing.
-        return library.encode_batch_fast(texts, add_special_tokens=False)
-
-
 @functools.cache
 def get_tokenizer(source):
     """Makes the Tokenizer of a source. Raises UserError.
@@ -204,14 +149,15 @@ def get_tokenizer(source):
         return Tokenizer("gpt2", source, token_bytes, {END_OF_TEXT: end}, end)
     if not source.startswith("{"):
         raise UserError(f"unknown tokenizer {source[:50]!r}; add its tokenizer.json to the shards")
-    settings, token_bytes, special, end, unknown = parse_tokenizer_json(source)
+    found = TokenizerJson(source)
+    token_bytes, end = found.token_bytes, found.end_of_text
     for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):
         same_ids = known.token_bytes == token_bytes and known.end_of_text == end
-        if same_ids and is_gpt2(settings):
+        if same_ids and is_gpt2(found.settings):
             return known
     crc = zlib.crc32(repr((token_bytes, end)).encode())
     name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc:08x})"
-    return Tokenizer(name, source, token_bytes, special, end, settings, unknown)
+    return Tokenizer(name, source, token_bytes, found.special, end, found)
 
 
 def read_gpt2_tokens():

@@ -1,10 +1,12 @@
 """Reads and writes the tokenizer.json of Hugging Face: ids, bytes, special tokens."""
 
+import functools
 import json
 import re
+import uuid
 from pathlib import Path
 
-from plaingpt.base.errors import require
+from plaingpt.base.errors import explaining, require
 from plaingpt.base.files import read_json
 
 # Usual names of the token between documents. The first one that a vocabulary has is taken.
@@ -19,41 +21,101 @@ BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
 
 
-def parse_tokenizer_json(source):
-    """Text of a tokenizer.json -> (settings, bytes of each id, special ids, end-of-text id, id of
-    unknown text or None).
+class TokenizerJson:
+    """A tokenizer.json: its vocabulary, which needs no package, and its tokenizers.Tokenizer.
 
-    Needs no package, so that training from shards needs none. settings: the contents of the file.
-    special ids: {text: id}. The key "end_of_text" is ours. It is the name of the token between
+    source: the text of the file. The key "end_of_text" is ours: the name of the token between
     documents, if it is not in END_NAMES. Raises ValueError, or KeyError if the text is other JSON.
     """
-    settings = json.loads(source)
-    end_name = settings.pop("end_of_text", None)
-    settings.update(truncation=None, padding=None)
-    settings = dict(normalizer=None, pre_tokenizer=None, decoder=None, added_tokens=[]) | settings
-    model = settings["model"]
-    if "dropout" in model:  # BPE would leave out random merges, also outside of training
-        model["dropout"] = None
-    added = {token["content"]: token["id"] for token in settings["added_tokens"]}
-    ids = ids_of_model(model) | added
-    special = {}
-    for token in settings["added_tokens"]:
-        if token["special"]:
-            special[token["content"]] = token["id"]
-    byte_level = is_byte_level(settings)
-    end_name = find_end_name(ids, end_name)
-    end = ids[end_name]
-    # A letter, such as the line break, can be end_of_text and stand for text, too.
-    if len(end_name) > 1 or end_name in added:
-        special[end_name] = end
-    check_ids(ids)
-    token_bytes = [b""] * (max(ids.values()) + 1)
-    for token, i in ids.items():
-        token_bytes[i] = bytes_of(token, byte_level and token not in added)
-    unknown = find_unknown(settings, ids)
-    if unknown == end:
-        raise ValueError(f"{end_name} also stands for unknown text")
-    return settings, token_bytes, special, end, unknown
+
+    def __init__(self, source):
+        settings = json.loads(source)
+        end_name = settings.pop("end_of_text", None)
+        settings.update(truncation=None, padding=None)
+        empty = dict(normalizer=None, pre_tokenizer=None, decoder=None, added_tokens=[])
+        settings = empty | settings
+        model = settings["model"]
+        if "dropout" in model:  # BPE would leave out random merges, also outside of training
+            model["dropout"] = None
+        added = {token["content"]: token["id"] for token in settings["added_tokens"]}
+        ids = ids_of_model(model) | added
+        self.special = {}  # {text: id}
+        for token in settings["added_tokens"]:
+            if token["special"]:
+                self.special[token["content"]] = token["id"]
+        byte_level = is_byte_level(settings)
+        end_name = find_end_name(ids, end_name)
+        self.end_of_text = ids[end_name]
+        self.end_name = None  # of end_of_text; None if it also stands for text
+        # A letter, such as the line break, can be end_of_text and stand for text, too.
+        if len(end_name) > 1 or end_name in added:
+            self.special[end_name] = self.end_of_text
+        if end_name in self.special:
+            self.end_name = end_name
+        check_ids(ids)
+        self.token_bytes = [b""] * (max(ids.values()) + 1)  # of each id
+        for token, i in ids.items():
+            self.token_bytes[i] = bytes_of(token, byte_level and token not in added)
+        # The id for text that the vocabulary does not have, see Tokenizer.unknown.
+        self.unknown = find_unknown(settings, ids)
+        if self.unknown == self.end_of_text:
+            raise ValueError(f"{end_name} also stands for unknown text")
+        self.settings = settings
+        self.joins_bytes = joins_bytes(settings)
+        self.keeps_text = keeps_text(settings)
+        # The library's name of end_of_text. It is random, so that no text has its id.
+        self.mark = f"<|{uuid.uuid4()}|>"
+
+    @functools.cached_property
+    def library(self):
+        """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
+        settings = self.settings
+        if self.end_name:
+            settings = rename_token(settings, self.end_name, self.mark)
+        return make_library(settings)
+
+    @functools.cached_property
+    def counting_library(self):
+        """The library, but text that the vocabulary lacks has the id `unknown`, and is not lost."""
+        if self.unknown < len(self.token_bytes):
+            return self.library
+        settings = json.loads(self.library.to_str())
+        return make_library(add_unknown_token(settings, str(uuid.uuid4()), self.unknown))
+
+    def encode(self, texts):
+        """Texts -> a list of ids for each."""
+        return [encoding.ids for encoding in encode_with(self.library, texts)]
+
+    def count_unknown(self, texts):
+        """Does what Tokenizer.count_unknown does."""
+        if self.unknown is None:
+            return 0, 0
+        n_unknown = 0
+        n_tokens = 0
+        for encoding in encode_with(self.counting_library, texts):
+            n_unknown += encoding.ids.count(self.unknown)
+            n_tokens += len(encoding.ids)
+        return n_unknown, n_tokens
+
+    def decode(self, ids):
+        """Ids -> text."""
+        text = self.library.decode(ids, skip_special_tokens=False)
+        return text.replace(self.mark, self.end_name or "")
+
+
+def make_library(settings):
+    """Contents of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError."""
+    with explaining("tokenizer.json: not usable", "give another one"):
+        library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+    library.encode_special_tokens = True
+    return library
+
+
+def encode_with(library, texts):
+    """Texts -> list of tokenizers.Encoding. Raises UserError."""
+    with explaining("tokenizer.json: not usable", "give another one"):
+        # This fails, for example, if the unknown token is missing.
+        return library.encode_batch_fast(texts, add_special_tokens=False)
 
 
 def ids_of_model(model):

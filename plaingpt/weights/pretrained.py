@@ -6,7 +6,8 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import write_json
 from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, make_library
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.data.tokenizer_json import build_tokenizer_json, make_library
 from plaingpt.weights.checkpoint import (
     check_tied,
     check_weights,
@@ -128,7 +129,11 @@ def save_tokenizer(tokenizer, directory, block_size):
 
     As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
     """
-    library = make_library(tokenizer.make_settings())  # end_of_text has its own name in it
+    if tokenizer.json:
+        settings = tokenizer.json.settings  # end_of_text has its own name in it
+    else:
+        settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
+    library = make_library(settings)
     settings = json.loads(library.to_str())
     settings["post_processor"] = None
     end = library.id_to_token(tokenizer.end_of_text)
