@@ -116,7 +116,7 @@ def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys, monkeypa
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 12_345_678_901)
     progress = Progress(train_gpt2.TrainConfig(max_steps=5, log_dir="x"), 1, conftest.ALONE)
     progress.is_cuda = True
-    progress.show_end(5)
+    progress.show_end(5, is_complete=True)
     out = capsys.readouterr().out
     assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x writes text\n"
     assert re.search(runs.MEMORY, out)[1] == "12.3"
