@@ -162,9 +162,9 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
     ],
 )
 def test_a_signal_ends_an_evaluation_of_two_processes(tmp_path, long):
-    """The evaluation would take minutes. Only one process gets the signal."""
-    (tmp_path / "my.txt").write_text(TEXT * 60)
-    write_lines(tmp_path / "lambada.jsonl", [{"text": TEXT[:900]}] * 100_000)
+    """The evaluation would take many seconds. Only one process gets the signal."""
+    (tmp_path / "my.txt").write_text(TEXT * 20)
+    write_lines(tmp_path / "lambada.jsonl", [{"text": TEXT[:900]}] * 20_000)
     flags = [*TINY, "--val_tokens", 64, "--max_steps", 3, "--save_every", 0, "--log_dir", "run"]
     flags += ["--val_every", 0, *long]
     a, b = spawn(*flags, cwd=tmp_path, processes=2)
@@ -178,7 +178,7 @@ def test_a_signal_ends_an_evaluation_of_two_processes(tmp_path, long):
 
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path):
-    (tmp_path / "my.txt").write_text(TEXT * 60)
+    (tmp_path / "my.txt").write_text(TEXT * 20)
     flags = ["--val_tokens", 10**6, "--data", "my.txt", "--log_dir", "run"]
     (process,) = spawn(*TINY, *flags, cwd=tmp_path)
     wait_for(process, "AdamW with decay")
