@@ -30,7 +30,7 @@ from plaingpt.data.documents import RECORDS, kind_of, read_records
 from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
 from plaingpt.data.tokenizer import clean_text, note_unknown
 from plaingpt.distributed.process import init_process
-from plaingpt.lab.copies import find_commit, make_copy, remove_copies
+from plaingpt.lab.copies import make_copy, remove_copies
 from plaingpt.look.page import Look, Snapshot, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
@@ -127,7 +127,7 @@ def own_class(run):
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place, "copy")
         try:
-            make_copy(copy, find_commit(facts["git_commit"].removesuffix("-dirty")), changes)
+            make_copy(copy, facts["git_commit"].removesuffix("-dirty"), changes)
             run.GPT = import_file(copy / "model.py", f"model_of_{id(run)}").GPT
             yield
         finally:

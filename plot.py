@@ -4,8 +4,8 @@
   python plot.py log/base-? log/rms-?             draws two groups: base, rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
   python plot.py log/baby --panels loss bpb       draws only these panels
-  python plot.py verdict.json                     the ladder of experiment.py
-                                                  --sizes --json verdict.json
+  python plot.py verdict.json                     losses over compute, of
+                                                  experiment.py --sizes --json
 
 Runs form a group if their names differ only in the number after a last "-" or
 "_", and their settings only in --seed, or in flags that do not change losses. A
@@ -27,8 +27,7 @@ from plaingpt.base.errors import UserError, explaining, require, run_program
 from plaingpt.base.files import check_output, read_facts, read_json, read_streams
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
-from plaingpt.lab.intervals import welch_interval
-from plaingpt.lab.ladder import draw_ladder, legend_label
+from plaingpt.lab.verdict import welch
 from plaingpt.run.config import RunConfig
 from plaingpt.weights.checkpoint import list_model_files
 
@@ -139,9 +138,9 @@ def compare_groups(groups):
         if differ:
             difference = f"other {differ[0]}"
         elif first_losses:
-            mean, half = welch_interval(first_losses, losses)
-            difference = f"{mean:+.4f}"
-            if half < np.inf:
+            difference = f"{np.mean(losses) - np.mean(first_losses):+.4f}"
+            if min(len(losses), len(first_losses)) > 1:
+                mean, half, _ = welch(first_losses, losses)
                 interval = f"{mean - half:+.4f} to {mean + half:+.4f}"
         else:
             first_losses = losses
@@ -157,6 +156,14 @@ def compare_groups(groups):
             )
         )
     return rows if first_losses else []
+
+
+def legend_label(name):
+    """Returns a name as matplotlib's legend shows it.
+
+    A legend leaves out names that begin with "_", and reads "$" as the start of a formula.
+    """
+    return re.sub("^_", "./_", name).replace("$", r"\$")
 
 
 def running_mean(values):
@@ -321,6 +328,30 @@ def draw_score(panel, model, score):
     )
 
 
+def draw_sizes(entry, place):
+    """Draws the JSON of experiment.py --sizes -> a matplotlib Figure. Raises UserError.
+
+    The losses of both programs over the compute of the base, as mean and standard deviation of the
+    runs. place: the file, for messages.
+    """
+    if "worth" not in entry:
+        raise UserError(f"{place}: is no verdict about several sizes; give one of --sizes --json")
+    figure = require("matplotlib.figure").Figure((7, 4), dpi=120, layout="constrained")
+    panel = figure.subplots()
+    flops = [own["flops"] for own in entry["by_size"]]
+    for key, name in (("base_losses", "base"), ("losses", entry["change"])):
+        groups = [own[key] for own in entry["by_size"]]
+        means = [np.mean(losses) for losses in groups]
+        errors = [np.std(losses, ddof=1) for losses in groups]
+        panel.errorbar(flops, means, errors, marker=".", capsize=4, label=legend_label(name))
+    channels = ", ".join(str(own["size"]) for own in entry["by_size"])
+    panel.set(xscale="log", xlabel=f"FLOPs of a run of the base, at {channels} channels")
+    panel.set(ylabel="loss (nats per token): mean, standard deviation", title=entry["verdict"])
+    panel.grid(alpha=0.25)
+    panel.legend()
+    return figure
+
+
 def main(argv=None):
     given = parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
     directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a last /
@@ -337,7 +368,7 @@ def main(argv=None):
         )
     if verdicts:
         place = Path(directories[0])
-        figure = draw_ladder(read_json(place), place)
+        figure = draw_sizes(read_json(place), place)
     else:
         runs = {directory: read_run(directory) for directory in directories}
         figure = draw(runs, config.x, config.panels)

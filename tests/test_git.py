@@ -4,7 +4,7 @@ import re
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.source import diff_since, read_git, run_git
-from plaingpt.lab.copies import find_commit, make_copy, remove_copies
+from plaingpt.lab.copies import make_copy, remove_copies
 
 import pytest
 
@@ -86,10 +86,9 @@ def test_a_copy_without_git_inside_a_repository(tmp_path, monkeypatch):
     (tmp_path / "diary.txt").write_text("secret")
     (tmp_path / "plainGPT").mkdir()
     monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path / "plainGPT")
-    monkeypatch.setattr("plaingpt.lab.copies.CLONE", tmp_path / "plainGPT")
     assert read_git() == ("", [], b"")
-    with pytest.raises(UserError, match="plainGPT: has no .git, .*; clone plainGPT with git"):
-        find_commit("HEAD")
+    with pytest.raises(UserError, match="git rev-parse .fatal: not a git repository"):
+        run_git("rev-parse", "HEAD")
 
 
 def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 
-from plaingpt.lab import runs
 from plaingpt.run.directory import prepare_run_directory
 from plaingpt.run.log import Progress, find_wandb_id
 
@@ -119,7 +118,6 @@ def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys, monkeypa
     progress.show_end(5, is_complete=True)
     out = capsys.readouterr().out
     assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x writes text\n"
-    assert re.search(runs.MEMORY, out)[1] == "12.3"
 
 
 def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):

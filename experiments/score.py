@@ -1,0 +1,90 @@
+"""Trains a run of experiment.py and scores it: its loss on held-out text, and a causality test.
+
+experiment.py copies this program into the copy of the base, or of the change, and starts it there,
+so `model` is the model.py of that copy. The arguments are a file and the flags of train_gpt2.py.
+Without the file, the program writes the validation sequences of the run to it. Otherwise, it writes
+score.json into the run directory: the mean cross-entropy of GPT.logits on these sequences, in nats
+per token. So every run of an experiment is scored on the sequences of the base, and an edit of
+GPT.loss or of the validation changes no score.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+from plaingpt.base.errors import run_program
+from plaingpt.base.files import read_facts, replacing, write_json
+from plaingpt.base.flags import pick
+from plaingpt.base.source import hash_of_program
+from plaingpt.data.data_sets import Data, Sources
+
+import torch
+import torch.nn.functional as F
+
+import train_gpt2
+from model import GPT, GPTConfig
+
+
+def main():
+    validation, place = Path(sys.argv[1]), Path(sys.argv[-1])  # the last flag is --log_dir
+    train_gpt2.main(sys.argv[2:])
+    write_json(place / "program.json", dict(hash=hash_of_program()))
+    facts = read_facts(place / "run.json")
+    config = pick(train_gpt2.TrainConfig, facts["train_config"])
+    checkpoint = place / f"model_{config.max_steps:06d}.pt"
+    if not validation.exists():
+        with replacing(validation) as file:
+            torch.save(read_validation(place, config, facts["model_config"]), file)
+    elif checkpoint.exists():  # otherwise, the run was stopped
+        torch.set_float32_matmul_precision("highest")
+        device = "cpu" if config.device == "auto" else config.device
+        sets = [(share, x.to(device), y.to(device)) for share, x, y in torch.load(validation)]
+        model = GPT.load(checkpoint)[0].to(device).requires_grad_(False).eval()
+        later = effect_of_later_tokens(model, sets[0][1])
+        loss = sum(share * mean_loss(model, x, y) for share, x, y in sets)
+        loss = loss if math.isfinite(loss) else None
+        write_json(place / "score.json", dict(loss=loss, later=later))
+
+
+def read_validation(place, config, model_config):
+    """Returns the validation sequences of a run: (share, x, y) of each data set, (n, T) int64."""
+    sources = Sources(config.data, config.tokenizer, config.val_fraction)
+    data = Data(sources, GPT.load(place)[1], pick(GPTConfig, model_config))
+    sets = []
+    for share, tokens in zip(data.shares, data.val):
+        loader = train_gpt2.make_val_loader(tokens, model_config["block_size"], config)
+        n = max(1, min(config.val_tokens // loader.T, loader.lengths[0]))
+        sets.append((float(share), *loader.batch(0, n, torch.device("cpu"))))
+    return sets
+
+
+def mean_loss(model, x, y):
+    """Returns the mean cross-entropy in float32. x, y: (n, T); a target of -100 does not count."""
+    nats = 0.0
+    B = max(1, 2**24 // (x.size(1) * model.config.vocab_size))  # logits of 64 MB
+    for ids, targets in zip(x.split(B), y.split(B)):
+        logits = model.logits(model.hidden(ids)).float()  # (B, T, vocab_size)
+        nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+    return nats / (y != -100).sum().item()
+
+
+def effect_of_later_tokens(model, x):
+    """Returns how much logits change with later tokens, relative to the largest logit.
+
+    x: (n, T). Each position is tested for T up to 128; otherwise, 128 positions with both ends.
+    """
+    T = x.size(1)
+    effect = 0.0
+    cuts = torch.linspace(1, T - 1, min(T - 1, 128)).round().long()
+    for i, cut in enumerate(cuts.tolist()):
+        true = x[i % len(x), None]  # (1, T)
+        other = true.clone()
+        other[:, cut:] = (true[:, cut:] + 1) % model.config.vocab_size
+        # The other ids come first, so that the model cannot remember the true ones.
+        a, b = [model.logits(model.hidden(ids))[:, :cut].float() for ids in (other, true)]
+        effect = max(effect, ((a - b).abs().max() / b.abs().max()).nan_to_num(1).item())
+    return effect
+
+
+if __name__ == "__main__":
+    run_program(main)

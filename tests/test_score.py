@@ -1,0 +1,61 @@
+"""experiments/score.py: its losses, and what it finds of models that see later tokens."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+
+import look
+from model import GPT, GPTConfig
+
+score = look.import_file(ROOT / "experiments/score.py", "score")
+SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=300)
+
+
+class Peeking(GPT):
+    """Position 5 of the hidden states sees the next token. `memory`: only in known sequences."""
+
+    def hidden(self, idx, *more):
+        x = super().hidden(idx, *more)
+        x[:, 5] += 0.1 * self.transformer.wte(idx[:, 6])
+        return x
+
+
+class Averaging(GPT):
+    def logits(self, x):
+        return super().logits(x + 0.01 * x.mean(1, keepdim=True))
+
+
+class Remembering(GPT):
+    """Sees later tokens only in the tokens that it has seen before."""
+
+    def hidden(self, idx, *more):
+        before = getattr(self, "before", idx)
+        self.before = idx
+        return super().hidden(idx, *more) + (before != idx)[..., None].float().mean()
+
+
+class Broken(GPT):
+    def logits(self, x):
+        return super().logits(x) * float("nan")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind, sees", [(GPT, 0), (Peeking, 1), (Averaging, 1), (Remembering, 1), (Broken, 1)]
+)
+def test_later_tokens(kind, sees):
+    model = kind(SHAPE, seed=1).eval()
+    x = torch.randint(300, (3, 16))
+    assert (score.effect_of_later_tokens(model, x) > 1e-4) == sees
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_the_logits():
+    """Also if a change has another loss. A target of -100 does not count."""
+    model = GPT(SHAPE, seed=1).eval()
+    model.loss = None
+    x, y = torch.randint(300, (2, 5, 16))
+    y[2, :9] = -100
+    expected = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+    assert score.mean_loss(model, x, y) == pytest.approx(expected.item(), rel=1e-6)
