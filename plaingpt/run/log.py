@@ -163,7 +163,7 @@ class Progress:
             print0(f"note: the validation loss has risen three times in a row; {advice}")
 
     def show_end(self, step, is_complete):
-        """Prints how the run has ended. plaingpt/lab/runs.py reads how much memory it has taken."""
+        """Prints how the run has ended, and how much memory of a GPU it has taken."""
         if step == 0:
             print0("stopped by a signal before the first step")
             return
