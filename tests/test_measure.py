@@ -1,11 +1,9 @@
 """docs/measure.py reads figures from what programs write, and fills the page with its tables."""
 
-import json
 import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from test_readme import PAGES, prose, read
@@ -14,7 +12,7 @@ import bench
 
 sys.path.append(str(ROOT / "docs"))
 import measure
-from measuring import calibration, commands, figures
+from measuring import commands, figures
 
 LINK = re.compile(r"\[([^][]*)\]\((?:docs/)?measurements\.md\)")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -112,53 +110,3 @@ def test_the_names_are_listed():
         [sys.executable, "docs/measure.py", "--list"], cwd=ROOT, capture_output=True, text=True
     )
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(figures.ALL)
-
-
-def test_the_page_of_the_calibration_has_its_records(tmp_path, monkeypatch):
-    """Each idea of the list has an experiment, and the figures are those of the records."""
-    assert calibration.read_list().keys() == calibration.EXPERIMENTS.keys()
-    page = read("docs/calibration.md")
-    (tmp_path / "page.md").write_text(page, encoding="utf-8")
-    monkeypatch.setattr(calibration, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(calibration, "LEDGER", tmp_path / "ledger.jsonl")
-    calibration.write_page()
-    calibration.write_ledger()
-    assert (tmp_path / "ledger.jsonl").read_text() == read("log/records/ledger.jsonl")
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
-    for path in calibration.RECORDS.glob("*.json"):
-        assert "json" not in json.loads(path.read_text()), path  # a path of one machine
-
-
-def test_what_the_calibration_says_of_its_rows():
-    def row(number, published, size, verdict, difference):
-        return number, published, size, dict(verdict=verdict, difference=difference)
-
-    rows = [
-        row(1, "helps", -0.03, "better", -0.3),
-        row(2, "helps", -0.02, "worse", 0.2),
-        row(3, "harms", 0.01, "worse", 0.1),
-        row(5, "harms", 0.04, "undecided", 0.4),
-        row(6, "neutral", None, "equal", 0.0),
-        row(7, "neutral", None, "worse", 0.2),
-    ]
-    agrees, helps, harms, neutral, ranks, large = calibration.summarize(rows)
-    # Dealt at random: 2 helps x 1 better, 2 harms x 3 worse and 2 neutral x 1 equal, each / 6.
-    assert "with 3 of 6 ideas." in agrees and " 1.7 agree on average" in agrees
-    assert helps.endswith("*better* of 1, and the opposite of 1.")
-    assert harms.endswith("*worse* of 1, and the opposite of 0.")
-    assert "Of 2 ideas" in neutral and neutral.endswith("*equal* of 1.")
-    assert "(rows 1, 2, 3, 5)" in ranks and "is 0.80, with" in ranks  # 1 - 6 * 2 / (4 * 15)
-    assert large.endswith("it agrees with 2 of 5 ideas.")
-
-
-def test_equal_values_have_their_mean_rank():
-    assert list(calibration.ranks_of(np.array([3.0, 1.0, 3.0, 9.0]))) == [2.0, 0.5, 2.0, 3.5]
-
-
-def test_the_command_of_each_experiment_of_the_calibration():
-    """With another setting, the flags of all runs come first. A ladder tries factors of rates."""
-    assert calibration.arguments_of("5") == "experiments/rotary.patch"
-    flags = f"--flags '{calibration.SETTINGS['long']}'"
-    assert calibration.arguments_of("long-7") == f"{flags} -- --n_head 1"
-    ladder = "--sizes 64 96 128 160 --flags '--data torch_py.txt' --rate_factors 0.25 0.5 1 "
-    assert calibration.arguments_of("ladder-1") == ladder + "-- --optimizer adamw"

@@ -32,7 +32,6 @@ ENGLISH = (
             "hardware",
             "troubleshooting",
             "experiments",
-            "verdicts",
             "calibration",
             "look",
             "speed",

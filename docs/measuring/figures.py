@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 
-from measuring import calibration, made_up
+from measuring import made_up
 from measuring.commands import (
     FOLDER,
     ROOT,
@@ -288,23 +288,6 @@ def look():
     return rows
 
 
-def settings():
-    """Measures a step of each setting of docs/calibration.md, in runs of one thread."""
-    calibration.write_code()
-    commands = {}
-    for name, flags in dict(baby=calibration.BABY, **calibration.SETTINGS).items():
-        steps = f"--max_steps 100 --log_dir {FOLDER}/setting"
-        commands[name] = f"OMP_NUM_THREADS=1 {TRAIN} {flags} {steps}"
-    results = in_turn(commands, train, ROUNDS)
-    baby = statistics.median(run.ms for run in results["baby"])
-    rows = []
-    for name, runs in results.items():
-        ms = [run.ms for run in runs]
-        figure = f"{median_and_range(ms, 'ms')}, {statistics.median(ms) / baby:.2f} times the baby"
-        rows.append((name, figure, commands[name]))
-    return rows
-
-
 def shakespeare(nanogpt):
     """nanoGPT's recipe for CPUs is in its README.
 
@@ -383,7 +366,6 @@ USUAL = {
     "layouts": (layouts, 2),
     "tokenizer": (tokenizer, 2),
     "shards": (shards, 1),
-    "settings": (settings, 2),
     "look": (look, 1),
 }
 BESIDE_NANOGPT = {
