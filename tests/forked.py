@@ -39,6 +39,7 @@ CONTEXT.set_forkserver_preload(
         "tokenizers",
         "matplotlib.figure",
         "matplotlib.backends.backend_agg",
+        "scipy.stats",
     ]
 )
 

@@ -31,6 +31,7 @@ from scipy import stats
 from test_experiments import copy_program
 
 import experiment as lab
+import plot
 
 FLAGS = (
     "--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
@@ -384,21 +385,46 @@ def test_the_best_rate_of_each_program(clone):
 
 
 @pytest.mark.slow
-def test_several_sizes_from_the_command_to_the_picture(clone):
+def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
     flags = ["--sizes", 32, 64, 96, "--tokens_per_weight", 0.05, "--flags", FLAGS]
     found = experiment(clone, "worse", *flags, more=["--", "--muon_lr", "1e-4"])
     assert [each["size"] for each in found["by_size"]] == [32, 64, 96] and len(found["keys"]) == 6
     assert found["p_value"] > 0.9 and found["by_size"][2]["worth"][0] < 1
     assert found["losses"] == found["by_size"][2]["losses"] and len(found["losses"]) == 2
+    plot.main([str(clone / "o.json"), "--output", str(tmp_path / "a.png")])
+    panel = plot.draw_sizes(found, "o.json").axes[0]
+    base, _ = (line for container in panel.containers for line in container.lines[:1])
+    assert list(base.get_ydata()) == [np.mean(own["base_losses"]) for own in found["by_size"]]
+    with pytest.raises(UserError, match="o.json: is no verdict about several sizes"):
+        plot.draw_sizes(dict(verdict="better"), "o.json")
 
 
-CASES = [(0, -0.4, 2), (1, -0.1, 2), (1, 0.4, 0.5), (2, 0.1, 0.5)]
+def test_what_a_difference_is_worth():
+    """With a loss that is linear in the logarithm of compute, it is exact at each size."""
+    for i in range(3):
+        assert worth(i, [1, 4, 32], [3.0, 2.0, 0.5], -0.5) == pytest.approx(2)
+    assert worth(1, [1, 4], [3.0, 2.0], 0.5) == pytest.approx(0.5)
+    assert worth(1, [1, 4, 16], [2.0, 2.1, 2.1], -0.1) is None
 
 
-@pytest.mark.parametrize("i, difference, m", CASES)
-def test_what_a_difference_is_worth(i, difference, m):
-    """From one size to the next, compute grows by 4. The loss falls by 0.8, and then by 0.2."""
-    assert worth(i, [1, 4, 16], [3.0, 2.2, 2.0], difference) == pytest.approx(m)
+@pytest.mark.parametrize("gain", [0.8, 1.0, 1.3])
+def test_what_a_known_gain_is_worth(gain):
+    """The change reaches each loss of the base with 1 / gain of the compute."""
+    rng = np.random.default_rng(0)
+    flops = np.array([1.0, 4.0, 12.0, 28.0])
+    inside, estimates = [], []
+    for _ in range(300):
+        base, changed = [], []
+        for own in flops:
+            base.append(1 + 1.5 * own**-0.15 + rng.normal(0, 0.005, 8))
+            changed.append(1 + 1.5 * (own * gain) ** -0.15 + rng.normal(0, 0.005, 4))
+        means = [np.mean(losses) for losses in base]
+        for i in (1, 2, 3):
+            difference, half, _ = welch(base[i], changed[i])
+            low, high = (worth(i, flops, means, difference + end) for end in (half, -half))
+            inside.append(low <= gain <= high)
+            estimates.append(worth(i, flops, means, difference))
+    assert np.mean(inside) > 0.9 and np.median(estimates) == pytest.approx(gain, rel=0.03)
 
 
 @pytest.mark.slow
@@ -495,6 +521,13 @@ def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=sentence):
         lab.main()
     assert all((tmp_path / name).read_text() == "old" for name in files)
+
+
+def test_without_scipy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    monkeypatch.setattr("sys.argv", ["experiment.py", "--list"])
+    with pytest.raises(UserError, match="^the package scipy is missing: pip install scipy$"):
+        lab.main()
 
 
 def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeypatch):

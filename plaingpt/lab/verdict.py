@@ -50,13 +50,12 @@ def compare_losses(base, changed, delta):
 def worth(i, flops, losses, difference):
     """Returns what a difference in loss at size i is worth in compute: 1.2 is 20 % more.
 
-    flops, losses: of the base at each size. Its loss is read as a line over the logarithm of
-    compute: towards the next larger size for a gain, towards the next smaller size for a harm. At
-    both ends, the only line there is continues.
+    flops, losses: of the base at each size. The slope of its loss over the logarithm of compute is
+    that at size i, from the neighboring sizes. Returns None if the loss does not fall there.
     """
-    k = min(i, len(flops) - 2) if difference < 0 else max(i - 1, 0)  # the line from size k
-    slope = (losses[k] - losses[k + 1]) / math.log(flops[k + 1] / flops[k])
-    return math.exp(-difference / slope) if slope > 0 else None
+    n_ends = min(2, len(flops) - 1)  # sizes beside an end that give its slope
+    slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
+    return math.exp(difference / slope) if slope < 0 else None
 
 
 def entry_as_line(entry):
