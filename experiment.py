@@ -49,7 +49,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, require, run_program
-from plaingpt.base.files import check_output, lock, open_output, read_streams, write_json, writing
+from plaingpt.base.files import (
+    check_output,
+    lock,
+    open_output,
+    read_facts,
+    read_streams,
+    write_json,
+    writing,
+)
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.source import CLONE, run_git
 from plaingpt.base.terminal import print0
@@ -125,7 +133,8 @@ def compare(programs, rates, config, ledger, entry):
     seeds = choose_seeds(keys, config, ledger)
     base_losses, losses = run_missing(programs, seeds, config.at_once)
     entry.update(keys=keys, last_seed=seeds[0][-1], base_losses=base_losses, losses=losses)
-    entry["parameters"] = [program.facts["parameters"] for program in programs]
+    runs = [program.place(own[0]) for program, own in zip(programs, seeds)]
+    entry["parameters"] = [read_facts(run / "run.json")["parameters"] for run in runs]
     if None in base_losses + losses:
         raise UserError("the loss of a run is not finite; give a lower --max_lr")
     for program, own in zip(programs, seeds):
@@ -147,9 +156,9 @@ def compare(programs, rates, config, ledger, entry):
         entry["reason"] += f"; trained on {tokens[1] / tokens[0]:.2f} times the tokens"
     if len({each["fingerprints"]["training split"] for each in facts}) > 1:
         entry["reason"] += "; other training data"
-    places = [os.path.relpath(program.place(seeds[0][0])) for program in programs]
-    if seeds[0][0] == 1:
-        print0(f"to compare two models: python look.py {' '.join(places)} --own_code --text TEXT")
+    if seeds[0][0] == 1:  # the models of other seeds are deleted
+        places = " ".join(map(os.path.relpath, runs))
+        print0(f"to compare two models: python look.py {places} --own_code --text TEXT")
 
 
 def compare_sizes(programs, config, ledger, entry):

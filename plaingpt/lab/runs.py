@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +87,8 @@ def train(jobs, at_once, may_fail=False):
         command = [sys.executable, LAB / program.name / "score.py", VALIDATION, *device]
         command += [*program.flags, *more, *QUIET, place]
         with open(place / "output.txt", "w") as output:
-            # In a session of its own, it is out of reach of the terminal's Ctrl-C: a run that gets
-            # two signals saves nothing.
+            # In a session of its own, it is out of reach of the terminal's Ctrl-C, and gets only
+            # the signal below.
             run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             processes.append(run)
             status = run.wait()
@@ -103,7 +102,7 @@ def train(jobs, at_once, may_fail=False):
             list(tqdm(pool.map(train_one, range(len(jobs))), "Ctrl-C saves", len(jobs)))
         except KeyboardInterrupt:
             for process in processes:
-                process.send_signal(signal.SIGINT)  # does nothing after its end
+                process.terminate()  # the run saves; after its end, this does nothing
             raise
 
 

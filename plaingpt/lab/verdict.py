@@ -39,7 +39,7 @@ def compare_losses(base, changed, delta):
     else:
         verdict = "undecided"
         goal = max(abs(difference), delta - abs(difference))  # half a width that decides
-        n = np.arange(2, 1001)  # runs of both sides, with the same means and variances
+        n = np.arange(len(changed) + 1, 1001)  # runs of each side, with these means and variances
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)
         enough = n[require("scipy.stats").t.ppf(0.975, 2 * n - 2) * error <= goal]
         reason = f"about --seeds {[*enough, 'above 1000'][0]} may decide"
