@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
     name: str  # "base" or "change", which is also the name of the copy in LAB
     flags: list
-    facts: dict = {}  # those of run.json and of its configs, from `probe`
+    facts: dict = {}  # from run.json and its configs, see `probe`
     key: str = ""  # a hash of all that a loss depends on: runs with the same key differ in the seed
     speed: float = 0.0  # FLOPs per second of a run; 0 if it is unknown
 
@@ -64,7 +64,7 @@ def count_weights(facts):
 
 
 def count_flops(facts):
-    """Returns the FLOPs of a run: 6 per weight and token, and those of full attention."""
+    """Returns the FLOPs of a run: 6 per weight and token, and the FLOPs of full attention."""
     attention = 12 * facts["n_layer"] * facts["n_embd"] * facts["block_size"]
     n_tokens = facts["max_steps"] * facts["total_batch_size"]
     return n_tokens * (6 * count_weights(facts) + attention)
@@ -139,7 +139,7 @@ def probe(programs):
 def run_missing(programs, seeds, at_once=None, may_fail=False):
     """Trains the runs that are not known yet -> the losses of each program's runs.
 
-    seeds: those of each program. at_once: how many runs at a time; None: one per GPU, or core.
+    seeds: a list for each program. at_once: how many runs at a time; None: one per GPU, or core.
     may_fail: whether a run may, as with a large learning rate. A loss is None if it is missing, or
     not finite. Raises UserError.
     """
@@ -156,5 +156,5 @@ def run_missing(programs, seeds, at_once=None, may_fail=False):
     train(jobs, at_once, may_fail)
     for _, place, _ in jobs:
         for model in place.glob("model_*.pt") if not place.name.endswith("-1") else ():
-            model.unlink()  # those of seed 1 are for look.py
+            model.unlink()  # look.py needs only the models of seed 1
     return [[p.score(seed).get("loss") for seed in own] for p, own in zip(programs, seeds)]

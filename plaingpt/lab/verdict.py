@@ -118,7 +118,7 @@ def choose_seeds(keys, config, ledger):
     """Returns the seeds of the base's runs and of the change's. Both are ranges from 1 on.
 
     With --confirm, they begin after the last seed that the ledger has for one of the programs.
-    keys: those of both. Raises UserError if there is no verdict to confirm.
+    keys: of both programs. Raises UserError if there is no verdict to confirm.
     """
     first = 1
     if config.confirm:
