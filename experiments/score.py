@@ -28,7 +28,8 @@ from model import GPT, GPTConfig
 def main():
     validation, place = Path(sys.argv[1]), Path(sys.argv[-1])  # the last flag is --log_dir
     train_gpt2.main(sys.argv[2:])
-    write_json(place / "program.json", dict(hash=hash_of_program()))
+    other = sorted(train_gpt2.RunConfig.__dataclass_fields__.keys() - {"device"})
+    write_json(place / "program.json", dict(hash=hash_of_program(), change_no_loss=other))
     facts = read_facts(place / "run.json")
     config = pick(train_gpt2.TrainConfig, facts["train_config"])
     checkpoint = place / f"model_{config.max_steps:06d}.pt"

@@ -14,7 +14,6 @@ from plaingpt.base.files import checksum_of_places, read_facts, read_json, read_
 from plaingpt.base.machine import count_cores, count_gpus
 from plaingpt.base.source import CLONE
 from plaingpt.base.terminal import print0
-from plaingpt.run.config import RunConfig
 
 from tqdm import tqdm
 
@@ -24,7 +23,6 @@ QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
 # Facts of run.json that change no loss, or that the key contains in another form: the code by
 # program.json, and the data by their fingerprint.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started".split()}
-OTHER_FACTS |= RunConfig.__dataclass_fields__.keys() - {"device"}
 
 
 class Program(NamedTuple):
@@ -120,11 +118,12 @@ def probe(programs):
         train([(program, place, ["--max_minutes", "0.02"])], 1)
         facts = read_facts(place / "run.json")
         facts = facts.pop("train_config") | facts.pop("model_config") | facts
-        known = {name: value for name, value in facts.items() if name not in OTHER_FACTS}
-        code = read_json(place / "program.json")["hash"]
+        code = read_json(place / "program.json")
+        other = OTHER_FACTS.union(code["change_no_loss"])
+        known = {name: value for name, value in facts.items() if name not in other}
         start = Path(facts["init_from"] or "/nowhere")
         files = sorted(file for file in (start, *start.glob("*")) if file.is_file())
-        key = hash_of([code, known, checksum_of_places([VALIDATION, *files])])
+        key = hash_of([code["hash"], known, checksum_of_places([VALIDATION, *files])])
         # The first step is slow. A run that compiles may take no other one in a second.
         tokens_per_second = [*read_streams(place / "log.txt")["tok_s"].values()][1:]
         n_tokens = facts["max_steps"] * facts["total_batch_size"]
