@@ -89,7 +89,7 @@ class ExperimentConfig:
     flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "of all runs", empty=True)
     seeds: int = flag(4, "runs with the change; choose it before", at_least=2, at_most=1000)
     base_seeds: int = flag(8, "runs without it; at least --seeds", at_least=2, at_most=1000)
-    confirm: bool = flag(False, "take seeds that no run of both programs has used")
+    confirm: bool = flag(False, "take seeds that neither program has used")
     at_once: int | None = flag(None, "runs at a time [one per GPU, or core]", above=0, at_most=1000)
     rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
     delta: float = flag(0.01, "a smaller difference does not matter", above=0)

@@ -161,7 +161,7 @@ def compare_groups(groups):
 def legend_label(name):
     """Returns a name as matplotlib's legend shows it.
 
-    A legend leaves out names that begin with "_", and reads "$" as the start of a formula.
+    A legend omits names that begin with "_", and reads "$" as the start of a formula.
     """
     return re.sub("^_", "./_", name).replace("$", r"\$")
 

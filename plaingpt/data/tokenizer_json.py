@@ -35,7 +35,7 @@ class TokenizerJson:
         empty = dict(normalizer=None, pre_tokenizer=None, decoder=None, added_tokens=[])
         settings = empty | settings
         model = settings["model"]
-        if "dropout" in model:  # BPE would leave out random merges, also outside of training
+        if "dropout" in model:  # BPE would skip random merges, also outside of training
             model["dropout"] = None
         added = {token["content"]: token["id"] for token in settings["added_tokens"]}
         ids = ids_of_model(model) | added
