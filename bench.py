@@ -42,7 +42,7 @@ from plaingpt.distributed.device import choose_compile, peak_flops
 from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.parts import make_whole_gpt
-from plaingpt.distributed.process import Process, init_process
+from plaingpt.distributed.process import Process, setup
 from plaingpt.run.config import PRESETS
 
 import torch
@@ -116,10 +116,9 @@ def make_peer(name, gpt_config, config, process):
     raw_model = Peer(name, gpt_config).to(process.device)
     optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
-    whole_gpt = make_whole_gpt(GPT, gpt_config)  # only for the number of operations
     clipper = GradientClipper(model, tp=1)
     hidden = None  # a peer is not validated
-    return Training(whole_gpt, raw_model, model, hidden, [optimizer], grad_scaler(process), clipper)
+    return Training(raw_model, model, hidden, [optimizer], grad_scaler(process), clipper)
 
 
 @dataclass
@@ -133,6 +132,7 @@ class Subject:
     micro_batches: list  # of (x, y, weight), as in train_step
     B: int  # sequences of a process in a step
     T: int
+    flops_per_token: int  # of GPT, also for a peer
 
     @property
     def n_tokens(self):
@@ -157,7 +157,7 @@ def make_subject(name, given):
     values = {**PRESETS[bench.preset], **given}
     gpt_config = pick(GPTConfig, values)
     config = pick(TrainConfig, values)
-    process = init_process(config.device, config.dtype, config.tp, config.pp, config.parallel)
+    process = setup(config.device, config.dtype, config.tp, config.pp, config.parallel)
     T = gpt_config.block_size
     largest_B = bench.batch_size or (64 if process.device.type == "cuda" else 4)
     config = replace(
@@ -167,23 +167,24 @@ def make_subject(name, given):
         total_batch_size=largest_B * T * process.dp_size,
         optimizer=config.optimizer if name == OURS else "adamw",
     )
-    sizes = plan_steps(config, T, math.inf, process.dp_size)
+    plan = plan_steps(config, T, math.inf, process.dp_size)
     if name == OURS:
         training = make_training(gpt_config, config, process)
     else:
         training = make_peer(name, gpt_config, config, process)
     B = largest_B
     if not (bench.batch_size or bench.peer):  # with peers, all models get the same batch
-        B, sizes = fit_batch_size(training, config, T, sizes, process)
+        B, plan = fit_batch_size(training, config, T, plan, process)
     # All steps have one size, (n, B). With --pp, a step has several micro-batches.
-    _, micro_B = sizes[0]
+    _, micro_B = plan[0]
     torch.manual_seed(process.dp_rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
     weight = torch.ones((), device=process.device)  # of each micro-batch, for train_step
     micro_batches = [(*batch, weight) for batch in zip(x.split(micro_B), y.split(micro_B))]
     label = f"{bench.preset} B={B} T={T}"
-    return Subject(label, config, process, training, micro_batches, B, T)
+    flops = make_whole_gpt(GPT, gpt_config).flops_per_token()
+    return Subject(label, config, process, training, micro_batches, B, T, flops)
 
 
 def describe(subject, first, seconds):
@@ -192,7 +193,7 @@ def describe(subject, first, seconds):
     process = subject.process
     ms = [1000 * each for each in seconds]
     tok_s = subject.n_tokens / statistics.median(seconds)
-    flops = tok_s * subject.training.whole_gpt.flops_per_token()
+    flops = tok_s * subject.flops_per_token
     parts = [
         f"{'compiled' if config.compile else 'eager'} {process.dtype_name} {config.optimizer}",
         subject.label,
@@ -209,7 +210,7 @@ def describe(subject, first, seconds):
 
 def name_attention(subject):
     """Returns which kernel of attention PyTorch chooses on a GPU, and the version of cuDNN."""
-    config = subject.training.whole_gpt.config
+    config = subject.training.raw_model.config
     shape = (subject.B, config.n_head, subject.T, config.n_embd // config.n_head)
     q = torch.empty(shape, device=subject.process.device, dtype=subject.process.dtype)
     kernel = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name

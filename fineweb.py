@@ -26,6 +26,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import (
     checksum_of_places,
+    delete_temporary_files,
     lock,
     reading,
     replacing,
@@ -290,6 +291,7 @@ def main(argv=None):
         directory.mkdir(parents=True, exist_ok=True)
     # The directory is locked until main returns, and config is deleted.
     weakref.finalize(config, os.close, lock(directory, "--output_dir"))
+    delete_temporary_files(directory)
     facts = read_progress(directory, name, settings)
     if config.strict and facts["skipped"]:
         raise UserError(

@@ -20,7 +20,7 @@ from plaingpt.base.terminal import print0, visible
 from plaingpt.data.tokenizer import note_unknown
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import init_process
+from plaingpt.distributed.process import setup
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.weights.checkpoint import find_newest_model, list_model_files
 
@@ -147,7 +147,7 @@ def main(argv=None):
     prompts = read_prompts(config.prompts) if config.prompts else [config.prompt or ""]
     name = config.model or find_newest_model(config.checkpoint)
     check_output("--json", config.json, [config.prompts, *list_model_files(name)])
-    process = init_process(config.device, config.dtype)
+    process = setup(config.device, config.dtype)
     model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:

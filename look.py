@@ -29,7 +29,7 @@ from plaingpt.base.terminal import print0, show_progress
 from plaingpt.data.documents import RECORDS, kind_of, read_records
 from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
 from plaingpt.data.tokenizer import clean_text, note_unknown
-from plaingpt.distributed.process import init_process
+from plaingpt.distributed.process import setup
 from plaingpt.lab.copies import make_copy, remove_copies
 from plaingpt.look.page import Look, Snapshot, Text, build_page
 from plaingpt.look.record import record_text
@@ -284,7 +284,7 @@ def main(argv=None):
         source, *_ = run.checkpoints.values()  # they are in one directory
         inputs += list_model_files(source)
     check_output("--output", output, inputs)
-    process = init_process(config.device, "float32")
+    process = setup(config.device, "float32")
     with contextlib.ExitStack() as copies:
         for run in runs:
             if config.own_code and run.directory:

@@ -15,6 +15,7 @@ heads and depth (05, 06), and makes a GPT without options of them (07_gpt2.py).
 import math
 from dataclasses import dataclass
 
+from plaingpt.base.errors import UserError
 from plaingpt.base.flags import flag
 from plaingpt.ops.loss import ChunkedCrossEntropy
 from plaingpt.ops.muon import Muon
@@ -34,9 +35,7 @@ class GPTConfig:
     n_head: int = flag(12, "attention heads of a block; divides n_embd", above=0)
     n_embd: int = flag(768, "width of the residual stream, C", above=0, at_most=10**8)
     block_size: int = flag(1024, "longest context in tokens, T", above=0)
-    vocab_size: int = flag(
-        50257, "number of ids; if not given, that of the data", above=0, at_most=10**9
-    )
+    vocab_size: int = flag(50257, "vocabulary size [that of the tokenizer]", above=0, at_most=10**9)
     dropout: float = flag(0.0, "dropout probability in training", at_least=0, at_most=1)
 
 
@@ -48,7 +47,7 @@ class CausalSelfAttention(nn.Module):
         self.index = index  # of its block: 0, 1, 2. In GPT-2 all blocks are alike, so it is unused
         self.n_head = config.n_head
         self.dropout = config.dropout
-        # It gives query, key and value of all heads. Muon knows its name, and takes it as three.
+        # It computes query, key and value of all heads: "qkv" in GPT.tp_plan.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -106,8 +105,8 @@ class GPT(nn.Module):
 
     config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
     optimizer_names = ("adamw", "muon")  # those of configure_optimizers; for --optimizer
-    # --tp splits these layers over its processes, by the last part of their names. All others stay
-    # whole. plaingpt/distributed/split.py explains the words.
+    # --tp splits these layers over its processes, by the last part of the layer's name. All others
+    # stay whole. plaingpt/distributed/split.py explains the words. Muon also reads "qkv".
     tp_plan = dict(
         wte="vocabulary", lm_head="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise"
     )
@@ -115,11 +114,11 @@ class GPT(nn.Module):
     def __init__(self, config, activation_checkpointing=False, seed=None):
         """activation_checkpointing: if True, training keeps only the input of each block.
 
-        seed: of the first values. None takes torch's random numbers as they come.
+        seed: of the initialization. None takes torch's random numbers as they come.
         """
         super().__init__()
         if seed is not None:
-            torch.manual_seed(seed)  # for values that init_weights does not draw
+            torch.manual_seed(seed)  # for layers that init_weights does not know
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
@@ -137,27 +136,27 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def blocks(self):
-        """All blocks, each once. For --compile, FSDP and Muon, a block may be anywhere in a GPT."""
+        """All blocks, each once, also those that an edit puts outside transformer.h."""
         return [module for module in self.modules() if isinstance(module, Block)]
 
     @torch.no_grad()
     def init_weights(self, seed=None):
-        """Draws GPT-2's first values again. seed: None takes torch's random numbers as they come.
+        """Initializes the parameters as GPT-2 does. seed: None takes torch's random numbers.
 
-        A parameter that is not in first_values keeps what its constructor gave it.
+        A parameter that is not in initial_values keeps the initialization of its constructor.
         """
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.manual_seed(seed)  # so that the result does not depend on the constructors
         for name, p in self.named_parameters():
             if not p.is_meta:  # a parameter on the device meta has no values
-                values = self.first_values(name, p.shape)
+                values = self.initial_values(name, p.shape)
                 if values is not None:
                     p.copy_(values)
 
-    def first_values(self, name, shape):
-        """Returns the first values of a parameter, or None if GPT-2 has none of this name.
+    def initial_values(self, name, shape):
+        """Returns GPT-2's initialization of a parameter, or None if GPT-2 has none of this name.
 
-        They are drawn on the CPU, so that they are the same on every device.
+        The values are drawn on the CPU, so that they are the same on every device.
         """
         values = torch.empty(shape, device="cpu")
         layer, _, kind = name.rpartition(".")  # "transformer.h.0.mlp.c_fc" and "weight"
@@ -182,8 +181,8 @@ class GPT(nn.Module):
         pos: the positions, (B, T), or (1, T) for all rows. By default, they continue after the
         cache.
         mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
-        tokens in the cache. plaingpt/scoring gives pos and mask, to pack endings into rows. The
-        padding behind them has position 0.
+        tokens in the cache. plaingpt/scoring gives pos and mask, to pack the endings of several
+        questions into one row. The padding after them has position 0.
         """
         T = idx.size(1)
         start = cache[0].length if cache else 0  # tokens in the cache
@@ -221,8 +220,10 @@ class GPT(nn.Module):
     def loss(self, x, targets, reduction="mean"):
         """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T).
 
-        It is F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()), in chunks.
-        reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
+        It is F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()), in chunks, but 0
+        without any target.
+        Targets of -100 are ignored. reduction: "mean", or "none" for the loss of each position,
+        (B, T), without a gradient. It is 0 where a target is ignored.
         """
         # The logits are a matrix multiplication with this weight, which is fused with the loss. If
         # your logits are more than that, give self.logits in place of the weight: a function is
@@ -262,37 +263,59 @@ class GPT(nn.Module):
 
         muon_lr: None means learning_rate.
 
-        AdamW has the betas and eps of the GPT-3 paper, appendix B. Matrices and embeddings decay,
-        biases and norms do not.
+        AdamW has the betas and eps of the GPT-3 paper, appendix B. In both optimizers, weight decay
+        applies to matrices and embeddings, and not to biases and norms.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices of the
         blocks. Its updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, 2.2).
         """
+        if optimizer not in ("adamw", "muon"):
+            raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
         in_blocks = {p for block in self.blocks() for p in block.parameters()}
-        of_muon = []  # pairs of name and parameter, as in the other two lists
+        qkv_names = self.qkv_names() if optimizer == "muon" else []
+        of_muon = []  # these four lists have pairs of name and parameter
+        qkv = []
         matrices = []
         vectors = []
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 vectors.append((name, p))
+            elif name in qkv_names:
+                qkv.append((name, p))
             elif optimizer == "muon" and p in in_blocks and p.dim() == 2:
                 of_muon.append((name, p))
             else:
                 matrices.append((name, p))
         optimizers = []
         if optimizer == "muon":
-            optimizers.append(Muon(of_muon, muon_lr or learning_rate, weight_decay))
+            groups = [dict(params=of_muon), dict(params=qkv, n_stacked=3)]
+            optimizers.append(Muon(groups, muon_lr or learning_rate, weight_decay=weight_decay))
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # A stage of a pipeline may have no matrices outside its blocks.
-        groups = [group for group in groups if group["params"]]
-        if optimizer not in ("adamw", "muon"):
-            raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
         # fused=True is faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         optimizers.append(adamw)
         return optimizers
+
+    def qkv_names(self):
+        """Returns the names of the weights that have query, key and value, one below the other.
+
+        Raises UserError if the three do not have C rows each, as with grouped queries.
+        """
+        names = []
+        for name, p in self.named_parameters():
+            layer = name.rpartition(".")[0].rpartition(".")[2]
+            if self.tp_plan.get(layer) != "qkv" or p.dim() != 2:
+                continue
+            n_rows, C = p.shape
+            if n_rows != 3 * C:
+                raise UserError(
+                    f"model.py: {name} has {n_rows} rows, and query, key and value of {C} rows "
+                    f"each would be {3 * C}; for --optimizer muon or --tp, make them three layers"
+                )
+            names.append(name)
+        return names
 
     def flops_per_token(self):
         """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).

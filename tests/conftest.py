@@ -278,7 +278,7 @@ def no_process_survives(request):
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """choose_dtype("bfloat16") lowers the precision of float32 products until the process exits."""
+    """setup(..., "bfloat16") lowers the precision of float32 products until the process exits."""
     torch.set_float32_matmul_precision("highest")
 
 

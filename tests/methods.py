@@ -5,7 +5,7 @@ Saves the results of rank R to FILE.R. Saves those of one process to FILE.0.
 
 import sys
 
-from plaingpt.distributed.process import init_process
+from plaingpt.distributed.process import setup
 from plaingpt.ops.sampling import generate_tokens
 
 import torch
@@ -14,7 +14,7 @@ from model import GPTConfig
 from train_gpt2 import TrainConfig, make_training, train_step
 
 parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-process = init_process("cpu", "float32", tp, pp)
+process = setup("cpu", "float32", tp, pp)
 config = TrainConfig(batch_size=2, parallel=parallel, tp=tp, pp=pp, max_lr=0.01)
 shape = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=97)
 training = make_training(shape, config, process)
@@ -36,6 +36,7 @@ for step in range(2):  # the second time with the weights after a step
             drawn=[*generate_tokens(model, x[:, :3], 9, top_k=9, top_p=0.9, seed=2)],
         )
     model.train()
-    found[step]["trained"] = train_step(training, micro_batches, 0.5, process)[:2]
+    metrics = train_step(training, micro_batches, 0.5, process)
+    found[step]["trained"] = metrics["train"], metrics["norm"]
 torch.save(found, f"{sys.argv[4]}.{process.rank}")
 process.barrier()

@@ -1,6 +1,6 @@
 """Two steps of Muon under DDP. Each process prints the FLOPs of its second optimizer step."""
 
-from plaingpt.distributed.process import init_process
+from plaingpt.distributed.process import setup
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import GPTConfig
 from train_gpt2 import TrainConfig, make_training
 
-process = init_process("cpu", "float32")
+process = setup("cpu", "float32")
 shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=32, vocab_size=256)
 training = make_training(shape, TrainConfig(optimizer="muon"), process)
 model, (muon, _) = training.model, training.optimizers

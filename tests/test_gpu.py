@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.device import choose_dtype
+from plaingpt.distributed.device import choose_dtype, set_matmul_precision
 from plaingpt.distributed.process import Process
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.score import make_rows, score
@@ -30,7 +30,9 @@ def make(gpt_config=SMALL, dtype="bfloat16", several=False, **settings):
 
     several: those that main makes for several processes. x, y: 8 sequences.
     """
-    process = Process(0, 1, 0, 1, CUDA, choose_dtype(dtype, CUDA))
+    dtype = choose_dtype(dtype, CUDA)
+    set_matmul_precision(dtype, CUDA)
+    process = Process(0, 1, 0, 1, CUDA, dtype)
     config = TrainConfig(**{"compile": False, "max_lr": 1e-3, **settings})
     training = make_training(gpt_config, config, replace(process, world_size=1 + several))
     x, y = torch.randint(gpt_config.vocab_size, (2, 8, gpt_config.block_size), device=CUDA)
@@ -41,8 +43,8 @@ def losses(n_micro=2, **settings):
     """The losses and gradient norms of five steps on one batch: (5, 2)."""
     torch.manual_seed(0)
     training, process, batch = make(**settings)
-    step = [batch] * n_micro, 1.0, process
-    return torch.tensor([train_step(training, *step)[:2] for _ in range(5)])
+    steps = [train_step(training, [batch] * n_micro, 1.0, process) for _ in range(5)]
+    return torch.tensor([(metrics["train"], metrics["norm"]) for metrics in steps])
 
 
 @pytest.fixture
@@ -94,8 +96,8 @@ def test_float16_skips_a_step_that_overflows():
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
     training, parameters = training._replace(scaler=scaler), training.raw_model.parameters
     before = [p.clone() for p in parameters()]
-    _, norm, *_ = train_step(training, [batch], 1.0, process)
-    assert not math.isfinite(norm) and scaler.get_scale() < 2.0**60
+    metrics = train_step(training, [batch], 1.0, process)
+    assert not math.isfinite(metrics["norm"]) and scaler.get_scale() < 2.0**60
     assert all(map(torch.equal, before, parameters()))
 
 
@@ -165,7 +167,8 @@ def test_benchmarks_give_the_scores_of_the_cpu():
     rows = make_rows(examples, get_tokenizer("gpt2"), model.config)
     found = []
     for device in (torch.device("cpu"), CUDA):
-        process = Process(0, 1, 0, 1, device, choose_dtype("float32", device))  # no TF32
+        set_matmul_precision(torch.float32, device)  # no TF32
+        process = Process(0, 1, 0, 1, device, torch.float32)
         scores = score(model.to(device), examples, rows, process, 2048)
         found.append(torch.tensor(scores.log_likelihood))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -174,7 +177,7 @@ def test_benchmarks_give_the_scores_of_the_cpu():
 def test_generation():
     torch.manual_seed(0)
     model, idx = GPT(SMALL).eval(), torch.zeros(2, 1, dtype=torch.long)
-    choose_dtype("float32", CUDA)
+    set_matmul_precision(torch.float32, CUDA)
     greedy = model.generate(idx, 150, temperature=0)  # beyond the context of 128
     assert model.to(CUDA).generate(idx.to(CUDA), 150, temperature=0).tolist() == greedy.tolist()
     a, b = (model.generate(idx.to(CUDA), 20, top_k=50, seed=1).tolist() for _ in range(2))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.split import check_heads, check_shared
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.sampling import KVCache, sample
 from plaingpt.weights.pretrained import read_gpt2, save_gpt2
@@ -13,9 +14,10 @@ from plaingpt.weights.pretrained import read_gpt2, save_gpt2
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import randomise
+from conftest import ALONE, randomise
 
 from model import GPT, GPTConfig
+from train_gpt2 import TrainConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 DROPOUT = replace(SMALL, dropout=0.3)
@@ -174,7 +176,7 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert {*names[0]} == {f"transformer.h.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
     assert sorted(names[0] + names[1]) == sorted(n for n, _ in model.named_parameters())
-    assert [g["lr"] for o in (muon, adamw) for g in o.param_groups] == [2e-3, 1e-3, 1e-3]
+    assert [g["lr"] for o in (muon, adamw) for g in o.param_groups] == [2e-3, 2e-3, 1e-3, 1e-3]
     p = model.transformer.h[0].mlp.c_fc.weight
     q = torch.nn.Parameter(p.detach().clone())
     p.grad = q.grad = torch.randn(128, 32)
@@ -188,6 +190,43 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     torch.optim.Muon([q, *qkv], 2e-3, 0.1, adjust_lr_fn="match_rms_adamw").step()
     torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
     torch.testing.assert_close(c_attn, torch.cat(qkv), rtol=0, atol=tolerance)
+
+
+def test_groups_of_muon():
+    """Each group has its own learning rate, decay and momentum, although both share a stack."""
+    torch.manual_seed(0)
+    first, second, a, b = (torch.nn.Parameter(torch.randn(32, 48)) for _ in range(4))
+    a.data, b.data = first.detach().clone(), second.detach().clone()
+    groups = [dict(params=[first]), dict(params=[second], lr=0.3, weight_decay=0.5, momentum=0.5)]
+    optimizers = [Muon(groups, 0.1), Muon([a], 0.1), Muon([b], 0.3, 0.5, 0.5)]
+    for _ in range(2):
+        first.grad = a.grad = torch.randn(32, 48)
+        second.grad = b.grad = torch.randn(32, 48)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close([first, second], [a, b])
+
+
+def test_one_layer_of_query_key_and_value_that_differ_in_size():
+    """Muon and --tp would cut it in the wrong places."""
+    model = GPT(SMALL)
+    model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 2 heads, 1 of keys and values
+    model.configure_optimizers(0.1, 1e-3, "adamw")
+    message = "model.py: transformer.h.1.attn.c_attn.weight has 64 rows, .*three layers"
+    with pytest.raises(UserError, match=message):
+        model.configure_optimizers(0.1, 1e-3, "muon")
+    with pytest.raises(UserError, match=message):
+        check_heads(model, 2)
+
+
+def test_two_layers_with_one_parameter():
+    """TP would give each of them parameters of its own."""
+    model = GPT(SMALL)
+    check_shared(model, TrainConfig(tp=2), ALONE)
+    model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
+    check_shared(model, TrainConfig(), ALONE)
+    with pytest.raises(UserError, match="h.0.mlp.c_fc.weight and .*h.1.mlp.c_fc.weight are one"):
+        check_shared(model, TrainConfig(tp=2), ALONE)
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():

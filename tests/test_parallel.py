@@ -14,7 +14,7 @@ SMALL = [
     *TINY,
     *(
         "--n_layer 3 --vocab_size 257 --max_steps 8 --val_tokens 640 --val_every 4 "
-        "--grad_clip 0.5 --evals lambada=examples.jsonl"
+        "--grad_clip 0.5 --evals lambada=examples.jsonl --keep_best"
     ).split(),
 ]
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
@@ -61,6 +61,9 @@ def assert_same_run(run, reference, steps=8):
         assert a[key] == b[key]
     a, b = a["optimizer"]["adamw"], b["optimizer"]["adamw"]
     assert largest_difference(a, b) < 1e-4
+    # It is saved after a validation, when FSDP has all of some parameters in memory.
+    a, b = (torch.load(each / "model_best.pt", weights_only=True) for each in (run, reference))
+    assert a["step"] == b["step"] and largest_difference(a["model"], b["model"]) < 1e-4
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,7 +12,6 @@ from plaingpt.run.log import Progress, find_wandb_id
 
 import conftest
 import pytest
-import torch
 from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -61,7 +60,7 @@ from types import SimpleNamespace
 from plaingpt.base.files import read_log
 from plaingpt.run.log import Path, RunLog
 path, name = Path("log.txt"), "val_\u6570"
-RunLog.write(SimpleNamespace(figures={}, known={}, path=path, publish=lambda *args: None,
+RunLog.write(SimpleNamespace(metrics={}, known={}, path=path, publish=lambda *args: None,
                              process=SimpleNamespace(rank=0)), 1, **{name: 2.5})
 assert read_log(path) == [(1, name, "2.5")]
 """
@@ -111,11 +110,9 @@ def test_the_advice_after_three_rises(capsys, keep_best, advice):
     assert out.count(f"note: the validation loss has risen three times in a row; {advice}\n") == 1
 
 
-def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 12_345_678_901)
+def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys):
     progress = Progress(train_gpt2.TrainConfig(max_steps=5, log_dir="x"), 1, conftest.ALONE)
-    progress.is_cuda = True
-    progress.show_end(5, is_complete=True)
+    progress.show_end(5, is_complete=True, memory=12_345_678_901)
     out = capsys.readouterr().out
     assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x writes text\n"
 

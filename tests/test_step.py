@@ -133,9 +133,7 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     optimizers = model.configure_optimizers(0.1, 1e-3, optimizer)
     x = torch.randint(256, (2, 16))
     clipper = GradientClipper(model, tp=1)
-    training = Training(
-        model, model, model, model.hidden, optimizers, grad_scaler(process), clipper
-    )
+    training = Training(model, model, model.hidden, optimizers, grad_scaler(process), clipper)
     calls = []
 
     def counted(name, original):
@@ -145,8 +143,8 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
     for _ in range(2):
         calls.clear()
-        loss, norm, *_ = train_step(training, [(x, x, torch.ones(()))] * 3, 1.0, process)
-        assert calls == ["tolist"] and math.isfinite(loss) and math.isfinite(norm)
+        metrics = train_step(training, [(x, x, torch.ones(()))] * 3, 1.0, process)
+        assert calls == ["tolist"] and all(map(math.isfinite, metrics.values()))
 
 
 # Compiled

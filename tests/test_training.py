@@ -320,16 +320,33 @@ def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
     assert mapped == [False, False]
 
 
-@pytest.mark.slow
-def test_another_model_beside_a_notebook(tmp_path):
-    """It is never taken for ours without a word: train_gpt2.py names it."""
-    (tmp_path / "model.py").write_text("class GPT: pass\nclass GPTConfig: pass\n")
-    code = "import sys; sys.path.append(sys.argv[1]); import train_gpt2"
-    command = [sys.executable, "-c", code, ROOT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    message = f"{tmp_path}/model.py is another model.py; put {ROOT} first in sys.path"
-    assert message in done.stderr.splitlines()[-1]
+def test_a_job_that_starts_while_the_last_one_saves(tmp_path, monkeypatch):
+    """It has read the checkpoint before. It would go on from there, and delete what was saved."""
+    flags = [*TINY, "--save_every", "2", "--log_dir", str(tmp_path), "--max_steps"]
+    train_gpt2.main([*flags, "2"])
+    check_loss = train_gpt2.check_loss
+
+    def other_job_ends(*args):
+        shutil.copy(tmp_path / "model_000002.pt", tmp_path / "model_000004.pt")
+        check_loss(*args)
+
+    monkeypatch.setattr(train_gpt2, "check_loss", other_job_ends)
+    log = (tmp_path / "log.txt").read_text()
+    with pytest.raises(UserError, match="another process has changed the checkpoints"):
+        train_gpt2.main([*flags, "8", "--resume"])
+    assert (tmp_path / "log.txt").read_text() == log
+    assert names(tmp_path, "*.pt") == ["model_000002.pt", "model_000004.pt"]
+
+
+def test_a_notebook_resumes_after_an_error(tmp_path, monkeypatch):
+    """It keeps the traceback of the error, and with it all objects of the run."""
+    flags = [*TINY, "--log_dir", str(tmp_path), "--max_steps", "2", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "train_step", None)
+        with pytest.raises(TypeError) as kept:
+            train_gpt2.main(flags)
+    train_gpt2.main(flags)
+    assert kept.tb and names(tmp_path, "*.pt") == ["model_000002.pt"]
 
 
 def test_a_second_validation_text(tmp_path):

@@ -71,10 +71,7 @@ def open_output(path):
 
 
 def lock(directory, flag, remedy="wait for it"):
-    """Locks a directory until the returned file descriptor is closed. Raises UserError.
-
-    Removes the temporary files of a process that was killed.
-    """
+    """Locks a directory until the returned file descriptor is closed. Raises UserError."""
     # Locks the directory itself, so that no lock file stays behind. On Windows, a directory cannot
     # be opened.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
@@ -83,13 +80,18 @@ def lock(directory, flag, remedy="wait for it"):
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        os.close(descriptor)
         raise UserError(f"{flag} {directory}: another process uses it; {remedy}") from error
     except (ImportError, OSError) as error:  # Windows and some network disks have no locks
         print0(f"note: {directory} cannot be locked ({error}); start no second run there")
+    return descriptor
+
+
+def delete_temporary_files(directory):
+    """Deletes the temporary files of a process that was killed while it wrote in this directory."""
     for temporary in Path(directory).glob("*.tmp"):
         if re.search(r"\.(npy|pt|json|txt)\.\d+\.tmp$", temporary.name):  # `replacing` named it
             temporary.unlink()
-    return descriptor
 
 
 def check_output(flag, path, inputs=()):
@@ -143,6 +145,11 @@ def checksum_of_places(paths):
                 file.seek(max(0, size - PLACE) * i // max(1, n - 1))
                 crc = zlib.crc32(file.read(PLACE), crc)
     return f"{crc:08x}"
+
+
+def format_log(step, stream, text):
+    """Returns a line of log.txt. text: the value, as a text."""
+    return f"{step} {stream} {text}\n"
 
 
 def read_log(path):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.machine import read_ranks
 
 # Our flags, each with what nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer call it.
 OTHER_NAMES = {
@@ -100,9 +99,8 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
     groups: {first flag of a group: its title}, in the order of --help. Raises a UserError that has
-    all problems, up to the first argument that cannot be read, or that of read_ranks.
+    all problems, up to the first argument that cannot be read.
     """
-    read_ranks()  # every program begins here, also those that start no processes
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=doc,
@@ -132,7 +130,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
         if "expected" in text:
             text += f" (write {error.argument_name}=VALUE if it begins with a dash)"
         unreadable.append(f"{text}; see --help")
-    problems = [*check_values(configs, vars(given)), *unreadable]
+    problems = [*problems_of_values(configs, vars(given)), *unreadable]
     if problems:
         raise UserError("; ".join(problems))
     return vars(given)
@@ -178,7 +176,7 @@ def add_flags(parser, configs, groups):
             alternatives.add_argument(f"--{field.name}", **options)
 
 
-def check_values(configs, given):
+def problems_of_values(configs, given):
     """Returns a sentence for each value that its flag does not take. given: {name: value}."""
     problems = []
     for config in configs:

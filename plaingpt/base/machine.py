@@ -8,7 +8,7 @@ from plaingpt.base.errors import UserError
 
 
 @contextlib.contextmanager
-def short_collections():
+def frozen_gc():
     """A context in which Python's garbage collector leaves out all objects that exist before it.
 
     Otherwise it looks at all objects of the modules, now and then. The GPU waits 0.1 s or longer.

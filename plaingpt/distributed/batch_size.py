@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
-    """Returns the sizes of the steps: an (n, B) for each step of the ramp, and one for all others.
+    """Returns the plan of a run: an (n, B) for each step of the ramp, and one for all later steps.
 
     n: sequences in a step, on all processes. In the ramp, it rises linearly to
     total_batch_size / T, in multiples of the first n.
@@ -36,13 +36,13 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
             f"{config.total_batch_size}; give a smaller one"
         )
     first, first_B = step_size(config, "rampup_batch_size", *limits)
-    sizes = []
+    plan = []
     for step in range(config.rampup_steps):
         more = (n - first) * step // config.rampup_steps
         more -= more % first  # a multiple of the first n
-        sizes.append((first + more, first_B))
-    sizes.append((n, B))
-    return sizes
+        plan.append((first + more, first_B))
+    plan.append((n, B))
+    return plan
 
 
 def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
@@ -76,22 +76,22 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
     return share * dp_size, B
 
 
-def fit_batch_size(training, config, T, sizes, process):
-    """Finds the largest micro-batch that all GPUs have memory for -> (B, sizes of the steps).
+def fit_batch_size(training, config, T, plan, process):
+    """Finds the largest micro-batch that all GPUs have memory for -> (B, plan).
 
-    All processes must call this before the first step. sizes: from plan_steps. The result is the
+    All processes must call this before the first step. plan: from plan_steps. The result is the
     same plan, with at most B sequences in a micro-batch. The search begins with the largest B of
-    `sizes`, and halves it. On a CPU, and for a split model, it tries nothing and changes nothing: a
+    `plan`, and halves it. On a CPU, and for a split model, it tries nothing and changes nothing: a
     process of a split model that runs out of memory would leave the others waiting. Raises
     UserError if not even one sequence fits.
     """
     if process.device.type != "cuda" or is_split(config, process):
-        return config.batch_size, sizes
-    candidates = halved_sizes(sizes, process.dp_size)
+        return config.batch_size, plan
+    candidates = halved_batch_sizes(plan, process.dp_size)
     found = 0  # index in candidates
     # To compile takes a minute for each size, so eager code searches first. Compiled code needs
     # less memory, so it begins with the last size for which eager code has too little.
-    for stance in ("force_eager", "default"):
+    for stance in ("force_eager", "default") if config.compile else ("default",):
         found = max(0, found - 1)
         with torch.compiler.set_stance(stance):
             while found < len(candidates):
@@ -106,25 +106,25 @@ def fit_batch_size(training, config, T, sizes, process):
     torch.cuda.reset_peak_memory_stats()  # bench.py reads them
     B = candidates[found]
     print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")
-    return B, limit_sizes(sizes, B)
+    return B, limit_plan(plan, B)
 
 
-def limit_sizes(sizes, B):
-    """Returns the sizes of the steps, (n, B) each, with at most B sequences in a micro-batch."""
-    return [(n, min(B, planned)) for n, planned in sizes]
+def limit_plan(plan, B):
+    """Returns the same plan with at most B sequences in a micro-batch."""
+    return [(n, min(B, planned)) for n, planned in plan]
 
 
-def halved_sizes(sizes, dp_size):
+def halved_batch_sizes(plan, dp_size):
     """Returns the micro-batches to try, from large to small.
 
-    The first one is the largest B of `sizes`, which is from plan_steps. Each of the others is at
+    The first one is the largest B of `plan`, which is from plan_steps. Each of the others is at
     most half of the one before, and the largest that divides the sequences of a process in each of
     the steps.
     """
     found = []
-    B = max(B for _, B in sizes)
+    B = max(B for _, B in plan)
     while B > 0:
-        while any(n // dp_size % micro_B for n, micro_B in limit_sizes(sizes, B)):
+        while any(n // dp_size % micro_B for n, micro_B in limit_plan(plan, B)):
             B -= 1
         found.append(B)
         B //= 2

@@ -1,6 +1,6 @@
-"""Chooses the device of a process, its number format, and whether torch.compile is used.
+"""Chooses the device of a process, its dtype, and whether torch.compile is used.
 
-The formats have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
+The dtypes have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
 FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler enlarges them.
 
 Also names and peak speeds of hardware.
@@ -89,7 +89,7 @@ def choose_compile(wanted, device):
 
 
 def choose_dtype(name, device):
-    """Turns --dtype into a torch.dtype. Sets the precision of float32 products.
+    """Turns --dtype into a torch.dtype.
 
     auto is bfloat16 where it is fast. Otherwise, it is float16 on CUDA, and float32 elsewhere.
     """
@@ -100,8 +100,16 @@ def choose_dtype(name, device):
             name = "float16"
         else:
             name = "float32"
-    # Unless the dtype is float32, float32 products may round their inputs. Sums stay float32.
-    if name == "float32":
+    return getattr(torch, name)
+
+
+def set_matmul_precision(dtype, device):
+    """Sets the precision of float32 matrix multiplications.
+
+    dtype: that of the other matrix multiplications. Unless it is float32, those in float32 may
+    round their inputs, too. Their sums stay float32.
+    """
+    if dtype == torch.float32:
         precision = "highest"  # rounds nothing
     elif device.type == "cuda":
         precision = "high"  # rounds to TF32
@@ -110,7 +118,6 @@ def choose_dtype(name, device):
         # twice as fast.
         precision = "medium"
     torch.set_float32_matmul_precision(precision)
-    return getattr(torch, name)
 
 
 # These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches

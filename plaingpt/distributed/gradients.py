@@ -1,8 +1,8 @@
 """Gradients on several processes: their scale, their mean and their norm."""
 
 from plaingpt.base.errors import UserError
-from plaingpt.distributed.parts import is_dtensor
 from plaingpt.distributed.pipeline import Pipeline
+from plaingpt.ops.dtensors import is_dtensor
 
 import torch
 import torch.distributed as dist

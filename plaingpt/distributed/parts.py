@@ -5,39 +5,34 @@ They are DTensors: tensors of which each process has a part.
 
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.pipeline import Pipeline, from_stage, own_gpt
+from plaingpt.ops.dtensors import count_tp, is_dtensor, reorder_rows
 
 import torch
 
 
-def scatter(name, whole, p, device, tp_plan):
-    """Returns this process's part of a whole tensor, on the device, split like parameter p.
+def slice_like(p, name, whole, device, tp_plan):
+    """Returns this process's part of a whole tensor, on the device, split as parameter p is split.
 
-    tp_plan: that of GPT.
+    name: of p, or of a value of an optimizer, which begins with it. tp_plan: that of GPT. Nothing
+    is sent.
     """
     if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
         return whole.to(device, copy=True)  # a copy lets the file of the checkpoint go
     from torch.distributed.tensor import distribute_tensor
 
-    whole = by_heads(name, whole, p.device_mesh, tp_plan)
+    whole = by_heads(name, whole, count_tp(p), tp_plan)
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
 
 
-def by_heads(name, tensor, mesh, tp_plan, back=False):
+def by_heads(name, tensor, tp, tp_plan, back=False):
     """Reorders the rows of a "qkv" layer (first q, then k, then v) into tp parts of whole heads.
 
     back: does the inverse. Other tensors stay as they are.
     """
     is_qkv = any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
-    if not is_qkv or "tp" not in mesh.mesh_dim_names:
+    if not is_qkv or tp == 1:
         return tensor
-    tp = mesh["tp"].size()
-    shape = (tp, 3, -1) if back else (3, tp, -1)
-    return tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2)  # (3C, ...)
-
-
-def is_dtensor(tensor):
-    """Returns whether a tensor or a parameter is a DTensor."""
-    return hasattr(tensor, "placements")
+    return reorder_rows(tensor, 3, tp, back)  # (3C, ...)
 
 
 def map_tensors(value, function):
@@ -59,7 +54,7 @@ def map_tensors(value, function):
 
 
 def gather(model, parts, process):
-    """The inverse of scatter: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
+    """The inverse of slice_like: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
 
     A part may also be another value, see map_tensors. It stays as it is, but on the CPU.
 
@@ -89,7 +84,7 @@ def join_parts(name, part, tp_plan):
     whole = part.detach().full_tensor()
     if whole.dim() == 0:
         return whole
-    return by_heads(name, whole, part.device_mesh, tp_plan, back=True)
+    return by_heads(name, whole, count_tp(part), tp_plan, back=True)
 
 
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
@@ -99,6 +94,13 @@ def make_whole_gpt(GPT, config, activation_checkpointing=False):
     """
     with torch.device("meta"):
         return GPT(config, activation_checkpointing)
+
+
+def whole_gpt(model):
+    """Returns the whole GPT of a Pipeline: names and shapes, no memory. A GPT is whole already."""
+    if isinstance(model, Pipeline):
+        return make_whole_gpt(type(model.part), model.config)
+    return model
 
 
 def fill_split_model(model, whole_gpt, weights, seed, device):
@@ -120,11 +122,13 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
             if weights:
                 values = weights[name]
             else:
-                values = whole_gpt.first_values(name, p.shape)
+                values = whole_gpt.initial_values(name, p.shape)
                 if values is None:
                     values = others[name]
             if name in own:
-                filled = torch.nn.Parameter(scatter(name, values, own[name], device, part.tp_plan))
+                filled = torch.nn.Parameter(
+                    slice_like(own[name], name, values, device, part.tp_plan)
+                )
                 torch.utils.swap_tensors(own[name], filled)  # keeps tied weights tied
     for name, buffer in list(part.named_buffers()):
         values = (weights or {}).get(name, others[name])
@@ -142,7 +146,7 @@ def make_other_values(whole_gpt, weights, seed, device):
     names = [name for name, _ in whole_gpt.named_buffers()]
     if not weights:
         for name in dict(whole_gpt.named_parameters()):
-            if whole_gpt.first_values(name, (0,)) is None:
+            if whole_gpt.initial_values(name, (0,)) is None:
                 names.append(name)
     if not names:
         return {}

@@ -30,8 +30,9 @@ class Pipeline(nn.Module):
         self.index = mesh.get_local_rank("pp")  # of this stage
         self.is_first = self.index == 0
         self.is_last = self.index == self.n_stages - 1
-        self.schedules = {}  # {(micro-batches, B, T): a schedule of PyTorch}
-        self.names = None  # of the figures of a step, in the order in which they are sent
+        self.size = None  # (micro-batches, B, T) of the last step
+        self.schedule = None  # PyTorch's for this size; it keeps buffers for all its micro-batches
+        self.names = None  # of the metrics of a step, in the order in which they are sent
         # Embedding and head are one matrix. The first and the last stage have a copy each.
         self.has_tied = is_tied and (self.is_first or self.is_last)
         ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
@@ -58,17 +59,19 @@ class Pipeline(nn.Module):
         x = torch.cat([x for x, _, _ in micro_batches])  # (n_micro x B, T)
         y = torch.cat([y for _, y, _ in micro_batches])  # (n_micro x B, T)
         weights = torch.stack([weight for _, _, weight in micro_batches])  # (n_micro)
-        self.means = {}  # of the step; only the last stage adds something
+        self.metrics = {}  # of the step; only the last stage adds some
         zero = torch.zeros((), device=x.device)
         scaler.scale(zero)  # makes its scale, which stages without a loss need, too
         size = (n_micro, B, T)
-        if size not in self.schedules:  # in a ramp, the batch grows
-            self.schedules[size] = self.make_schedule(n_micro, B, T, scaler)
+        if size != self.size:  # in a ramp, the batch grows
+            self.schedule = None  # frees its buffers
+            self.schedule = self.make_schedule(n_micro, B, T, scaler)
+            self.size = size
         # `targets` is an argument of Stage.forward, and `target` is the second one of scaled_loss.
-        self.schedules[size].step(x, targets=y, target=weights, return_outputs=False)
+        self.schedule.step(x, targets=y, target=weights, return_outputs=False)
         if self.names is None:  # in the first step
-            self.names = from_stage(-1, list(self.means), self)
-        values = torch.stack([self.means.get(name, zero) for name in self.names])
+            self.names = from_stage(-1, list(self.metrics), self)
+        values = torch.stack([self.metrics.get(name, zero) for name in self.names])
         dist.broadcast(values, group=self.group, group_src=self.n_stages - 1)
         return dict(zip(self.names, values))
 
@@ -95,9 +98,7 @@ class Pipeline(nn.Module):
 
         def scaled_loss(loss, weight):
             # As in train_step of train_gpt2.py. weight: (1,)
-            for name, value in dict(**self.stage.extra, train=loss).items():
-                part = value.detach() * weight[0] / n_micro
-                self.means[name] = self.means.get(name, 0.0) + part
+            add_metrics(self.metrics, loss, self.stage.more, weight[0], n_micro)
             return scaler.scale(loss * weight[0] / n_micro)
 
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
@@ -141,21 +142,31 @@ class Stage(nn.Module):
         self.part = part
         self.process = process
         self.is_last = is_last
-        self.extra = {}  # the third value of the last GPT.forward
+        self.more = []  # [the third value of the last GPT.forward], if it returns one
 
     def forward(self, x, targets=None):
         """Runs the forward pass of training."""
         with self.process.autocast:
             if not self.is_last:
                 return self.part.hidden(x)
-            _, loss, *rest = self.part(x, targets)
-            # A schedule takes only tensors, and calls scaled_loss next, which reads this.
-            self.extra = rest[0] if rest else {}
+            # A schedule takes only tensors. It calls scaled_loss next, which reads self.more.
+            _, loss, *self.more = self.part(x, targets)
             return loss
 
     def call(self, method, *args, **kwargs):
         """Calls a method of the part. Before that, FSDP all-gathers its parameters."""
         return getattr(self.part, method)(*args, **kwargs)
+
+
+def add_metrics(metrics, loss, more, weight, n_micro):
+    """Adds what GPT.forward has returned for a micro-batch to the means of its step.
+
+    metrics: {name: mean}, which this changes. more: [{name: scalar tensor}], the third value of
+    GPT.forward, or []. weight: of the micro-batch. n_micro: the number of micro-batches in a step.
+    """
+    extra = more[0] if more else {}
+    for name, value in dict(train=loss, **extra).items():
+        metrics[name] = metrics.get(name, 0.0) + value.detach() * weight / n_micro
 
 
 def own_gpt(model):
@@ -220,7 +231,7 @@ def check_stages(model, n_stages):
     """
     config = model.config
     shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
         idx = torch.randint(64, (2, 17))
         x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
@@ -228,7 +239,7 @@ def check_stages(model, n_stages):
             whole = type(model)(replace(config, **shape))
             for p in whole.parameters():
                 nn.init.normal_(p, std=0.3)  # with other values than the first ones, edits show
-            expected = figures_of_forward(whole, x, y)
+            expected = metrics_of_forward(whole, x, y)
         except Exception as error:  # such as an edit with the sizes of one model
             print0(f"note: the stages are not compared, because a small GPT fails: {error!r}")
             return
@@ -239,7 +250,7 @@ def check_stages(model, n_stages):
                 keep_stage(part, stage, n_stages)
                 if stage < n_stages - 1:
                     x = part.hidden(x)  # (B, T, C)
-            found = figures_of_forward(part, x, y)
+            found = metrics_of_forward(part, x, y)
     for name, value in expected.items():
         if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
             raise UserError(
@@ -248,11 +259,11 @@ def check_stages(model, n_stages):
             )
 
 
-def figures_of_forward(model, x, y):
-    """Returns the loss of GPT.forward and what else it returns: {name: scalar tensor}."""
-    _, loss, *rest = model(x, y)
-    figures = dict(loss=loss, **(rest[0] if rest else {}))
-    return {name: value.detach() for name, value in figures.items()}
+def metrics_of_forward(model, x, y):
+    """Returns the loss and the metrics that GPT.forward returns: {name: scalar tensor}."""
+    _, loss, *more = model(x, y)
+    metrics = dict(loss=loss, **(more[0] if more else {}))
+    return {name: value.detach() for name, value in metrics.items()}
 
 
 def first_block(stage, n_stages, config):

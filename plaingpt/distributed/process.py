@@ -1,4 +1,4 @@
-"""The processes of a program: joins them, and exchanges values between them."""
+"""The processes of a program: sets them up, joins them, and exchanges values between them."""
 
 import atexit
 import os
@@ -10,7 +10,12 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.signals import Stopped, StopRequest
 from plaingpt.base.source import hash_of_program
-from plaingpt.distributed.device import choose_dtype, find_device
+from plaingpt.distributed.device import (
+    choose_dtype,
+    find_device,
+    set_deterministic,
+    set_matmul_precision,
+)
 from plaingpt.distributed.memory import set_malloc
 
 import torch
@@ -19,10 +24,11 @@ import torch.distributed as dist
 
 @dataclass
 class Process:
-    """This process among the processes of a program, its device and its number format.
+    """This process among the processes of a program, its device and its dtype.
 
-    The processes form a mesh of pp x dp x tp. Each of the dp_size data parallel groups has its own
-    sequences. The processes of one group (TP, PP) share a model and have the same sequences.
+    The processes form a mesh of pp x dp x tp. They have dp_size replicas of the model, and each
+    replica reads sequences of its own. With TP or PP, several processes have one replica together,
+    and read the same sequences.
     """
 
     rank: int
@@ -30,8 +36,8 @@ class Process:
     dp_rank: int
     dp_size: int
     device: torch.device
-    dtype: torch.dtype  # of matrix products
-    tp_group: int = 0  # the number of its TP group, whose processes draw equal dropout masks
+    dtype: torch.dtype  # of matrix multiplications
+    tp_group_index: int = 0  # the processes of a TP group draw equal dropout masks
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
@@ -41,25 +47,25 @@ class Process:
 
     @property
     def autocast(self):
-        """A context in which matrix products are computed in dtype."""
+        """A context in which matrix multiplications are computed in dtype."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, scalars):
-        """Takes means over all processes: {name: 0-dimensional tensor} -> {name: float}.
+        """Computes means over all processes: {name: scalar tensor} -> {name: float}.
 
-        It sends them in one message, so all processes need the same names in the same order. The
-        CPU waits here for the device.
+        All are in one message, so all processes need the same names in the same order. The CPU
+        waits here for the device.
         """
         values = torch.stack(list(scalars.values()))  # (number of names)
         return dict(zip(scalars, (self.sum(values) / self.dp_size).tolist()))
 
     def sum(self, tensor):
-        """Sums a tensor over the data parallel groups."""
+        """Sums a tensor over the replicas of the model."""
         if self.world_size == 1:
             return tensor
-        tensor = tensor.to(self.device)
+        tensor = tensor.to(self.device, copy=True)  # all_reduce changes it
         dist.all_reduce(tensor)
-        # The processes of one group have the same values, and all_reduce has added them all.
+        # The processes of one replica have the same values, and all_reduce has added them all.
         return tensor / (self.world_size // self.dp_size)
 
     def check_stop(self):
@@ -76,14 +82,17 @@ class Process:
             dist.barrier()
 
 
-def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
-    """Chooses device and dtype, and joins the process group -> Process. Raises UserError.
+def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
+    """Prepares PyTorch, and joins the processes of a program -> Process. Raises UserError.
 
-    All processes must have the same code. The arguments are the values of the flags --device,
-    --dtype, --tp, --pp and --parallel.
+    Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
+    float32 matrix multiplications, and how glibc frees memory. Makes sure that all processes have
+    the same code. The arguments are the values of the flags of the same name.
     """
+    if deterministic:
+        set_deterministic()
     rank, local_rank, world_size = read_ranks()
-    n_parts = pp * tp  # processes that share one model
+    n_parts = pp * tp  # processes of one replica
     if world_size % n_parts:
         raise UserError(
             f"--tp {tp} --pp {pp}: needs a multiple of {n_parts} processes, and there "
@@ -91,38 +100,44 @@ def init_process(device, dtype, tp=1, pp=1, parallel="ddp"):
             f"--nproc_per_node={n_parts}"
         )
     device = find_device(device, local_rank, world_size)
-    set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
-    is_cuda = device.type == "cuda"
-    if is_cuda:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
+    dtype = choose_dtype(dtype, device)
+    set_matmul_precision(dtype, device)
+    set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
     if world_size > 1:
-        # Otherwise NCCL warns about the messages of PyTorch's pipelines.
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # MASTER_ADDR or MASTER_PORT may be missing.
-        with explaining("the processes cannot join", "use torchrun", ValueError):
-            timeout = timedelta(hours=1)  # rank 0 may need long to download
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            if os.environ.get("GROUP_WORLD_SIZE") == "1":
-                # On one machine, torchrun --max_restarts keeps the addresses of dead processes.
-                store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-            dist.init_process_group(
-                "nccl" if is_cuda else "gloo",
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                device_id=device if is_cuda else None,
-                timeout=timeout,
-            )
-        # These two run at exit, also after an error, the last one first. gloo's threads need some
-        # time after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
-        atexit.register(time.sleep, 0.5)
-        atexit.register(dist.destroy_process_group)
+        join_processes(rank, world_size, device)
         check_equal(hash_of_program(), "the processes have different code; give all the same clone")
     dp_size = world_size // n_parts
-    tp_group = rank // tp  # in the mesh, tp varies fastest, then dp, then pp
-    dp_rank = tp_group % dp_size
-    dtype = choose_dtype(dtype, device)
-    return Process(rank, world_size, dp_rank, dp_size, device, dtype, tp_group)
+    tp_group_index = rank // tp  # in the mesh, tp varies fastest, then dp, then pp
+    dp_rank = tp_group_index % dp_size
+    return Process(rank, world_size, dp_rank, dp_size, device, dtype, tp_group_index)
+
+
+def join_processes(rank, world_size, device):
+    """Joins PyTorch's process group, and leaves it at exit. Raises UserError."""
+    is_cuda = device.type == "cuda"
+    # Otherwise NCCL warns about the messages of PyTorch's pipelines.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    # MASTER_ADDR or MASTER_PORT may be missing.
+    with explaining("the processes cannot join", "use torchrun", ValueError):
+        timeout = timedelta(hours=1)  # rank 0 may need long to download
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # On one machine, torchrun --max_restarts keeps the addresses of dead processes.
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            device_id=device if is_cuda else None,
+            timeout=timeout,
+        )
+    # These two run at exit, also after an error, the last one first. gloo's threads need some time
+    # after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
+    atexit.register(time.sleep, 0.5)
+    atexit.register(dist.destroy_process_group)
 
 
 def on_rank0(function, *args, **kwargs):

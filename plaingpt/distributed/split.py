@@ -32,8 +32,9 @@ import logging
 import warnings
 
 from plaingpt.base.errors import UserError
-from plaingpt.distributed.parts import fill_split_model, is_dtensor, make_whole_gpt
+from plaingpt.distributed.parts import fill_split_model, make_whole_gpt
 from plaingpt.distributed.pipeline import Pipeline, Stage, check_stages
+from plaingpt.ops.dtensors import is_dtensor
 
 import torch
 
@@ -45,11 +46,10 @@ def is_split(config, process):
 
 
 def split_model(GPT, gpt_config, weights, config, process):
-    """Makes the part of a GPT that this process has -> (the whole without memory, the part).
+    """Makes the part of a GPT that this process has -> a GPT, or with --pp a Pipeline.
 
-    The part is a GPT, or with --pp a Pipeline. It is cut before it has memory, so no process ever
-    holds the whole model. All processes must call hidden, logits and loss of the part. All get the
-    complete result.
+    The model is cut before it has memory, so no process ever holds all of it. All processes must
+    call hidden, logits and loss of their parts. All get the complete result.
 
     GPT: the class. weights: a state dict, or None for random values. Raises UserError if tp or pp
     do not fit the model.
@@ -58,7 +58,7 @@ def split_model(GPT, gpt_config, weights, config, process):
     model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
     part = cut_model(model, config, process)
     fill_split_model(part, whole_gpt, weights, config.seed, process.device)
-    return whole_gpt, part
+    return part
 
 
 def cut_model(model, config, process):
@@ -83,7 +83,7 @@ def cut_model(model, config, process):
     mesh = init_device_mesh(
         process.device.type,
         (config.pp, process.dp_size // n_shards, n_shards, config.tp),
-        mesh_dim_names=("pp", "copies", "shards", "tp"),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     result = model
@@ -114,13 +114,19 @@ def check_shared(model, config, process):
     for block in model.blocks():
         for p in block.parameters():
             blocks_of.setdefault(p, []).append(block)
+    layers_of = {}  # {parameter: the modules that have it}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            layers_of.setdefault(p, []).append(module)
     first_names = {}  # {parameter: its first name}
     for name, p in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(p, name)
         in_two_stages = config.pp > 1 and name not in (first, "lm_head.weight")
         # FSDP, which averages the gradients of a split model, needs each parameter in one block.
         in_two_blocks = process.dp_size > 1 and len(blocks_of.get(p, [])) > 1
-        if first != name and (in_two_stages or in_two_blocks):
+        # TP gives each layer parameters of its own.
+        in_two_layers = config.tp > 1 and len(layers_of[p]) > 1 and name != "lm_head.weight"
+        if first != name and (in_two_stages or in_two_blocks or in_two_layers):
             raise UserError(
                 f"{first} and {name} are one parameter, which a split model cannot share; "
                 "use --parallel ddp without --tp and --pp"
@@ -129,6 +135,7 @@ def check_shared(model, config, process):
 
 def check_heads(model, tp):
     """Raises UserError if tp processes cannot have equally many heads of a layer each."""
+    model.qkv_names()  # raises it if the heads of query, key and value are not equally many
     hs = model.config.n_embd // model.config.n_head
     for name, module in model.named_modules():
         word = model.tp_plan.get(name.rpartition(".")[2])
@@ -155,9 +162,10 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
     """Applies FSDP. Without --parallel fsdp, it does what DDP does: one shard, several copies."""
     import torch.distributed.fsdp as fsdp
 
-    mesh = mesh["shards"] if is_fsdp else mesh["copies", "shards"]
-    # Blocks are all-gathered in the dtype of their products, but in float32 on a CPU. The CPU's
-    # layer_norm rejects bfloat16 weights with the float32 residual stream.
+    mesh = mesh["dp_shard"] if is_fsdp else mesh["dp_replicate", "dp_shard"]
+    # Blocks are all-gathered in the dtype of their matrix multiplications, which also rounds the
+    # weights of their norms, but in float32 on a CPU. The CPU's layer_norm rejects bfloat16 weights
+    # with the float32 residual stream.
     param_dtype = process.dtype if is_fsdp and process.device.type != "cpu" else None
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -51,11 +51,11 @@ class AttentionWatch(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function is F.scaled_dot_product_attention and self.block is not None:
             given = dict(zip(ARGUMENTS, args)) | (kwargs or {})
-            self.calls.append(check_call(self.block, given, result))
+            self.calls.append(record_call(self.block, given, result))
         return result
 
 
-def check_call(block, given, result):
+def record_call(block, given, result):
     """Computes the weights of a call, and compares weights @ v with its result -> AttentionCall.
 
     block: its number. given: {name: value} of the arguments. result: (1, nh, T, hs).

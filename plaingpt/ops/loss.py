@@ -7,6 +7,7 @@ If the head is a function, the backward pass computes the logits of a chunk agai
 
 import math
 
+from plaingpt.ops.dtensors import is_dtensor
 from plaingpt.ops.precision import matmul_dtype
 
 import torch
@@ -70,7 +71,7 @@ def recomputed_losses(x, logits, targets, vocab_size):
 def fused_losses(x, weight, targets, counted):
     """x (N, C), targets and counted (N) -> losses (N), without a gradient, and their mean."""
     group = None
-    if hasattr(weight, "placements"):  # it is a DTensor, with tensor parallelism
+    if is_dtensor(weight):  # with tensor parallelism
         group = weight.device_mesh.get_group()
         rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
         # Target 0 is now the first row that this process has.
@@ -129,11 +130,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             y = y.where(local, 0)
             target_logit = p.gather(1, y) * local  # (rows, 1)
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
-            norm, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
-            loss = norm.log() - target_logit  # (rows, 1)
+            denominator, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
+            loss = denominator.log() - target_logit  # (rows, 1)
             losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
             if with_gradient:  # the gradient w.r.t. the logits is softmax - one_hot(target)
-                p.div_(norm.masked_fill(ignored, math.inf))  # the gradient is 0 if ignored
+                p.div_(denominator.masked_fill(ignored, math.inf))  # the gradient is 0 if ignored
                 if torch.compiler.is_compiling():  # the compiler can fuse this, unlike scatter_add_
                     p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:

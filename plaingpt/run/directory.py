@@ -5,10 +5,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from plaingpt.base.files import read_log, replacing, write_json, writing
+from plaingpt.base.errors import UserError
+from plaingpt.base.files import format_log, read_log, replacing, write_json, writing
 from plaingpt.base.source import hash_of_program, read_git
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import hardware_name
+from plaingpt.weights.checkpoint import find_checkpoints
 
 import torch
 
@@ -24,6 +26,20 @@ RUN_FILES = (
     "events.out.tfevents.*",
     "wandb",
 )
+
+
+def check_newest(directory, resume, step):
+    """Raises UserError if another process has saved a checkpoint since this one read the newest.
+
+    resume: whether it did. step: that of the newest checkpoint, or 0 if there was none.
+    """
+    paths = find_checkpoints(directory)
+    newest = int(paths[-1].stem.removeprefix("model_")) if paths else 0
+    if resume and newest != step:
+        raise UserError(
+            f"{directory}: another process has changed the checkpoints since this one has read the "
+            "newest; start this one again"
+        )
 
 
 def prepare_run_directory(directory, step):
@@ -45,7 +61,7 @@ def prepare_run_directory(directory, step):
                 if is_known:
                     known[stream] = float(value)
                 if line_step < step or is_known:
-                    file.write(f"{line_step} {stream} {value}\n".encode())
+                    file.write(format_log(line_step, stream, value).encode())
             # This comes after the file was created, which fails in a read-only directory.
             if step == 0:
                 move_aside(directory)
@@ -71,24 +87,24 @@ def move_aside(directory):
     print0(f"the old run in {directory} was moved to {aside}")
 
 
-def write_facts(step, whole_gpt, config, given, data, process):
+def write_facts(step, gpt, config, flags, data, process):
     """Writes run.json and changes.patch, with which the run can be repeated.
 
     changes.patch has the uncommitted changes of tracked files, if there are any. It does not have
     the untracked files, but run.json lists their names.
 
     step: where the run starts. If this is max_steps, a finished run was resumed, and its files
-    stay as they are. whole_gpt: that of Training. given: {name: value} of the flags on the command
-    line. Raises UserError.
+    stay as they are. gpt: the whole GPT. flags: {name: value} of those on the command line. Raises
+    UserError.
     """
     if step == config.max_steps:
         return
     commit, untracked, changes = read_git()
     facts = dict(
-        model_config=asdict(whole_gpt.config),
+        model_config=asdict(gpt.config),
         train_config=asdict(config),
-        flags=given,
-        parameters=sum(p.numel() for p in whole_gpt.parameters()),
+        flags=flags,
+        parameters=sum(p.numel() for p in gpt.parameters()),
         tokenizer=data.tokenizer.name,
         fingerprints=data.fingerprints,
         train_tokens=sum(map(len, data.train)),

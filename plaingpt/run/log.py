@@ -11,11 +11,19 @@ from datetime import timedelta
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, require
-from plaingpt.base.files import lock, writing
+from plaingpt.base.files import (
+    delete_temporary_files,
+    format_log,
+    lock,
+    read_json,
+    write_json,
+    writing,
+)
 from plaingpt.base.terminal import print0, shorten_line, show_progress
 from plaingpt.distributed.device import hardware_name, peak_flops
+from plaingpt.distributed.parts import whole_gpt
 from plaingpt.distributed.process import on_rank0
-from plaingpt.run.directory import prepare_run_directory, write_facts
+from plaingpt.run.directory import check_newest, prepare_run_directory, write_facts
 
 import torch
 
@@ -83,19 +91,18 @@ class Progress:
         self.config = config
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(process)
-        self.is_cuda = process.device.type == "cuda"
         self.seconds_per_token = []  # of the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
         self.last_val = math.inf
 
-    def show_step(self, step, n_tokens, seconds, figures):
+    def show_step(self, step, n_tokens, seconds, metrics):
         """Prints every log_every-th step, and those with a non-finite gradient.
 
-        figures: {name: number} of the step, with train (the loss), norm and lr.
+        metrics: {name: number} of the step, with train (the loss), norm and lr.
         """
-        is_skipped = not math.isfinite(figures["norm"])
+        is_skipped = not math.isfinite(metrics["norm"])
         if is_skipped:
             self.n_skipped += 1
             self.n_skipped_in_row += 1
@@ -103,7 +110,7 @@ class Progress:
             self.n_skipped_in_row = 0
         self.seconds_per_token = [*self.seconds_per_token[-9:], seconds / n_tokens]
         to_go = timedelta(seconds=round(self.seconds_to_go(step, n_tokens)))
-        progress = f"loss {figures['train']:.4f} | {to_go} to go"
+        progress = f"loss {metrics['train']:.4f} | {to_go} to go"
         is_last = step == self.config.max_steps - 1
         if step % self.config.log_every == 0 or is_last or is_skipped:
             tok_s = n_tokens / seconds
@@ -111,9 +118,9 @@ class Progress:
             parts = [f"step {step:5d}/{self.config.max_steps}", progress]
             if is_skipped:
                 parts.append(f"{self.n_skipped} skipped")
-            parts.append(f"norm {figures['norm']:.3f}")
+            parts.append(f"norm {metrics['norm']:.3f}")
             parts.append(f"{tok_s:,.0f} tok/s")
-            parts.append(f"lr {figures['lr']:.2e}")
+            parts.append(f"lr {metrics['lr']:.2e}")
             parts.append(f"{seconds * 1000:.0f} ms")
             parts.append(f"{flops / 1e12:.2f} TFLOP/s")
             if self.peak_flops:
@@ -130,13 +137,13 @@ class Progress:
         tokens_left = total * steps_left - ramp_left * (total - n_tokens) / 2
         return statistics.median(self.seconds_per_token) * tokens_left
 
-    def show_validation(self, step, figures, names, epochs):
+    def show_validation(self, step, metrics, names, epochs):
         """Prints the losses of a validation.
 
-        figures: {name: number}, from validate in train_gpt2.py. names: of the data sets. epochs:
+        metrics: {name: number}, from validate in train_gpt2.py. names: of the data sets. epochs:
         how often each was read.
         """
-        rest = dict(figures)
+        rest = dict(metrics)
         val = rest.pop("val")
         parts = [
             f"step {step}",
@@ -162,8 +169,8 @@ class Progress:
                 advice = f"{self.config.log_dir}/model_best.pt has the best step"
             print0(f"note: the validation loss has risen three times in a row; {advice}")
 
-    def show_end(self, step, is_complete):
-        """Prints how the run has ended, and how much memory of a GPU it has taken."""
+    def show_end(self, step, is_complete, memory):
+        """Prints how the run has ended. memory: bytes of the GPU that it has reserved, or 0."""
         if step == 0:
             print0("stopped by a signal before the first step")
             return
@@ -171,25 +178,23 @@ class Progress:
         if not is_complete:
             how = f"stopped by a signal or --max_minutes; step {step} is saved, --resume continues"
         skipped = f"{self.n_skipped} steps skipped; " if self.n_skipped else ""
-        memory = ""
-        if self.is_cuda:
-            memory = f"{torch.cuda.max_memory_reserved() / 1e9:.1f} GB of the GPU; "
+        gpu = f"{memory / 1e9:.1f} GB of the GPU; " if memory else ""
         program = f"python generate.py --checkpoint {self.config.log_dir}"
-        print0(f"{how}: {skipped}{memory}{program} writes text")
+        print0(f"{how}: {skipped}{gpu}{program} writes text")
 
 
-def print_summary(training, config, data, sizes, process):
+def print_summary(gpt, optimizers, config, data, plan, process):
     """Prints what is trained and what a step is. Adds notes if there is too little data.
 
-    sizes: from plan_steps. The other arguments are those of main.
+    gpt: the whole GPT. plan: from plan_steps. The other arguments are those of main.
     """
-    n_parameters = sum(p.numel() for p in training.whole_gpt.parameters())
+    n_parameters = sum(p.numel() for p in gpt.parameters())
     n_train = sum(map(len, data.train))
     print0(
         f"{n_parameters:,} parameters, {n_train:,} training tokens, {process.dtype_name} "
         f"on {hardware_name(process.device)}, {process.world_size} processes, in {config.log_dir}"
     )
-    n, B = sizes[-1]  # after the ramp, if there is one
+    n, B = plan[-1]  # after the ramp, if there is one
     T = config.total_batch_size // n
     n_micro = n // B // process.dp_size
     schedule = f"learning rate {config.max_lr:g} after {config.warmup_steps} steps of warm-up"
@@ -197,13 +202,12 @@ def print_summary(training, config, data, sizes, process):
         schedule += f", then {config.schedule} to {config.min_lr:g}"
     parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
     print0(f"a step: {parts} on each process; {schedule}")
-    groups = []  # with --pp, those of the first stage
-    for optimizer in training.optimizers:
+    n_tensors = {}  # {optimizer and decay: their number}; with --pp, those of the first stage
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
-            decay = group.get("weight_decay", 0)
-            size = len(group["params"])
-            groups.append(f"{type(optimizer).__name__} with decay {decay:g}: {size} tensors")
-    print0("; ".join(groups))
+            name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
+            n_tensors[name] = n_tensors.get(name, 0) + len(group["params"])
+    print0("; ".join(f"{name}: {n} tensors" for name, n in n_tensors.items()))
     epochs = config.max_steps * config.total_batch_size // n_train
     if epochs > 30:
         print0(f"note: the run reads the data {epochs} times; more data would be better")
@@ -212,14 +216,15 @@ def print_summary(training, config, data, sizes, process):
         print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
 
 
-def note_first_values(model):
-    """Prints which matrices of a new model are not GPT-2's, and so do not begin as GPT-2's do."""
+def note_initialization(model):
+    """Prints which matrices of a new model do not have GPT-2's initialization."""
     own = {}  # {name without the number of the block: None}, in order
     for name, p in model.named_parameters():
-        if p.dim() > 1 and model.first_values(name, (0,)) is None:
+        if p.dim() > 1 and model.initial_values(name, (0,)) is None:
             own[re.sub(r"\.h\.\d+\.", ".h.*.", name)] = None
     if own:
-        print0(f"note: GPT.first_values has no {', '.join(own)}; the constructor's values are kept")
+        names = ", ".join(own)
+        print0(f"note: GPT.initial_values has no {names}; the constructor's values are kept")
 
 
 class RunLog:
@@ -227,27 +232,29 @@ class RunLog:
 
     log.txt has a line "{step} {name} {value}" for each number. All processes must make a RunLog.
     Rank 0 first locks the run directory and prepares it, see prepare_run_directory. Then it writes
-    run.json, see write_facts. Raises UserError.
+    run.json, see write_facts. Raises UserError. A `with` block unlocks the directory at its end.
 
-    given: {name: value} of the flags on the command line. sizes: from plan_steps. step: where the
-    run starts.
+    flags: {name: value} of those on the command line. plan: from plan_steps. step: where the run
+    starts.
     """
 
-    def __init__(self, given, config, training, data, sizes, step, process):
+    def __init__(self, flags, config, training, data, plan, step, process):
         self.config = config
         self.data = data
         self.process = process
         self.path = Path(config.log_dir, "log.txt")
-        self.figures = {}  # {name: last value}
+        self.metrics = {}  # {name: last value}
         self.known = set()  # (step, name) of the numbers that log.txt already has
         self.sinks = []
-        on_rank0(self.open, training.whole_gpt.config, step)
-        on_rank0(write_facts, step, training.whole_gpt, config, given, data, process)
-        self.progress = Progress(config, training.whole_gpt.flops_per_token(), process)
+        self.unlock = None
+        gpt = whole_gpt(training.raw_model)
+        on_rank0(self.open, gpt.config, step)
+        on_rank0(write_facts, step, gpt, config, flags, data, process)
+        self.progress = Progress(config, gpt.flops_per_token(), process)
         if step < config.max_steps:  # otherwise, a finished run was resumed
-            print_summary(training, config, data, sizes, process)
+            print_summary(gpt, training.optimizers, config, data, plan, process)
         if step == 0 and not config.init_from:
-            note_first_values(training.whole_gpt)
+            note_initialization(gpt)
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
@@ -259,9 +266,11 @@ class RunLog:
         directory = self.path.parent
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-            # The lock ends with this object, because a notebook may start the next run.
             remedy = "wait for it, or start the processes of one run with torchrun"
-            weakref.finalize(self, os.close, lock(directory, "--log_dir", remedy))
+            # A notebook may start the next run, also after an error.
+            self.unlock = weakref.finalize(self, os.close, lock(directory, "--log_dir", remedy))
+            delete_temporary_files(directory)
+        check_newest(directory, self.config.resume, step)
         known = prepare_run_directory(directory, step)
         self.known = {(step, name) for name in known}
         if self.config.tensorboard:
@@ -271,9 +280,16 @@ class RunLog:
         # TensorBoard has removed the values of this step, so it gets those that log.txt keeps.
         self.publish(step, known)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.unlock:
+            self.unlock()
+
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not have yet. Raises UserError."""
-        self.figures.update(values)
+        self.metrics.update(values)
         if self.process.rank > 0:
             return
         new = {}
@@ -284,7 +300,7 @@ class RunLog:
             if (step, name) not in self.known:
                 new[name] = value
                 text = str(value) if isinstance(value, int) else f"{value:.8g}"
-                lines.append(f"{step} {name} {text}\n")
+                lines.append(format_log(step, name, text))
         with (
             writing(self.path, "free some space, then continue with --resume"),
             open(self.path, "a", encoding="utf-8") as file,
@@ -297,14 +313,14 @@ class RunLog:
         for sink in self.sinks:
             sink.write(step, values)
 
-    def write_step(self, step, n_tokens, seconds, figures):
-        """Writes the figures of a step, and prints them every log_every steps.
+    def write_step(self, step, n_tokens, seconds, metrics):
+        """Writes the metrics of a step, and prints them every log_every steps.
 
-        figures: {name: number}, with train (the loss), norm and lr. Raises UserError after ten
+        metrics: {name: number}, with train (the loss), norm and lr. Raises UserError after ten
         steps in a row without a finite gradient.
         """
-        self.write(step, **figures)
-        self.progress.show_step(step, n_tokens, seconds, figures)
+        self.write(step, **metrics)
+        self.progress.show_step(step, n_tokens, seconds, metrics)
         if self.progress.n_skipped_in_row == 10:
             raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
 
@@ -318,3 +334,16 @@ class RunLog:
         for i, text in enumerate(texts):
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
+
+    def write_end(self, step, is_complete):
+        """Prints how the run has ended. Adds the memory that it has taken of a GPU to run.json.
+
+        is_complete: whether all is done, and no signal or time limit has stopped the run.
+        """
+        memory = 0
+        has_trained = len(self.progress.seconds_per_token) > 0
+        if self.process.device.type == "cuda" and self.process.rank == 0 and has_trained:
+            memory = torch.cuda.max_memory_reserved()
+            path = self.path.with_name("run.json")
+            write_json(path, read_json(path) | dict(gpu_memory_gb=round(memory / 1e9, 1)))
+        self.progress.show_end(step, is_complete, memory)

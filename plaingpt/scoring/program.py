@@ -9,7 +9,7 @@ from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import init_process, on_rank0
+from plaingpt.distributed.process import on_rank0, setup
 from plaingpt.scoring.benchmark import load_examples, split_by_example
 from plaingpt.scoring.score import TOKENS, make_rows, score
 from plaingpt.weights.checkpoint import find_newest_model, list_model_files
@@ -38,7 +38,7 @@ def run_benchmark(benchmark, GPT, argv=None):
     source = config.model or find_newest_model(config.checkpoint)
     inputs = [config.data, *map(options.get, benchmark.input_options), *list_model_files(source)]
     check_output("--json", config.json, inputs)
-    process = init_process(config.device, config.dtype)
+    process = setup(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = GPT.load(source)
     model.to(process.device).eval()

@@ -142,8 +142,9 @@ def check_checksums(path):
 
 
 def hash_of_model(GPT):
-    """Returns a hash of the file of the class GPT."""
-    return hash_of_files([Path(inspect.getsourcefile(GPT))])
+    """Returns a hash of model.py. GPT: the class of the model, or a model."""
+    # FSDP gives a model another class, but not its config.
+    return hash_of_files([Path(inspect.getsourcefile(GPT.config_class))])
 
 
 def find_checkpoints(directory):

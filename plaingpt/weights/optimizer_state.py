@@ -1,8 +1,8 @@
 """What a checkpoint contains of an optimizer: its state, and what steps change in its groups.
 
 Each value has a key: the name of a parameter and the name of the value, such as
-"transformer.wte.weight.exp_avg". A value of a group of parameters has the key of the first of them,
-such as "transformer.wte.weight.group:k".
+"transformer.wte.weight.exp_avg". A value of a group is saved with each of its parameters, such as
+"transformer.wte.weight.group:k".
 
 A value is a tensor of any shape, a number, a text, None, or a list, tuple or dict of these. If its
 parameter is split, a tensor must have the shape of the parameter, or none.
@@ -11,12 +11,13 @@ parameter is split, a tensor must have the shape of the parameter, or none.
 import copy
 
 from plaingpt.base.errors import UserError, explaining
-from plaingpt.distributed.parts import is_dtensor, map_tensors, scatter
+from plaingpt.distributed.parts import map_tensors, slice_like
+from plaingpt.ops.dtensors import is_dtensor
 
 import torch
 
-# Values of a group that are no state. The learning rates come from the flags.
-NO_STATE = ("params", "param_names", "lr", "peak_lr")
+# Values of a group that are no state: flags, model.py and the number of the step decide them.
+NO_STATE = ("params", "param_names", "lr", "peak_lr", "weight_decay", "momentum", "betas")
 
 
 class OptimizerState:
@@ -31,7 +32,9 @@ class OptimizerState:
         self.names = {p: name for name, p in model.named_parameters()}
         self.tp_plan = model.tp_plan
         # What a step changes in a group is state. The rest comes from the flags and model.py.
-        self.first_values = [copy.deepcopy(group_values(group)) for group in optimizer.param_groups]
+        self.initial_groups = [
+            copy.deepcopy(group_values(group)) for group in optimizer.param_groups
+        ]
 
     def parameter_names(self):
         """Returns the names of the parameters of this optimizer."""
@@ -41,13 +44,13 @@ class OptimizerState:
     def values(self):
         """Returns {key: value} for a checkpoint. Raises UserError if it cannot hold a value."""
         found = {}
-        for group, first in zip(self.optimizer.param_groups, self.first_values):
-            for i, p in enumerate(group["params"]):
-                own = dict(self.optimizer.state.get(p, {}))
-                if i == 0:
-                    for value_name, value in group_values(group).items():
-                        if torch.is_tensor(value) or value != first.get(value_name):
-                            own[f"group:{value_name}"] = value
+        for group, initial in zip(self.optimizer.param_groups, self.initial_groups):
+            changed = {}  # each parameter keeps them, because a stage of a pipeline has only some
+            for value_name, value in group_values(group).items():
+                if torch.is_tensor(value) or value != initial.get(value_name):
+                    changed[f"group:{value_name}"] = value
+            for p in group["params"]:
+                own = self.optimizer.state.get(p, {}) | changed
                 for value_name, value in own.items():
                     key = f"{self.names[p]}.{value_name}"
                     self.check(key, value, p)
@@ -96,7 +99,7 @@ class OptimizerState:
         # PyTorch has the same rule: only these kernels need the count of steps on the device.
         on_cpu = is_count and not (group.get("fused") or group.get("capturable"))
         device = "cpu" if on_cpu else p.device
-        return map_tensors(value, lambda whole: scatter(key, whole, p, device, self.tp_plan))
+        return map_tensors(value, lambda whole: slice_like(p, key, whole, device, self.tp_plan))
 
 
 def group_values(group):

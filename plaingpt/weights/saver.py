@@ -8,7 +8,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_streams, reading, replacing, writing
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.parts import gather
+from plaingpt.distributed.parts import gather, whole_gpt
 from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model, map_file
@@ -22,7 +22,6 @@ class Saver:
 
     def __init__(self, training, data, config, process):
         self.model = training.raw_model
-        self.whole_gpt = training.whole_gpt
         self.scaler = training.scaler
         self.data = data
         self.config = config
@@ -34,19 +33,42 @@ class Saver:
         for optimizer in training.optimizers:
             self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
         # model.py may be edited later, so hash it now.
-        self.model_code = hash_of_model(type(self.whole_gpt))
+        self.model_code = hash_of_model(own_gpt(self.model))
+        # A tied matrix has two names. Training has the first one, and a checkpoint has both.
+        first_names = {}  # {parameter or buffer: its first name}
+        self.saved_names = {}  # {name in a checkpoint: first name}
+        for name, tensor in whole_gpt(self.model).state_dict(keep_vars=True).items():
+            self.saved_names[name] = first_names.setdefault(tensor, name)
+        self.saved = 0  # the step of the newest checkpoint; step 0 needs none
         self.best_val = math.inf  # the lowest validation loss of the run
         self.keys = None  # the keys of the state after the last step, until is_checked
         self.is_checked = False
 
-    def save(self, step, position, name=None, **more):
-        """Writes model_{step}.pt, or `name`, and deletes all but the newest `keep` checkpoints.
+    def save(self, step, position):
+        """Writes model_{step}.pt, and deletes all but the newest `keep` checkpoints.
 
-        position: number of sequences that the run has consumed. more: other values for the file.
-        The file is either complete or absent. Raises UserError.
+        position: number of sequences that the run has consumed. Does nothing if this step is saved,
+        or is step 0. Raises UserError.
+        """
+        if step == self.saved:
+            return
+        self.write(f"model_{step:06d}.pt", step, position)
+        self.saved = step
+        if self.config.keep and self.process.rank == 0:
+            for old in find_checkpoints(self.config.log_dir)[: -self.config.keep]:
+                old.unlink()
+
+    def write(self, file_name, step, position, **more):
+        """Writes a checkpoint, which is either complete or absent. Raises UserError.
+
+        more: other values for the file.
         """
         model, process = self.model, self.process
-        gathered = gather(model, tensors_to_save(model), process)
+        # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
+        # returns the shards. It has a tied matrix twice, of which one is enough.
+        own = own_gpt(model).state_dict()
+        firsts = {name: own[name] for name in own if self.saved_names[name] == name}
+        gathered = gather(model, firsts, process)
         # Stages of a pipeline may have other optimizers, so all values are gathered together.
         values = {}
         for optimizer in self.optimizers:
@@ -59,11 +81,7 @@ class Saver:
         for key, value in values.items():
             kind, _, own_key = key.partition("/")
             optimizers.setdefault(kind, {})[own_key] = value
-        # A tied matrix has two names. `gathered` has only the first one, the checkpoint has both.
-        first_name = {}  # {parameter or buffer: its first name}
-        weights = {}
-        for key, tensor in self.whole_gpt.state_dict(keep_vars=True).items():
-            weights[key] = gathered[first_name.setdefault(tensor, key)]
+        weights = {name: gathered[first] for name, first in self.saved_names.items()}
         state = dict(
             model=weights,
             optimizer=optimizers,
@@ -76,15 +94,12 @@ class Saver:
             train_config={**self.config.settings_of_losses(), **self.data.fingerprints},
             **more,
         )
-        path = Path(self.config.log_dir, name or f"model_{step:06d}.pt")
+        path = Path(self.config.log_dir, file_name)
         with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
             try:
                 torch.save(state, file)
             except RuntimeError as error:  # PyTorch raises it while it handles an OSError
                 raise (error.__context__ or error) from None
-        if self.config.keep:
-            for old in find_checkpoints(path.parent)[: -self.config.keep]:
-                old.unlink()
 
     def check(self):
         """Raises UserError if the optimizers have a state that no checkpoint can hold.
@@ -108,7 +123,7 @@ class Saver:
         """
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
-            self.save(step, position, "model_best.pt", val=val)
+            self.write("model_best.pt", step, position, val=val)
 
     def restore(self, checkpoint):
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
@@ -136,6 +151,7 @@ class Saver:
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:
             self.best_val = on_rank0(read_best_val, Path(place))
+        self.saved = step
         print0(f"resumed from step {step} in {place}")
         if config.keep_best and self.best_val == math.inf:
             print0(f"note: --keep_best saves the best of the steps from {step} on")
@@ -167,17 +183,6 @@ class Saver:
                         "give all its flags again"
                     )
             optimizer.restore(values)
-
-
-def tensors_to_save(model):
-    """Returns the parameters and the persistent buffers of this process: {name: tensor}."""
-    part = own_gpt(model)
-    tensors = dict(part.named_parameters())
-    persistent = part.state_dict().keys()
-    for name, buffer in part.named_buffers():
-        if name in persistent:
-            tensors[name] = buffer
-    return tensors
 
 
 def read_best_val(directory):
