@@ -8,7 +8,9 @@ so it can encode any text. The output is a tokenizer.json of Hugging Face.
 It needs tokenizers: pip install tokenizers
 """
 
+import heapq
 import json
+import random
 import sys
 from dataclasses import dataclass
 
@@ -29,34 +31,35 @@ class VocabularyConfig:
     vocab_size: int = flag(32000, "number of ids", above=256)
     output: str = flag("tokenizer.json", "file to write")
     text_key: str = flag("text", "field or column that holds the text")
-    sample_bytes: int = flag(2 * 10**7, "bytes of text to train on", at_least=1)
+    sample_bytes: int = flag(2 * 10**7, "at most so many bytes are trained on", at_least=1)
 
 
 def read_sample(config):
-    """Returns the texts to train on, evenly spaced in the files. Raises UserError."""
+    """Returns the texts to train on: random pieces of all files. Raises UserError.
+
+    They have at most sample_bytes, but are at least one piece.
+    """
     paths = find_files(config.input)
-    n_bytes = sum(path.stat().st_size for path in paths)
-    texts = []
-    size = 0  # bytes of the texts
+    random_key = random.Random(0).random
+    sample = []  # a heap of (random key, piece): the pieces with the largest keys so far
+    size = 0  # bytes of these pieces
     damaged = []
-    n_before = 0  # bytes on disk before the document
     for document in read_documents(paths, config.text_key, cut=True):
         text = document.text or ""  # empty if the document is damaged
         if document.problem:
             damaged.append(f"{document.where}: {document.problem}")
         for start in range(0, len(text), PIECE):
-            # These are bytes on disk up to the end of the piece. Compressed files hold more text.
-            n_read = n_before + (document.done - n_before) * min(1, (start + PIECE) / len(text))
-            if size * n_bytes <= config.sample_bytes * n_read:
-                piece = text[start : start + PIECE]
-                texts.append(piece)
-                size += len(piece.encode())
-        n_before = document.done
+            piece = text[start : start + PIECE]
+            heapq.heappush(sample, (random_key(), piece))
+            size += len(piece.encode())
+            while size > config.sample_bytes and len(sample) > 1:
+                _, dropped = heapq.heappop(sample)
+                size -= len(dropped.encode())
     if damaged:
         print0(f"skipped {len(damaged):,} damaged documents; the first one: {damaged[0]}")
-    if not texts:
+    if not sample:
         raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
-    return texts
+    return [piece for _, piece in sample]
 
 
 def main(argv=None):

@@ -22,7 +22,7 @@ import torch
 from conftest import MODEL, ROOT, TINY, fresh, names, program, read_log, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stand_in_hub import stand_in_hub
+from stand_in_hub import parquet, stand_in_hub
 
 import tokenizer
 from model import GPT
@@ -412,19 +412,43 @@ def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
     assert out.endswith("set()\n")
 
 
-def test_a_sample_of_few_large_documents(tmp_path):
-    """Pieces of about the size that was asked for, from all of the text."""
-    path = tmp_path / "t.txt"
-    path.write_text("".join(str(i) * 1000 for i in range(2000)))  # 6.9 MB
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json", "a.jsonl", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("n_documents", [4, 8000])
+def test_a_sample_is_from_all_of_the_text(tmp_path, name, n_documents):
+    """Even if a file is read as a whole, or is small because it is compressed."""
+    n = 8000 // n_documents
+    documents = []
+    for i in range(n_documents):
+        documents.append("".join(f"{j:04} " * 100 for j in range(n * i, n * i + n)))
+    path = write_documents(tmp_path / name, documents)  # 4 MB
     config = tokenizer.VocabularyConfig(input=[str(path)], sample_bytes=200_000)
     text = "".join(tokenizer.read_sample(config))
-    assert 190_000 < len(text) < 220_000 and "1999" in text and "555" in text
-    parts = [tmp_path / "a.txt.gz", tmp_path / "b.txt.gz"]
-    for path, letter in zip(parts, (b"a", b"b")):
-        path.write_bytes(gzip.compress(letter * 999_999))  # 1 kB
-    config = tokenizer.VocabularyConfig(input=[*map(str, parts)], sample_bytes=200_000)
-    text = "".join(tokenizer.read_sample(config))
-    assert 190_000 < len(text) < 220_000 and 90_000 < text.count("b") < 120_000
+    assert 190_000 <= len(text) <= 200_000
+    quarters = [int(number) // 2000 for number in re.findall(r"\b\d{4}\b", text)]
+    assert all(share > 0.1 for share in np.bincount(quarters, minlength=4) / len(quarters))
+
+
+def write_documents(path, documents):
+    """Writes documents in the format that the name of the file tells -> path."""
+    rows = [dict(text=document) for document in documents]
+    if path.suffix == ".parquet":
+        data = parquet(rows)
+    elif path.suffix == ".csv":
+        data = "\n".join(["text", *documents]).encode()
+    elif path.suffix == ".json":
+        data = json.dumps(rows).encode()
+    elif path.suffix == ".jsonl":
+        data = "\n".join(map(json.dumps, rows)).encode()
+    else:
+        data = "<|endoftext|>".join(documents).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_a_piece_may_be_larger_than_the_sample(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 50_000)
+    config = tokenizer.VocabularyConfig(input=[str(tmp_path / "a.txt")], sample_bytes=1)
+    assert tokenizer.read_sample(config) == ["a" * 10_000]
 
 
 @pytest.mark.slow
