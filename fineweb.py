@@ -239,6 +239,8 @@ def load_source(config):
     facts: what meta.json says about them, to tell them from other ones. Raises UserError.
     """
     if config.input:
+        if config.name:
+            raise UserError("--name: belongs to --dataset; leave out --name or --input")
         paths = find_files(config.input)
         source = dict(input=[[path.name, path.stat().st_size] for path in paths])
         return paths, dict(source=source, input_checksum=checksum_of_places(paths))

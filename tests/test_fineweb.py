@@ -13,7 +13,7 @@ import re
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import checksum_of_places
 from plaingpt.data.documents import read_documents
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 
 import numpy as np
 import pyarrow as pa
@@ -335,6 +335,25 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     with pytest.raises(UserError, match="files of another source"):
         fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--name x", "--name: belongs to --dataset; leave out --name or --input"),
+        ("--end_of_text </s>", "--end_of_text: gpt2 has its own; leave out this flag"),
+        ("--end_of_text \n --tokenizer bytes", "--end_of_text: bytes has its own; leave out"),
+    ],
+)
+def test_flags_that_would_do_nothing(tmp_path, flags, message):
+    path = write(tmp_path / "text.txt", ["a"])
+    with pytest.raises(UserError, match=message):
+        fine("--input", path, *flags.split(" "), directory=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_end_of_text_of_the_vocabulary_may_be_given():
+    assert load_tokenizer("gpt2", "<|endoftext|>") is get_tokenizer("gpt2")
 
 
 def test_which_edits_the_checksum_of_places_finds(tmp_path):

@@ -176,7 +176,10 @@ def load_tokenizer(place, end_of_text=None):
     end_of_text: name of the token between documents, if it is not a usual one. Raises UserError.
     """
     if place in ("gpt2", "bytes"):
-        return get_tokenizer(place)
+        known = get_tokenizer(place)
+        if end_of_text and end_of_text not in known.special:
+            raise UserError(f"--end_of_text: {place} has its own; leave out this flag")
+        return known
     # Errors of the network and of `tokenizers` share no class.
     with explaining(f"--tokenizer {place}: not usable", "give another, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
