@@ -70,11 +70,14 @@ class Task:
 
 
 def load(path, limit=0, **options):
-    """Loads a bundle (or path) -> Examples, task by task. Raises UserError.
+    """Loads a bundle -> Examples, task by task. Raises UserError.
 
-    limit: items of a task, if max_per_task is not given. options: fields of Options.
+    path, limit: --data and --limit, which mean the same as bundle and max_per_task here. options:
+    fields of Options.
     """
     given = Options(**options)
+    if (path and given.bundle) or (limit and given.max_per_task):
+        raise UserError("--bundle is --data, and --max_per_task is --limit; give each only once")
     given.max_per_task = given.max_per_task or limit
     directory = Path(given.bundle or path or ".")
     examples = []

@@ -209,6 +209,20 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
     assert losses[-15:] == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
+@pytest.mark.parametrize("n_shots", [0, 1, 3, 10, 21])
+@pytest.mark.parametrize("n_items", [22, 100])
+def test_solved_examples_are_drawn_as_by_nanochat(tmp_path, n_items, n_shots):
+    """In few of many, and in many of few, which Python draws in two ways."""
+    items = [dict(context=f"{i} is", continuation="it", where="") for i in range(n_items)]
+    path = write_lines(tmp_path / "a.jsonl", items)
+    examples = core.load(path, num_fewshot=n_shots)
+    random.Random(1337).shuffle(items)
+    solved = [f"{item['context']} it\n\n" for item in items]
+    for i, example in enumerate(examples):
+        others = solved[:i] + solved[i + 1 :]
+        assert list(example.shots) == random.Random(1234 + i).sample(others, n_shots)
+
+
 def test_a_file_of_items_is_a_task(tmp_path):
     """Chance is one through the number of answers. The delimiter comes before an answer."""
     items = [
@@ -313,6 +327,11 @@ def test_a_continuation_that_joins_the_tokens_before_it():
         ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
         ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
         ("--bundle BUNDLE --max_per_task 5", "has too few items for --num_fewshot 10; give fewer"),
+        ("--bundle BUNDLE --data other.jsonl", "error: --bundle is --data, and --max_per_task is "),
+        (
+            "--bundle BUNDLE --max_per_task 5 --limit 9",
+            "--max_per_task is --limit; give each only once",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, capsys):
