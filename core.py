@@ -162,8 +162,9 @@ def load_task(task, options):
     solved = [prompts(example)[example.label] + "\n\n" for example in examples]
     complete = []
     for i, (example, item) in enumerate(zip(examples, items)):
-        others = solved[:i] + solved[i + 1 :]
-        shots = tuple(random.Random(1234 + i).sample(others, n_shots))
+        # nanochat draws from a copy of the other items. Their places are drawn in the same way.
+        drawn = random.Random(1234 + i).sample(range(len(items) - 1), n_shots)
+        shots = tuple(solved[j if j < i else j + 1] for j in drawn)
         facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
         complete.append(replace(example, shots=shots, facts=facts))
     return complete
