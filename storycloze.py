@@ -15,7 +15,7 @@ The context is the four sentences; the model's answer is the likelier ending.
 Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
 """
 
-from plaingpt.scoring.benchmark import Benchmark, accuracy, choice, get_fields
+from plaingpt.scoring.benchmark import Benchmark, accuracy, bad_record, choice, get_fields
 from plaingpt.scoring.program import launch
 
 from model import GPT
@@ -37,8 +37,9 @@ def examples(records):
             sentencequiz2=str,
             answerrightending=int | str,
         )
-        label = {"1": 0, "2": 1}.get(str(answer))  # None if it is neither
-        yield choice(record, " ".join(story), endings, label)
+        if str(answer) not in ("1", "2"):
+            raise bad_record(record, f"AnswerRightEnding {answer!r}: must be 1 or 2")
+        yield choice(record, " ".join(story), endings, int(answer) - 1)
 
 
 def unify_names(record):

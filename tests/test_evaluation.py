@@ -512,6 +512,12 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
         ("hellaswag", "x.jsonl", {"ctx": "a", "label": 0}, "line 2: field 'endings' is missing"),
         ("hellaswag", "x.jsonl", "{broken", "line 2: is damaged (not JSON"),
         ("storycloze", "x.csv", "InputSentence1\nx", "line 2: field 'inputsentence2' is missing"),
+        (
+            "storycloze",
+            "x.jsonl",
+            {**dict.fromkeys(STORY_COLUMNS, "a"), "AnswerRightEnding": "0"},
+            "line 2: AnswerRightEnding '0': must be 1 or 2;",
+        ),
         ("lambada", "x.jsonl", {"text": "ends so "}, "line 2: no word at the end of 'ends so '"),
         ("wikitext", "x.txt", "", "has no example"),
     ],
