@@ -532,6 +532,17 @@ def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_pa
     assert "\n" not in str(error.value)
 
 
+def test_a_limit_ends_the_reading(tmp_path):
+    """What comes after the last example is not read, even if it is damaged."""
+    path = write_lines(tmp_path / "a.jsonl", PASSAGES[:3])
+    with open(path, "a") as file:
+        file.write("{broken\n")
+    for limit in (1, 3):
+        assert len(load_examples(lambada.BENCHMARK, path, limit)) == limit
+    with pytest.raises(UserError, match="line 4: is damaged"):
+        load_examples(lambada.BENCHMARK, path)
+
+
 @pytest.mark.slow
 def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
     """JSON lines, Parquet and text."""

@@ -1,5 +1,6 @@
 """What the file of a benchmark needs: its questions, and the figures of its scores."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,7 +129,8 @@ def load_examples(benchmark, path=None, limit=0, **options):
         files = [path]
     else:
         files, _, _ = load_hub(**benchmark.hub, patient=False)
-    examples = list(benchmark.examples(read_records(files), **options))
+    examples = benchmark.examples(read_records(files), **options)
+    examples = list(itertools.islice(examples, limit or None))  # reads no more than it needs
     if not examples:
         raise UserError(f"{path or benchmark.name}: has no example; see the program's --help")
-    return examples[: limit or None]
+    return examples
