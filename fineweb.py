@@ -130,8 +130,10 @@ def save_shard(directory, facts, parts, following, tokenizer):
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with writing(path, "free some space; the same command continues"):
         write_json(directory / "progress.json", facts)
-        if tokenizer.json:
-            (directory / "tokenizer.json").write_text(tokenizer.source, "utf-8")
+        # It is written once, because training may begin, and read it, before all shards are there.
+        if tokenizer.json and not (directory / "tokenizer.json").exists():
+            with replacing(directory / "tokenizer.json") as file:
+                file.write(tokenizer.source.encode())
         (directory / "meta.json").unlink(missing_ok=True)
         with replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)

@@ -14,6 +14,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.files import checksum_of_places
 from plaingpt.data.documents import read_documents
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.data.tokenizer_json import build_tokenizer_json
 
 import numpy as np
 import pyarrow as pa
@@ -256,6 +257,22 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
     before = everything_in(out)
     fine(*flags, directory=out, shard_size=10_000)  # again: nothing to do
     assert "out is complete:" in capsys.readouterr().out and everything_in(out) == before
+
+
+def test_the_tokenizer_is_written_once(documents, tmp_path):
+    """A training that begins before all shards are there reads it whole."""
+    path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
+    settings = build_tokenizer_json([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    flags = ["--input", path, "--tokenizer", tmp_path / "t.json"]
+    fine(*flags, "--max_shards", 1, directory=out, shard_size=5000)
+    before = (out / "tokenizer.json").stat()
+    source = load_tokenizer(tmp_path / "t.json").source
+    assert (out / "tokenizer.json").read_text("utf-8") == source
+    fine(*flags, directory=out, shard_size=5000)
+    after = (out / "tokenizer.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert len([*out.glob("*.npy")]) > 1
 
 
 @pytest.mark.slow
