@@ -15,10 +15,10 @@ the first one is an error.
 # plaingpt/data/documents.py reads a stream of documents. Threads encode batches of them. The main
 # thread writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
 
+import contextlib
 import itertools
 import os
 import sys
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,20 +293,20 @@ def main(argv=None):
     )
     with writing(f"--output_dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    # The directory is locked until main returns, and config is deleted.
-    weakref.finalize(config, os.close, lock(directory, "--output_dir"))
-    delete_temporary_files(directory)
-    facts = read_progress(directory, name, settings)
-    if config.strict and facts["skipped"]:
-        raise UserError(
-            f"{directory}: was made without --strict, and {facts['skipped']:,} damaged records "
-            "were skipped; correct them, and use a new directory"
-        )
-    if facts["next"] is not None and facts["shards"] < config.max_shards:
-        write_shards(directory, facts, config, paths, tokenizer)
-    write_json(directory / "meta.json", facts)
-    (directory / "progress.json").unlink(missing_ok=True)
-    show_result(directory, facts, tokenizer)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock(directory, "--output_dir"))
+        delete_temporary_files(directory)
+        facts = read_progress(directory, name, settings)
+        if config.strict and facts["skipped"]:
+            raise UserError(
+                f"{directory}: was made without --strict, and {facts['skipped']:,} damaged records "
+                "were skipped; correct them, and use a new directory"
+            )
+        if facts["next"] is not None and facts["shards"] < config.max_shards:
+            write_shards(directory, facts, config, paths, tokenizer)
+        write_json(directory / "meta.json", facts)
+        (directory / "progress.json").unlink(missing_ok=True)
+        show_result(directory, facts, tokenizer)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import functools
 import gzip
 import io
 import json
+import os
 import random
 import re
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import checksum_of_places
+from plaingpt.base.files import checksum_of_places, lock
 from plaingpt.data.documents import read_documents
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
 from plaingpt.data.tokenizer_json import build_tokenizer_json
@@ -273,6 +274,16 @@ def test_the_tokenizer_is_written_once(documents, tmp_path):
     after = (out / "tokenizer.json").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len([*out.glob("*.npy")]) > 1
+
+
+def test_a_mistake_unlocks_the_directory(tmp_path):
+    """Even while its traceback exists, as in a notebook."""
+    path, out = write(tmp_path / "jsonl.jsonl", ["a"]), tmp_path / "out"
+    fine("--input", path, directory=out)
+    with pytest.raises(UserError, match="files of another shard_size") as error:
+        fine("--input", path, directory=out, shard_size=600)
+    os.close(lock(out, "--output_dir"))
+    assert error.tb is not None
 
 
 @pytest.mark.slow
