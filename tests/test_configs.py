@@ -120,6 +120,17 @@ def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_p
         assert choose_preset(given, Sources(given["data"])) == preset
 
 
+def test_a_text_beside_shards_is_not_encoded_to_choose_the_preset(monkeypatch, tmp_path):
+    """It is not even opened: encoding would fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    (tmp_path / "a.jsonl").write_text("{broken")
+    for n, preset in ((10**9, "gpt2"), (10**9 - 1, "mini")):
+        shards = fake_shards(tmp_path / str(n), n)
+        given = given_flags("--data", shards, tmp_path / "a.txt", tmp_path / "a.jsonl")
+        assert choose_preset(given, Sources(given["data"])) == preset
+
+
 @pytest.mark.slow
 def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)

@@ -199,17 +199,21 @@ class Sources:
         tokenizer: the Tokenizer of the run, which may be that of its weights. T: tokens in a
         sequence, which pairs depend on. vocab_size: as in open_splits.
         """
-        opened = []
-        for path in self.shares:
-            if is_pairs_file(path):
-                opened.append(open_pairs(path, tokenizer, T, self.val_fraction, vocab_size))
-            else:
-                opened.append(open_splits(path, tokenizer, self.val_fraction, vocab_size))
-        return opened
+        return [self.open_set(path, tokenizer, T, vocab_size) for path in self.shares]
+
+    def open_set(self, path, tokenizer, T, vocab_size=None):
+        """Opens one data set -> (training Tokens, validation Tokens). See open."""
+        if is_pairs_file(path):
+            return open_pairs(path, tokenizer, T, self.val_fraction, vocab_size)
+        return open_splits(path, tokenizer, self.val_fraction, vocab_size)
 
     def count_train_tokens(self, tokenizer, T):
-        """Returns the number of training tokens of all data sets. The arguments are as in open."""
-        return sum(len(train) for train, _ in self.open(tokenizer, T))
+        """Returns the number of training tokens of all shards. The arguments are as in open.
+
+        A text is not counted: encoding takes long, and compared with shards, texts are small.
+        """
+        shards = [path for path in self.shares if not is_text_file(path)]
+        return sum(len(self.open_set(path, tokenizer, T)[0]) for path in shards)
 
 
 def find_common_tokenizer(paths, place):
