@@ -1,6 +1,8 @@
 """The rules of layout and style that a machine can check. CONTRIBUTING.md lists them."""
 
 import ast
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,24 @@ def imports(path):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names & {module_name(path) for path in PRODUCT}
+
+
+def test_requirements_name_every_package_that_is_imported():
+    """Also inside functions. A package that a program can do without is imported by `require`."""
+    lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
+    declared = {re.split(r"\W", line)[0] for line in lines}
+    ours = {path.parts[0].removesuffix(".py") for path in PRODUCT}
+    imported = set()
+    for path in PRODUCT:
+        if path.parts[0] == "docs":  # these programs need requirements-dev.txt
+            continue
+        for node in ast.walk(parsed[path]):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.split(".")[0])
+    others = imported - ours - set(sys.stdlib_module_names)
+    assert others <= declared | {"pyarrow", "yaml"}  # these two come with datasets
 
 
 def module_name(path):

@@ -291,9 +291,9 @@ def load_hub(dataset, name=None, split="train", patient=True):
     `datasets` itself would wait for minutes. Raises UserError.
     """
     datasets = require("datasets")
-    import requests  # `datasets` needs this package, too
-
     if not (patient or datasets.config.HF_HUB_OFFLINE):
+        import requests
+
         try:
             requests.head(datasets.config.HF_ENDPOINT, timeout=5)
         except requests.RequestException:
