@@ -51,7 +51,7 @@ MISTAKES = [
         "the targets are moved by one position",
     ),
     # 02: the mask
-    ("02", "scores.masked_fill(is_later, -torch.inf)", "scores", "position 4 changes if token 5"),
+    ("02", "scores.masked_fill(is_later, -torch.inf)", "scores", "position 0 changes if token 1"),
     ("02", "triu(1)", "triu(2)", "position 0 looks at position 1, but not at position 2"),
     ("02", "triu(1)", "triu(0)", "row 0 is nan"),
     ("02", "-torch.inf", "0", "a masked score is 0"),
@@ -73,8 +73,8 @@ MISTAKES = [
     ("03", "y.transpose(1, 2).flatten(2)", "y.reshape(B, T, C)", "they are put together wrong"),
     ("03", "sqrt(C // n_head)", "sqrt(C)", "divided by the root of C"),
     ("03", " / math.sqrt(C // n_head)", "", "not divided by the root of hs"),
-    ("03", "scores.masked_fill(is_later, -math.inf)", "scores", "changes if token 4 changes"),
-    ("03", "triu(1)", "triu(2)", "changes if token 4 changes: the mask is shifted"),
+    ("03", "scores.masked_fill(is_later, -math.inf)", "scores", "position 0 changes if token 1"),
+    ("03", "triu(1)", "triu(2)", "if token 1 changes: the mask is shifted"),
     ("03", "    q = q.view", "    n_head = 1\n    q = q.view", "there is only one head"),
     (
         "03",
@@ -341,3 +341,44 @@ def attention_with_cache(q, k, v, cache):
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_right_answer_may_look_different(number):
     assert sentence_about(number, ANSWERS[number]) is None
+
+
+def test_what_the_check_says_about_a_file_that_python_cannot_run():
+    assert sentence_about("07", "def starts_of_rank(:\n") == (
+        "line 1 of 07_ranks.py is no Python: invalid syntax"
+    )
+    assert sentence_about("07", "") == "07_ranks.py has no function starts_of_rank"
+    text = "def starts_of_rank(*arguments):\n    return 1 / 0\n"
+    assert sentence_about("07", text) == (
+        "line 2 of 07_ranks.py raises ZeroDivisionError: division by zero"
+    )
+    found = sentence_about("07", "def starts_of_rank(*arguments): pass")
+    assert found.startswith("the check cannot use the result: TypeError: ")
+    # PyTorch raises NotImplementedError, too, such as for a softmax of integers.
+    text = "def causal_weights(scores):\n    return scores.long().softmax(dim=2)\n"
+    assert sentence_about("02", text).startswith("line 2 of 02_mask.py raises ")
+
+
+def run_check(capsys, *arguments):
+    return CHECK["main"](list(arguments)), capsys.readouterr().out
+
+
+def test_the_commands_of_the_check(capsys, tmp_path, monkeypatch):
+    names = CHECK["main"].__globals__
+    for path in CHECK["TASKS"].glob("*.py"):
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setitem(names, "TASKS", tmp_path)
+    status, out = run_check(capsys)
+    assert status == 1 and out.count(" open ") == len(NUMBERS) and f"0 of {len(NUMBERS)}" in out
+    status, out = run_check(capsys, "02", "--solution")
+    assert status == 1 and out.startswith("02 is open: ") and "masked_fill" not in out
+    wrong = solution("02").replace("triu(1)", "triu(2)")
+    (tmp_path / "02_mask.py").write_text(wrong, encoding="utf-8")
+    status, out = run_check(capsys, "2")
+    assert status == 1 and out.startswith("02 is not right yet: position 0 looks at position 1,")
+    (tmp_path / "07_ranks.py").write_text(solution("07"), encoding="utf-8")
+    status, out = run_check(capsys, "07", "--solution")
+    assert status == 0 and out == f"07 is right.\n{solution('07')}\n"
+    status, out = run_check(capsys)
+    assert out.count("WRONG") == out.count("solved  ") == 1 and f"1 of {len(NUMBERS)}" in out
+    assert run_check(capsys, "13")[0] == run_check(capsys, "02", "--answer")[0] == 2
