@@ -83,6 +83,9 @@ def check_cross_entropy(task):
             "the targets are moved by one position, but targets[b, t] already is the token after "
             "position t": shifted,
             "the logarithm has base 2, but nats have base e": losses.mean() / math.log(2),
+            "softmax runs over the positions, not over the vocabulary": -logits.log_softmax(dim=1)
+            .gather(2, targets[..., None])
+            .mean(),
             "this is the mean of -p: the logarithm is missing": -losses.neg().exp().mean(),
         }
         expect_none_of(loss, mistakes)
@@ -94,7 +97,8 @@ def check_cross_entropy(task):
     expect(
         is_close(loss, losses.mean(), 1e-3),
         f"if 1000 is added to all logits, the loss becomes {loss:.4f}, but it should stay "
-        f"{losses.mean():.4f}: exp(1000) overflows, so first subtract a maximum",
+        f"{losses.mean():.4f}: exp(1000) is inf in float32. The same number may be added to all "
+        "logits of a position without changing the loss",
     )
     two = torch.stack([logits[:, 0] + 1000, logits[:, 1] - 1000], dim=1)  # (B, 2, V)
     loss = task.cross_entropy(two, targets[:, :2])
@@ -144,6 +148,13 @@ def check_weights(weights, scores):
         raise Wrong(
             f"row {i} is nan: all its scores are -inf, so position {i} sees nothing, not even "
             "itself. The mask must not cover the diagonal"
+        )
+    is_weight = (weights >= 0) & (weights < 1.001)
+    if not is_weight.all():
+        b, i, j = (~is_weight).nonzero()[0].tolist()
+        raise Wrong(
+            f"position {i} gives position {j} the weight {weights[b, i, j]:.3f}, but a weight is "
+            "between 0 and 1: is the softmax missing?"
         )
     if T > 1 and (weights[:, later] > 1e-6).any():
         earlier = torch.ones(T, T, dtype=torch.bool).tril(-1)
@@ -224,10 +235,9 @@ def check_heads(task):
     expected = attend(q, k, v, n_head)
     if not is_close(y, expected):
         view = "view(B, n_head, T, hs) mixes the positions: head 0 gets the first T x hs numbers, "
-        view += "which are those of the first positions. First view (B, T, n_head, hs), then move "
-        view += "the heads to the front with transpose"
-        back = "each head is right, but they are put together wrong: move the positions back to "
-        back += "the front with transpose before you flatten the last two dimensions"
+        view += "which are all channels of the first positions"
+        back = "each head is right, but they are put together wrong: the numbers of y are in the "
+        back += "order B, n_head, T, hs, and the result needs B, T, n_head, hs"
         mistakes = {
             view: attend(q, k, v, n_head, split="flat", merge="flat"),
             view + "; the same for the way back": attend(q, k, v, n_head, split="flat"),
@@ -335,6 +345,7 @@ def check_init(task):
     torch.manual_seed(0)
     for n_layer in (8, 2):
         gpt = make_gpt(n_layer)
+        before = {name: p.clone() for name, p in gpt.named_parameters()}
         task.init_weights(gpt, n_layer)
         expect(
             gpt.lm_head.weight is gpt.wte.weight,
@@ -342,7 +353,12 @@ def check_init(task):
             "parameters, and do not replace parameters",
         )
         for name, p in gpt.named_parameters():
-            check_first_values(name, p.detach(), n_layer)
+            expect(
+                p.dim() == 1 or not torch.equal(p, before[name]),
+                f"{name} still has PyTorch's initial values: change the parameter itself, not a "
+                "new tensor",
+            )
+            check_initial_values(name, p.detach(), n_layer)
         first, second = gpt.h[0].mlp.c_fc.weight, gpt.h[1].mlp.c_fc.weight
         expect(
             not torch.equal(first, second),
@@ -351,7 +367,7 @@ def check_init(task):
         )
 
 
-def check_first_values(name, p, n_layer):
+def check_initial_values(name, p, n_layer):
     """p: the values of a parameter after init_weights."""
     if name.endswith("bias"):
         expect((p == 0).all(), f"{name} is not 0")
@@ -398,6 +414,9 @@ def adamw(p, grad, m, v, step, mistake=None):
     lr, beta1, beta2, eps, decay = HYPERPARAMETERS.values()
     if mistake == "l2" and p.dim() == 2:
         grad = grad + decay * p
+    if p.dim() == 2 and mistake == "late decay":
+        p, m, v = adamw(p, grad, m, v, step, "no decay")
+        return p * (1 - lr * decay), m, v
     if p.dim() == 2 or mistake == "vectors":
         if mistake == "no lr":
             p = p * (1 - decay)
@@ -412,6 +431,8 @@ def adamw(p, grad, m, v, step, mistake=None):
     m_hat = m if mistake in ("no correction", "no m") else m / (1 - beta1**step)
     v_hat = v if mistake in ("no correction", "no v") else v / (1 - beta2**step)
     size = (v_hat + eps).sqrt() if mistake == "eps" else v_hat.abs().sqrt() + eps
+    if mistake == "root of v":
+        size = v.abs().sqrt() / (1 - beta2**step) + eps
     if mistake == "no root":
         size = v_hat + eps
     p = p + lr * m_hat / size if mistake == "sign" else p - lr * m_hat / size
@@ -432,6 +453,8 @@ ADAMW_MISTAKES = {
     "no lr": "the decay is not multiplied by lr",
     "no decay": "the matrix does not decay",
     "vectors": "the vector decays, too; only matrices should: biases and LayerNorms are vectors",
+    "late decay": "p decays after the step, but it must decay before",
+    "root of v": "v is divided by 1 - beta2^step after the root; v_hat is under the root",
     "betas": "beta1 and beta2 have changed places",
     "no root": "the root of v is missing",
     "no square": "v must be a mean of the squares of the gradients",
@@ -618,15 +641,21 @@ def check_positions(task, world_size, position, n, B):
     readers = {}  # position: the ranks that read it
     counts = []
     for rank in range(world_size):
-        starts = [int(start) for start in task.starts_of_rank(rank, world_size, position, n, B)]
+        found = task.starts_of_rank(rank, world_size, position, n, B)
+        expect(
+            not isinstance(found, (int, float, type(None))),
+            f"the function returns {type(found).__name__}, not a list or a range",
+        )
+        starts = [int(start) for start in found]
         counts.append(len(starts))
         for start in starts:
             for i in range(start, start + B):
                 readers.setdefault(i, []).append(rank)
                 expect(
                     position <= i < position + n,
-                    f"{where}: rank {rank} reads position {i}, but this step has the positions "
-                    f"{position} to {position + n - 1}",
+                    f"{where}: the micro-batch that begins at {start} makes rank {rank} read "
+                    f"position {i}, but this step has the positions {position} to "
+                    f"{position + n - 1}",
                 )
     for i in range(position, position + n):
         ranks = readers.get(i, [])
@@ -696,6 +725,7 @@ def check_resume(task):
         expect(torch.equal(x, y), "save_checkpoint changes the model or the optimizer")
     before = copy.deepcopy(checkpoint)
     train(model, optimizer, 5, 10)  # the first run goes on
+    final = copy.deepcopy(model.state_dict())
     expect_unchanged(
         checkpoint,
         before,
@@ -707,8 +737,14 @@ def check_resume(task):
         done = task.load_checkpoint(checkpoint, model, optimizer)
         for name, x in model.state_dict().items():
             expect(
+                not torch.equal(x, final[name]),
+                f"after load_checkpoint, {name} of the model is that of step 10, not of step 5: "
+                "the checkpoint contains the model itself, which the run goes on training",
+            )
+            expect(
                 torch.equal(x, saved[0][name]),
-                f"after load_checkpoint, {name} of the model is not the saved one"
+                f"after load_checkpoint, {name} of the model is not the saved one: the values must "
+                "go into the model that load_checkpoint gets"
                 if attempt == "first"
                 else f"a second load_checkpoint of the same checkpoint finds another {name}: the "
                 "training after the first one has changed the checkpoint. Copy when you load, too",
@@ -904,6 +940,10 @@ def check_merges(task):
         expect(len(found) == 4, f"{shown}: {len(found)} merges and not 4")
         for i, pair in enumerate(found):
             pair = tuple(pair)
+            expect(
+                all(isinstance(id, int) for id in pair),
+                f"merge {i} is {pair}, but a pair has two ids, which are numbers",
+            )
             counts = Counter(zip(ids, ids[1:]))
             most = max(counts.values())
             best = min(pair for pair, count in counts.items() if count == most)

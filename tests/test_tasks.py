@@ -31,7 +31,7 @@ def test_a_task_is_open_and_its_solution_is_right(number):
 # Usual mistakes, as edits of our solutions: old text, new text, words of the sentence.
 MISTAKES = [
     # 01: cross-entropy
-    ("01", "shifted = logits - largest", "shifted = logits", "exp(1000) overflows"),
+    ("01", "shifted = logits - largest", "shifted = logits", "exp(1000) is inf"),
     ("01", "logits.max(dim=2, keepdim=True).values", "logits.max()", "its own maximum"),
     ("01", ".mean()", ".sum()", "the sum over the positions, not their mean"),
     ("01", "(log_sum - of_target)", "(of_target - log_sum)", "the loss is negative"),
@@ -63,6 +63,7 @@ MISTAKES = [
         "scores.softmax(dim=2).masked_fill(is_later, 0)",
         "row 0 adds up to 0.051, not to 1: the mask comes after the softmax",
     ),
+    ("02", ".softmax(dim=2)", "", "is the softmax missing?"),
     # 03: heads
     (
         "03",
@@ -95,6 +96,7 @@ MISTAKES = [
         '        nn.init.torch.manual_seed(1)\n        if name.endswith("bias"):',
         "have the same numbers: set the seed once",
     ),
+    ("04", "    for name, p in", "    return\n    for name, p in", "still has PyTorch's initial"),
     # 05: AdamW
     ("05", "m_hat = m / (1 - beta1**step)", "m_hat = m", "m is not divided by 1 - beta1^step"),
     ("05", "v_hat = v / (1 - beta2**step)", "v_hat = v", "v is not divided by 1 - beta2^step"),
@@ -108,6 +110,7 @@ MISTAKES = [
     ),
     ("05", "if p.dim() == 2", "if True", "the vector decays, too"),
     ("05", "lr * weight_decay", "weight_decay", "the decay is not multiplied by lr"),
+    ("05", "v_hat.sqrt()", "v.sqrt() / (1 - beta2**step)", "v_hat is under the root"),
     ("05", "eps), m, v", "eps), m_hat, v_hat", "already divided by the bias correction"),
     # 06: micro-batches
     (
@@ -137,7 +140,7 @@ MISTAKES = [
     ("07", " + rank * B", "", "rank 0 and rank 1 both read position 100"),
     ("07", "rank * B", "rank", "rank 0 and rank 1 both read position 101"),
     ("07", "world_size * B", "B", "rank 0 and rank 1 both read position 102"),
-    ("07", "position + rank * B, position + n", "rank * B, n", "rank 0 reads position 0, but this"),
+    ("07", "position + rank * B, position + n", "rank * B, n", "rank 0 read position 0, but this"),
     ("07", "position + n,", "position + n - B,", "no rank reads position 4"),
     ("07", "world_size * B", "world_size * B * 2", "no rank reads position 4"),
     # 08: save and resume
@@ -352,7 +355,7 @@ def test_what_the_check_says_about_a_file_that_python_cannot_run():
     assert sentence_about("07", text) == (
         "line 2 of 07_ranks.py raises ZeroDivisionError: division by zero"
     )
-    found = sentence_about("07", "def starts_of_rank(*arguments): pass")
+    found = sentence_about("07", "def starts_of_rank(*arguments): return [None]")
     assert found.startswith("the check cannot use the result: TypeError: ")
     # PyTorch raises NotImplementedError, too, such as for a softmax of integers.
     text = "def causal_weights(scores):\n    return scores.long().softmax(dim=2)\n"
