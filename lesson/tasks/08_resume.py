@@ -1,6 +1,6 @@
 """Save and resume: 5 steps and 5 more steps are the same as 10 steps.
 
-This checkpoint stays in memory: it is a dict, and no file. Whatever happens after save_checkpoint,
+This checkpoint stays in memory: it is a dict, not a file. Whatever happens after save_checkpoint,
 it must still be the checkpoint of that moment.
 
 Check it with: python lesson/check.py 08
