@@ -5,8 +5,8 @@
   python lesson/check.py 02 --solution    shows our answer, after you have written yours
 
 Each file in lesson/tasks/ describes a function that is still empty. Write its code in place of the
-line `raise NotImplementedError`. A check takes two seconds and trains nothing. It stops at the
-first wrong place and says where that is. Any answer with the right results is right: it need not
+line `raise NotImplementedError`. A check trains nothing and takes about two seconds, in which torch
+is imported. It stops at the first wrong place and says where that is. Any answer with the right results is right: it need not
 look like ours.
 """
 
@@ -873,6 +873,7 @@ def check_orthogonalize(task):
             y = task.orthogonalize(x.clone())
             place = f"a matrix of {rows} x {columns} with a largest singular value of {scale:.0f}"
             expect_tensor(y, (rows, columns), f"for {place}, the function")
+            y = y.float()
             expect(
                 y.isfinite().all(),
                 f"{place}: the result is not finite. The rounds need singular values of at most 1: "

@@ -1,5 +1,6 @@
 """lesson/check.py: right answers pass, and each usual mistake gets a sentence of its own."""
 
+import re
 import runpy
 
 import pytest
@@ -339,6 +340,16 @@ def attention_with_cache(q, k, v, cache):
     return torch.stack(outputs, 1), cache
 """,
 }
+
+
+def test_no_file_imports_more_than_torch():
+    allowed = {"copy", "math", "torch"}
+    for path in (ROOT / "lesson").glob("*/*.py"):
+        lines = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(encoding="utf-8"), re.M)
+        assert set(lines) <= allowed, path
+    text = (ROOT / "lesson" / "check.py").read_text(encoding="utf-8")
+    found = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
+    assert found <= allowed | {"collections", "pathlib", "sys", "traceback", "types"}
 
 
 @pytest.mark.parametrize("number", NUMBERS)
