@@ -6,8 +6,8 @@
 
 Each file in lesson/tasks/ describes a function that is still empty. Write its code in place of the
 line `raise NotImplementedError`. A check trains nothing and takes about two seconds, in which torch
-is imported. It stops at the first wrong place and says where that is. Any answer with the right results is right: it need not
-look like ours.
+is imported. It stops at the first wrong place and says where that is. Any answer with the right
+results is right: it need not look like ours.
 """
 
 import copy
