@@ -76,7 +76,7 @@ def check_cross_entropy(task):
     if not is_close(loss, losses.mean()):
         shifted = -log_p[:, :-1].gather(2, targets[:, 1:, None]).mean()
         mistakes = {
-            "the loss is negative: it is MINUS the logarithm of the probability": -losses.mean(),
+            "the loss is negative: the minus before the logarithm is missing": -losses.mean(),
             "this is the sum over the positions, not their mean": losses.sum(),
             "this is summed over the positions of a sequence: take the mean over all B x T "
             "positions": losses.sum() / 2,
@@ -159,6 +159,10 @@ def check_weights(weights, scores):
     if T > 1 and (weights[:, later] > 1e-6).any():
         earlier = torch.ones(T, T, dtype=torch.bool).tril(-1)
         ahead = later & ~torch.ones(T, T, dtype=torch.bool).triu(2)  # only the next position
+        expect(
+            not is_close(weights, scores.softmax(dim=2)),
+            "position 0 changes if token 1 changes: the mask is missing",
+        )
         expect(
             not is_close(weights, scores.masked_fill(later, 0).softmax(dim=2)),
             "position 0 looks at position 1: a masked score is 0, and exp(0) = 1 still is a weight."

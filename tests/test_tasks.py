@@ -52,7 +52,12 @@ MISTAKES = [
         "the targets are moved by one position",
     ),
     # 02: the mask
-    ("02", "scores.masked_fill(is_later, -torch.inf)", "scores", "position 0 changes if token 1"),
+    (
+        "02",
+        "scores.masked_fill(is_later, -torch.inf)",
+        "scores",
+        "token 1 changes: the mask is missing",
+    ),
     ("02", "triu(1)", "triu(2)", "position 0 looks at position 1, but not at position 2"),
     ("02", "triu(1)", "triu(0)", "row 0 is nan"),
     ("02", "-torch.inf", "0", "a masked score is 0"),
@@ -340,6 +345,11 @@ def attention_with_cache(q, k, v, cache):
     return torch.stack(outputs, 1), cache
 """,
 }
+
+
+def test_each_task_has_mistakes_with_different_sentences():
+    for number in NUMBERS:
+        assert len({words for task, *_, words in MISTAKES if task == number}) >= 3, number
 
 
 def test_no_file_imports_more_than_torch():
