@@ -955,16 +955,22 @@ def check_merges(task):
             place = f"{shown}, merge {i}"
             if pair != best:
                 expect(
+                    max(pair) in range(256) or max(pair) in ids,
+                    f"{place}: no token has the id {max(pair)}. The first merge gets 256, the "
+                    "second 257",
+                )
+                expect(
                     pair in counts,
                     f"{place}: the pair {pair} does not occur. So far, the ids are {ids[:8]} and "
                     "so on: are all earlier merges done, from left to right?",
                 )
                 expect(
                     counts[pair] == most,
-                    f"{place}: {pair} occurs {counts[pair]} times, but {best} occurs {most} times",
+                    f"{place}: the count of {pair} is {counts[pair]}, but the count of {best} is "
+                    f"{most}",
                 )
                 raise Wrong(
-                    f"{place}: {pair} and {best} both occur {most} times; take the smaller pair"
+                    f"{place}: {pair} and {best} both have the count {most}; take the smaller pair"
                 )
             ids = merge(ids, best, 256 + i)
 

@@ -190,9 +190,10 @@ MISTAKES = [
     ),
     # 11: byte pair encoding
     ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller pair"),
+    ("11", "(-counts[pair], pair)", "(counts[pair], pair)", "the count of (32, 97) is 1, but"),
     ("11", "i += 2", "i += 1", "does not occur"),
     ("11", "        ids = merged\n", "", "does not occur"),
-    ("11", "for new in range(256, 256 +", "for new in range(255, 255 +", "does not occur"),
+    ("11", "range(256, 256 +", "range(300, 300 +", "no token has the id 300"),
     # 12: a cache of keys and values
     ("12", "triu(T - n + 1)", "triu(1)", "the mask begins at the left"),
     ("12", "scores.masked_fill(is_later, -math.inf)", "scores", "inside one call, the mask is"),
