@@ -1102,7 +1102,7 @@ def list_tasks():
         if state == "WRONG ":
             print(f"            {sentence}")
         n_solved += sentence is None
-    print(f"{n_solved} of {len(CHECKS)} tasks are solved. The files are in {TASKS}")
+    print(f"{n_solved} of {len(CHECKS)} tasks are solved. They are in lesson/tasks/")
     return n_solved == len(CHECKS)
 
 
@@ -1118,8 +1118,7 @@ def main(arguments):
     path = find(TASKS, number)
     sentence = check(number, path.read_text(encoding="utf-8"), path)
     if sentence == "open":
-        print(f"{number} is open: write your code into {path}, in place of the line that raises")
-        print("NotImplementedError.")
+        print(f"{number} is open: write your code into lesson/tasks/{path.name}")
         return 1
     print(f"{number} is right." if sentence is None else f"{number} is not right yet: {sentence}.")
     if flags:
