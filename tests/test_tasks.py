@@ -202,7 +202,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("number, old, new, words", MISTAKES)
+@pytest.mark.parametrize(
+    "number, old, new, words", MISTAKES, ids=[f"{number} {words}" for number, *_, words in MISTAKES]
+)
 def test_a_usual_mistake_gets_a_sentence_of_its_own(number, old, new, words):
     text = solution(number)
     assert old in text
