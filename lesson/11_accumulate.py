@@ -5,6 +5,8 @@ positions, too; these are others.) A step takes the next n sequences, in micro-b
 that divides n. This size does not change the losses, except for rounding. The sequences are not
 those of lesson 10, so the losses are others.
 
+After 300 steps, the validation loss is 1.977.
+
 New: total_batch_size, DataLoaderLite; random_batch is gone. Changed: estimate_loss, the loop.
 """
 
@@ -208,7 +210,7 @@ class GPT(nn.Module):
 def estimate_loss():
     """Measures the loss on all of the validation text."""
     loader = DataLoaderLite(val, shuffle=False)
-    total = 0.0
+    total = torch.zeros((), device=device)
     for position in range(0, loader.length, batch_size):
         x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
@@ -249,9 +251,9 @@ for step in range(max_steps):
     began = time.perf_counter()
     position = step * n  # the first sequence of this step
     starts = range(position, position + n, batch_size)  # of the micro-batches
-    mean_loss = 0.0
-    for start in starts:
-        x, y = loader.batch(start, batch_size)  # (B, T) each
+    mean_loss = torch.zeros((), device=device)
+    for first in starts:
+        x, y = loader.batch(first, batch_size)  # (B, T) each
         with autocast:  # where this rounds, backward rounds, too
             _, loss = model(x, y)
         # The step needs the mean over its micro-batches, which have equal sizes. backward adds
@@ -271,10 +273,10 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-    done = step + 1  # steps; the first step has the number 0
-    if done % 100 == 0 or done == max_steps:
+    steps_done = step + 1  # the first step has the number 0
+    if steps_done % 100 == 0 or steps_done == max_steps:
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)
-        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
+        print(f"after {steps_done} steps | val loss {val_loss:.4f} | {ms:.1f} ms | {sample(40)!r}")
 print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
 print(sample(300))

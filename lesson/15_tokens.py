@@ -43,6 +43,14 @@ def load_encoding():
         for line in file:
             token, id = line.split()
             ids[base64.b64decode(token)] = int(id)
+    # At each place of the text, the alternatives of the pattern are tried from left to right:
+    #   '(?:[sdmt]|ll|ve|re)   the 's of "it's", the 'll of "we'll"
+    #    ?\p{L}+               letters, with a space before them: " boat"
+    #    ?\p{N}+               digits: " 12"
+    #    ?[^\s\p{L}\p{N}]+     other signs: " --"
+    #   \s+(?!\S)             white space without its last character, which may belong to a word:
+    #                         before "boat", the first two of three spaces
+    #   \s+                   the rest: a line break before a word
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

@@ -22,7 +22,7 @@ from stand_in_hub import stand_in_hub
 import train_gpt2
 from model import GPT, GPTConfig
 
-LESSONS = sorted((ROOT / "lesson").glob("*.py"))
+LESSONS = sorted((ROOT / "lesson").glob("[0-9]*.py"))  # check.py is none
 TRAINING = LESSONS[:14]  # the others need tokens or weights
 RESUME, TOKENS, OPENAI = 14, 15, 16
 BABY = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256)
@@ -96,8 +96,9 @@ def test_each_file_runs_alone(path):
     train, val = losses_of(out)
     assert len(train) == 2 and abs(train[0] - math.log(256)) < 0.6 and 3 < val < train[0]
     assert out.split("parameters\n")[1].startswith("MARLOW: ")
-    *_, parameters, _, _ = rows_of_page()[path.stem].split("|")
+    *_, parameters, val_loss, _ = rows_of_page()[path.stem].split("|")
     assert f"\n{parameters.strip()} parameters" in out
+    assert f"\nAfter 300 steps, the validation loss is {val_loss.strip()}.\n" in path.read_text()
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -174,7 +175,7 @@ def test_the_docstring_says_what_is_new(number):
             + "\n".join(difflib.ndiff(old[name].splitlines(), new[name].splitlines()))
         )
     assert listed(after, "Changed") == changed
-    assert count_changed_lines(number) <= 95
+    assert count_changed_lines(number) <= 105
 
 
 def test_the_model_of_the_last_file_is_that_of_the_lesson():
@@ -508,3 +509,14 @@ def test_the_page_has_the_numbers_of_changed_lines():
     for number in range(2, len(TRAINING) + 1):
         changed = rows[LESSONS[number - 1].stem].split("|")[1]
         assert count_changed_lines(number) == int(changed), number
+
+
+@pytest.mark.parametrize("page", ["docs/lesson.md", "docs/lesson.zh.md"])
+def test_the_two_columns_of_the_bridge_are_lines_of_the_two_programs(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    table = text[text.index("| `block_size = 64` |") :].partition("\n\n")[0].splitlines()
+    assert len(table) > 15
+    trainer = (ROOT / "train_gpt2.py").read_text()
+    for row in table:
+        ours, theirs, _ = re.match(r"\| `(.*?)` \| `(.*?)` \| (.*) \|$", row).groups()
+        assert ours in LESSONS[RESUME - 1].read_text() and theirs in trainer, row

@@ -1,0 +1,1130 @@
+"""Checks your answers to the tasks in lesson/tasks/.
+
+  python lesson/check.py                  lists the tasks, and says which are solved
+  python lesson/check.py 02               checks your answer to task 02
+  python lesson/check.py 02 --solution    shows our answer, after you have written yours
+
+Each file in lesson/tasks/ describes a function that is still empty. Write its code in place of the
+line `raise NotImplementedError`. A check trains nothing and takes about two seconds, in which torch
+is imported. It stops at the first wrong place and says where that is. Any answer with the right
+results is right: it need not look like ours.
+"""
+
+import copy
+import math
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.optim.adamw import adamw as adamw_of_torch
+
+TASKS = Path(__file__).parent / "tasks"
+SOLUTIONS = Path(__file__).parent / "solutions"
+
+
+class Wrong(Exception):
+    """The sentence that says what is wrong with an answer."""
+
+
+def expect(is_right, sentence):
+    if not is_right:
+        raise Wrong(sentence)
+
+
+def expect_tensor(x, shape, what="the function"):
+    if not isinstance(x, torch.Tensor):
+        raise Wrong(f"{what} returns {type(x).__name__}, not a tensor of shape {shape}")
+    expect(x.shape == shape, f"{what} returns the shape {tuple(x.shape)}, not {shape}")
+
+
+def is_close(x, y, tolerance=1e-5):
+    """Whether two tensors, or two lists of tensors, agree. The tolerance is relative to y."""
+    if isinstance(x, (list, tuple)):
+        return all(is_close(a, b, tolerance) for a, b in zip(x, y, strict=True))
+    limit = tolerance * max(1e-3, y.abs().max().item())
+    return bool(((x.double() - y.double()).abs() <= limit).all())
+
+
+def expect_none_of(x, mistakes):
+    """Compares a wrong result with the results of usual mistakes: {sentence: result}."""
+    for sentence, result in mistakes.items():
+        expect(not is_close(x, result), sentence)
+
+
+def first_wrong(x, y):
+    """The index of the first number in x that differs from y."""
+    differs = (x.double() - y.double()).abs() > 1e-5 * max(1e-3, y.abs().max().item())
+    return tuple((differs | x.isnan()).nonzero()[0].tolist())
+
+
+# 01: cross-entropy
+
+
+def check_cross_entropy(task):
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2, 5, 7)  # (B, T, V)
+    targets = torch.randint(7, (2, 5))  # (B, T)
+    loss = task.cross_entropy(logits.clone(), targets)
+    expect_tensor(loss, ())
+    log_p = logits.log_softmax(dim=2)  # (B, T, V)
+    losses = -log_p.gather(2, targets[..., None])[..., 0]  # (B, T)
+    if not is_close(loss, losses.mean()):
+        shifted = -log_p[:, :-1].gather(2, targets[:, 1:, None]).mean()
+        mistakes = {
+            "the loss is negative: the minus before the logarithm is missing": -losses.mean(),
+            "this is the sum over the positions, not their mean": losses.sum(),
+            "this is summed over the positions of a sequence: take the mean over all B x T "
+            "positions": losses.sum() / 2,
+            "the targets are moved by one position, but targets[b, t] already is the token after "
+            "position t": shifted,
+            "the logarithm has base 2, but nats have base e": losses.mean() / math.log(2),
+            "softmax runs over the positions, not over the vocabulary": -logits.log_softmax(dim=1)
+            .gather(2, targets[..., None])
+            .mean(),
+            "this is the mean of -p: the logarithm is missing": -losses.neg().exp().mean(),
+        }
+        expect_none_of(loss, mistakes)
+        raise Wrong(
+            f"with logits of usual size, the loss is {loss:.4f}, but it should be "
+            f"{losses.mean():.4f}"
+        )
+    loss = task.cross_entropy(logits + 1000, targets)
+    expect(
+        is_close(loss, losses.mean(), 1e-3),
+        f"if 1000 is added to all logits, the loss becomes {loss:.4f}, but it should stay "
+        f"{losses.mean():.4f}: exp(1000) is inf in float32. The same number may be added to all "
+        "logits of a position without changing the loss",
+    )
+    two = torch.stack([logits[:, 0] + 1000, logits[:, 1] - 1000], dim=1)  # (B, 2, V)
+    loss = task.cross_entropy(two, targets[:, :2])
+    expected = losses[:, :2].mean()
+    expect(
+        is_close(loss, expected, 1e-3),
+        f"with logits near 1000 at position 0 and near -1000 at position 1, the loss is {loss:.4f} "
+        f"and not {expected:.4f}: each position needs its own maximum, not that of the batch",
+    )
+    logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)  # (1, 1, 2)
+    loss = task.cross_entropy(logits * 1, torch.tensor([[0]]))
+    expect(
+        is_close(loss, torch.tensor(200.0)),
+        f"the logits are 0 and 200, and the target is the first: the loss is {loss:.4f} and not "
+        "200. exp(-200) is 0 in float32, so do not compute the logarithm of a probability: "
+        "simplify log(exp(a) / sum) first",
+    )
+    expect(loss.requires_grad, "the loss has no gradient: compute it with tensors, without .item()")
+    loss.backward()
+    expect(
+        is_close(logits.grad, torch.tensor([[[-1.0, 1.0]]])),
+        f"the loss is right, but its gradient for logits of 0 and 200 is "
+        f"{logits.grad.flatten().tolist()}, not [-1, 1]",
+    )
+
+
+# 02: the mask
+
+
+def check_mask(task):
+    torch.manual_seed(0)
+    for T in (6, 1, 9):
+        scores = torch.randn(2, T, T)
+        weights = task.causal_weights(scores.clone())
+        expect_tensor(weights, (2, T, T))
+        check_weights(weights, scores)
+
+
+def check_weights(weights, scores):
+    T = scores.size(1)
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T)
+    expected = scores.masked_fill(later, -math.inf).softmax(dim=2)  # (B, T, T)
+    if is_close(weights, expected):
+        return
+    if weights.isnan().any():
+        _, i, _ = first_wrong(weights, expected)
+        raise Wrong(
+            f"row {i} is nan: all its scores are -inf, so position {i} sees nothing, not even "
+            "itself. The mask must not cover the diagonal"
+        )
+    is_weight = (weights >= 0) & (weights < 1.001)
+    if not is_weight.all():
+        b, i, j = (~is_weight).nonzero()[0].tolist()
+        raise Wrong(
+            f"position {i} gives position {j} the weight {weights[b, i, j]:.3f}, but a weight is "
+            "between 0 and 1: is the softmax missing?"
+        )
+    if T > 1 and (weights[:, later] > 1e-6).any():
+        earlier = torch.ones(T, T, dtype=torch.bool).tril(-1)
+        ahead = later & ~torch.ones(T, T, dtype=torch.bool).triu(2)  # only the next position
+        expect(
+            not is_close(weights, scores.softmax(dim=2)),
+            "position 0 changes if token 1 changes: the mask is missing",
+        )
+        expect(
+            not is_close(weights, scores.masked_fill(later, 0).softmax(dim=2)),
+            "position 0 looks at position 1: a masked score is 0, and exp(0) = 1 still is a weight."
+            " Softmax gives the weight 0 only to a score of -inf",
+        )
+        expect(
+            not (weights[:, earlier] < 1e-6).all(),
+            "position 0 looks at position 1, and position 1 does not look at position 0: the mask "
+            "hides what is earlier, and shows what is later",
+        )
+        expect(
+            (weights[:, later & ~ahead] > 1e-6).any(),
+            "position 0 looks at position 1, but not at position 2: the mask is shifted by one "
+            "place. A position may look at itself, and not at the next one",
+        )
+        i, j = (weights > 1e-6).any(dim=0).logical_and(later).nonzero()[0].tolist()
+        raise Wrong(f"position {i} changes if token {j} changes: the mask is missing or shifted")
+    for i in range(1, T):
+        expect(
+            (weights[:, i, i] > 0).all(),
+            f"position {i} does not look at itself: the mask is shifted by one place",
+        )
+    sums = weights.sum(dim=2)  # (B, T)
+    if not is_close(sums, torch.ones_like(sums)):
+        expect(
+            not is_close(weights.sum(dim=1), torch.ones_like(sums)),
+            "the columns add up to 1, not the rows: softmax must run over the last dimension, the "
+            "positions that are looked at",
+        )
+        b, i = first_wrong(sums, torch.ones_like(sums))
+        raise Wrong(
+            f"row {i} adds up to {sums[b, i]:.3f}, not to 1: the mask comes after the softmax. "
+            "Mask the scores before it"
+        )
+    b, i, j = first_wrong(weights, expected)
+    raise Wrong(
+        f"position {i} gives position {j} the weight {weights[b, i, j]:.3f}, but softmax of the "
+        f"scores that it may see gives {expected[b, i, j]:.3f}"
+    )
+
+
+# 03: heads
+
+
+def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0):
+    """Attention with mistakes. q, k, v: (B, T, C). ahead: how many later positions are seen."""
+    B, T, C = q.size()
+    hs = C // n_head
+    parts = []
+    for x in (q, k, v):
+        if split == "right":
+            parts.append(x.view(B, T, n_head, hs).transpose(1, 2))
+        elif split == "flat":
+            parts.append(x.reshape(B, n_head, T, hs))
+        elif split == "interleaved":
+            parts.append(x.view(B, T, hs, n_head).permute(0, 3, 1, 2))
+    q, k, v = parts  # (B, nh, T, hs)
+    scores = q @ k.transpose(2, 3) / (math.sqrt(hs) if scale is None else scale)
+    is_later = torch.ones(T, T, dtype=torch.bool).triu(1 + ahead)
+    y = scores.masked_fill(is_later, -math.inf).softmax(dim=3) @ v  # (B, nh, T, hs)
+    if merge == "flat":
+        return y.reshape(B, T, C)
+    if split == "interleaved":
+        return y.permute(0, 2, 3, 1).flatten(2)
+    return y.transpose(1, 2).flatten(2)
+
+
+def check_heads(task):
+    torch.manual_seed(0)
+    B, T, C, n_head = 2, 5, 12, 3
+    q, k, v = torch.randn(3, B, T, C).unbind()
+    y = task.attention(q, k, v, n_head)
+    expect_tensor(y, (B, T, C))
+    expected = attend(q, k, v, n_head)
+    if not is_close(y, expected):
+        view = "view(B, n_head, T, hs) mixes the positions: head 0 gets the first T x hs numbers, "
+        view += "which are all channels of the first positions"
+        back = "each head is right, but they are put together wrong: the numbers of y are in the "
+        back += "order B, n_head, T, hs, and the result needs B, T, n_head, hs"
+        mistakes = {
+            view: attend(q, k, v, n_head, split="flat", merge="flat"),
+            view + "; the same for the way back": attend(q, k, v, n_head, split="flat"),
+            back: attend(q, k, v, n_head, merge="flat"),
+            "the scores are divided by the root of C, but a head has only hs = C / n_head "
+            "channels": attend(q, k, v, n_head, scale=math.sqrt(C)),
+            "the scores are not divided by the root of hs": attend(q, k, v, n_head, scale=1),
+            "the scores are divided by hs, not by its root": attend(
+                q, k, v, n_head, scale=C / n_head
+            ),
+            "position 0 changes if token 1 changes: the mask is missing": attend(
+                q, k, v, n_head, ahead=T
+            ),
+            "position 0 changes if token 1 changes: the mask is shifted by one place": attend(
+                q, k, v, n_head, ahead=1
+            ),
+            "there is only one head, which uses all C channels: n_head has no effect": attend(
+                q, k, v, 1
+            ),
+            "head 0 has the channels 0, 3, 6 and 9 (of 12), but it should have the channels 0 to "
+            "3": attend(q, k, v, n_head, split="interleaved"),
+        }
+        expect_none_of(y, mistakes)
+        expect(
+            not y.isnan().any(), "the result contains nan: some row of scores is -inf everywhere"
+        )
+        check_reach(task, q, k, v, n_head, y)
+        b, t, c = first_wrong(y, expected)
+        raise Wrong(
+            f"position {t}, channel {c} is {y[b, t, c]:.3f} and not {expected[b, t, c]:.3f}. The "
+            "positions and the heads are kept apart, so look at the scores and the softmax"
+        )
+    q, k, v = torch.randn(3, 1, 7, 8).unbind()
+    for n_head in (1, 4):
+        y = task.attention(q, k, v, n_head)
+        expect_tensor(y, (1, 7, 8))
+        expect(
+            is_close(y, attend(q, k, v, n_head)),
+            f"right with 3 heads, but wrong for (B, T, C) = (1, 7, 8) with n_head = {n_head}",
+        )
+
+
+def check_reach(task, q, k, v, n_head, y):
+    """What changes in the result if one token, or one channel of a head, changes?"""
+    T, C = y.size(1), y.size(2)
+    for t in range(1, T):
+        changed = []
+        for x in (q, k, v):
+            x = x.clone()
+            x[:, t] += 1
+            changed.append(x)
+        differs = (task.attention(*changed, n_head) - y).abs().amax(dim=(0, 2)) > 1e-5  # (T)
+        for i in range(t):
+            expect(
+                not differs[i],
+                f"position {i} changes if token {t} changes: the mask is missing or shifted, or "
+                "the positions are mixed when the heads are made",
+            )
+    other = v.clone()
+    other[:, :, -1] += 1
+    differs = (task.attention(q, k, other, n_head) - y).abs().amax(dim=(0, 1)) > 1e-5  # (C)
+    expect(
+        not differs[: C - C // n_head].any(),
+        f"channel {int(differs.nonzero()[0]) if differs.any() else 0} of the result changes if "
+        f"channel {C - 1} of v changes, which belongs to another head",
+    )
+
+
+# 04: initialization
+
+
+class Layers(nn.Module):
+    """A module with the given layers, for their names."""
+
+    def __init__(self, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+def make_gpt(n_layer, C=64):
+    """The layers of a GPT-2 with the names of the lesson. It has no forward."""
+    blocks = []
+    for _ in range(n_layer):
+        blocks.append(
+            Layers(
+                ln_1=nn.LayerNorm(C),
+                attn=Layers(c_attn=nn.Linear(C, 3 * C), c_proj=nn.Linear(C, C)),
+                ln_2=nn.LayerNorm(C),
+                mlp=Layers(c_fc=nn.Linear(C, 4 * C), c_proj=nn.Linear(4 * C, C)),
+            )
+        )
+    gpt = Layers(
+        wte=nn.Embedding(256, C),
+        wpe=nn.Embedding(C, C),
+        h=nn.ModuleList(blocks),
+        ln_f=nn.LayerNorm(C),
+        lm_head=nn.Linear(C, 256, bias=False),
+    )
+    gpt.lm_head.weight = gpt.wte.weight
+    return gpt
+
+
+def check_init(task):
+    torch.manual_seed(0)
+    for n_layer in (8, 2):
+        gpt = make_gpt(n_layer)
+        before = {name: p.clone() for name, p in gpt.named_parameters()}
+        task.init_weights(gpt, n_layer)
+        expect(
+            gpt.lm_head.weight is gpt.wte.weight,
+            "lm_head.weight and wte.weight are one matrix no longer: change the values of "
+            "parameters, and do not replace parameters",
+        )
+        for name, p in gpt.named_parameters():
+            expect(
+                p.dim() == 1 or not torch.equal(p, before[name]),
+                f"{name} still has PyTorch's initial values: change the parameter itself, not a "
+                "new tensor",
+            )
+            check_initial_values(name, p.detach(), n_layer)
+        first, second = gpt.h[0].mlp.c_fc.weight, gpt.h[1].mlp.c_fc.weight
+        expect(
+            not torch.equal(first, second),
+            "h.0.mlp.c_fc.weight and h.1.mlp.c_fc.weight have the same numbers: set the seed once, "
+            "or not at all",
+        )
+
+
+def check_initial_values(name, p, n_layer):
+    """p: the values of a parameter after init_weights."""
+    if name.endswith("bias"):
+        expect((p == 0).all(), f"{name} is not 0")
+        return
+    if p.dim() == 1:
+        expect((p == 1).all(), f"{name} is not 1: a LayerNorm begins with a weight of 1")
+        return
+    is_last = name.endswith("c_proj.weight")
+    expected = 0.02 / math.sqrt(2 * n_layer) if is_last else 0.02
+    std = p.std().item()
+    if abs(std / expected - 1) > 0.08:
+        place = f"{name} has a standard deviation of {std:.4f}"
+        if is_last:
+            mistakes = {
+                0.02: f"the {2 * n_layer} outputs of {n_layer} blocks add up in the residual "
+                f"stream, and so do their variances: its variance would grow with n_layer",
+                0.02 / math.sqrt(n_layer): f"{n_layer} blocks add {2 * n_layer} outputs to the "
+                "residual stream, because attention and MLP each add one",
+                0.02 / (2 * n_layer): "variances add up, not standard deviations, so a root is "
+                "missing",
+            }
+            for value, sentence in mistakes.items():
+                expect(abs(std / value - 1) > 0.08, f"{place}: {sentence}")
+        expect(
+            abs(std / 0.02**2 - 1) > 0.08,
+            f"{place}: 0.02 is the standard deviation, not the variance",
+        )
+        raise Wrong(f"{place} and not of {expected:.4f}, with n_layer = {n_layer}")
+    expect(abs(p.mean().item()) < 0.1 * std, f"{name} has a mean of {p.mean():.4f} and not of 0")
+    expect(
+        p.abs().max().item() > 2.5 * std,
+        f"{name} has the right size, but is not drawn from a normal distribution",
+    )
+
+
+# 05: AdamW
+
+
+HYPERPARAMETERS = dict(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)
+
+
+def adamw(p, grad, m, v, step, mistake=None):
+    """One step with a mistake -> (p, m, v)."""
+    lr, beta1, beta2, eps, decay = HYPERPARAMETERS.values()
+    if mistake == "l2" and p.dim() == 2:
+        grad = grad + decay * p
+    if p.dim() == 2 and mistake == "late decay":
+        p, m, v = adamw(p, grad, m, v, step, "no decay")
+        return p * (1 - lr * decay), m, v
+    if p.dim() == 2 or mistake == "vectors":
+        if mistake == "no lr":
+            p = p * (1 - decay)
+        elif mistake not in ("no decay", "l2"):
+            p = p * (1 - lr * decay)
+    if mistake == "betas":
+        beta1, beta2 = beta2, beta1
+    m = beta1 * m + (1 - beta1) * grad
+    v = beta2 * v + (1 - beta2) * (grad if mistake == "no square" else grad**2)
+    if mistake == "step":
+        step = step + 1
+    m_hat = m if mistake in ("no correction", "no m") else m / (1 - beta1**step)
+    v_hat = v if mistake in ("no correction", "no v") else v / (1 - beta2**step)
+    size = (v_hat + eps).sqrt() if mistake == "eps" else v_hat.abs().sqrt() + eps
+    if mistake == "root of v":
+        size = v.abs().sqrt() / (1 - beta2**step) + eps
+    if mistake == "no root":
+        size = v_hat + eps
+    p = p + lr * m_hat / size if mistake == "sign" else p - lr * m_hat / size
+    if mistake == "hats":
+        return p, m_hat, v_hat
+    return p, m, v
+
+
+ADAMW_MISTAKES = {
+    "no correction": "the bias correction is missing: after one step, m is only a tenth of the "
+    "gradient, and v a twentieth of its square",
+    "no m": "m is not divided by 1 - beta1^step",
+    "no v": "v is not divided by 1 - beta2^step",
+    "step": "the bias correction is that of the next step: `step` is 1 in the first step",
+    "eps": "eps is added inside the root; it belongs outside, after the root",
+    "l2": "the decay is added to the gradient, so it is divided by the root of v, too. That is "
+    "Adam with L2. In AdamW, the decay acts on the parameter alone",
+    "no lr": "the decay is not multiplied by lr",
+    "no decay": "the matrix does not decay",
+    "vectors": "the vector decays, too; only matrices should: biases and LayerNorms are vectors",
+    "late decay": "p decays after the step, but it must decay before",
+    "root of v": "v is divided by 1 - beta2^step after the root; v_hat is under the root",
+    "betas": "beta1 and beta2 have changed places",
+    "no root": "the root of v is missing",
+    "no square": "v must be a mean of the squares of the gradients",
+    "sign": "the parameter moves along its gradient, so the loss would rise",
+}
+
+
+class Trained:
+    """A parameter that torch.optim.AdamW trains, with the function behind this class.
+
+    The class would first import PyTorch's compiler, which takes a second.
+    """
+
+    def __init__(self, p):
+        self.p = p.clone()
+        self.means = [torch.zeros_like(p), torch.zeros_like(p)]
+        self.n_steps = torch.tensor(0.0)
+
+    def step(self, grad):
+        numbers = dict(HYPERPARAMETERS, amsgrad=False, maximize=False)
+        if self.p.dim() == 1:
+            numbers["weight_decay"] = 0.0
+        m, v = self.means
+        adamw_of_torch([self.p], [grad], [m], [v], [], [self.n_steps], **numbers)
+
+
+def check_adamw(task):
+    torch.manual_seed(0)
+    for what, shape in (("matrix", (4, 3)), ("vector", (5,))):
+        p = torch.randn(shape)
+        m = torch.zeros(shape)
+        v = torch.zeros(shape)
+        trained = Trained(p)
+        for step in range(1, 6):
+            grad = torch.randn(shape) * step
+            grad.view(-1)[0] = 0.0
+            trained.step(grad)
+            before = [x.clone() for x in (p, grad, m, v)]
+            result = task.adamw_step(p.clone(), grad, m.clone(), v.clone(), step, **HYPERPARAMETERS)
+            expect(
+                isinstance(result, (tuple, list)) and len(result) == 3,
+                "the function does not return three tensors: p, m, v",
+            )
+            for name, x in zip("pmv", result):
+                expect_tensor(x, shape, f"for {name}, the function")
+            place = f"step {step} of a {what}"
+            expected = [trained.p, *adamw(*before, step)[1:]]
+            if not is_close(result[0], expected[0], 1e-6):
+                for mistake, sentence in ADAMW_MISTAKES.items():
+                    wrong, _, _ = adamw(*before, step, mistake)
+                    expect(not is_close(result[0], wrong, 1e-6), f"{place}: {sentence}")
+                i = first_wrong(result[0], expected[0])
+                raise Wrong(
+                    f"{place}: number {list(i)} of p becomes {result[0][i]:.6f}, but "
+                    f"torch.optim.AdamW makes it {expected[0][i]:.6f}"
+                )
+            _, *hats = adamw(*before, step, "hats")
+            for name, x, y, hat in zip("mv", result[1:], expected[1:], hats):
+                expect(
+                    not is_close(x, hat) or is_close(x, y),
+                    f"{place}: p is right, but the returned {name} is already divided by the bias "
+                    "correction. The next step must go on from the mean itself",
+                )
+                expect(is_close(x, y), f"{place}: p is right, but the returned {name} is wrong")
+            p, m, v = (x.detach() for x in result)
+
+
+# 06: micro-batches
+
+
+class Model(nn.Module):
+    """Predicts a token from one token. It notes which forward passes found a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.found_gradient = []
+
+    def forward(self, x):
+        self.found_gradient.append(self.table.weight.grad is not None)
+        return self.table(x)  # (B, T, V)
+
+
+def make_micro_batches():
+    """Four pairs of x and y, (2, 6) each, with 12, 3, 0 and 7 targets."""
+    micro_batches = []
+    for n_targets in (12, 3, 0, 7):
+        x = torch.randint(11, (2, 6))
+        y = torch.randint(11, (12,))
+        y[n_targets:] = -100
+        micro_batches.append((x, y.view(2, 6)))
+    return micro_batches
+
+
+def check_micro_batches(task):
+    torch.manual_seed(0)
+    micro_batches = make_micro_batches()
+    for chosen in (micro_batches[:1], micro_batches[:2], micro_batches):
+        check_step(task, chosen)
+
+
+def check_step(task, micro_batches):
+    model = Model()
+    losses = []  # of each micro-batch, summed over its targets
+    for x, y in micro_batches:
+        logits = model.table(x).flatten(0, 1)  # (B T, V)
+        losses.append(F.cross_entropy(logits, y.flatten(), reduction="sum"))
+    gradients = []  # (V, V) each
+    for loss in losses:
+        gradients.append(torch.autograd.grad(loss, model.table.weight)[0])
+    counts = [int((y != -100).sum()) for _, y in micro_batches]
+    n_tokens = sum(y.numel() for _, y in micro_batches)
+    n_batches = len(micro_batches)
+    result = task.backward_of_step(model, micro_batches)
+    found = model.table.weight.grad
+    expect(found is not None, "the parameters have no gradient: call backward")
+    expected = sum(gradients) / sum(counts)
+    numbers = f"{n_batches} micro-batches with {', '.join(map(str, counts))} targets"
+    if n_batches == 1:
+        numbers = f"one micro-batch with {counts[0]} targets"
+    expect(
+        not found.isnan().any(),
+        f"{numbers}: the gradient is nan. A mean over no targets is 0 / 0",
+    )
+    if not is_close(found, expected):
+        means = sum(g / max(1, count) for g, count in zip(gradients, counts))
+        mistakes = {
+            "this is the gradient of the mean of their means: a target counts more in a "
+            "micro-batch that has few of them": means / n_batches,
+            "the gradients of their means are added up; nothing is divided by the number of "
+            "targets of the whole step": means,
+            "the gradient is that of the sum over all targets: divide by their number": sum(
+                gradients
+            ),
+            f"the sum is divided by all {n_tokens} positions; those with the target -100 are not "
+            "in the loss": sum(gradients) / n_tokens,
+            "the sum is divided by the number of micro-batches, not by that of the targets": sum(
+                gradients
+            )
+            / n_batches,
+            "only the last micro-batch is in the gradient": gradients[-1] / max(1, counts[-1]),
+            "only the last micro-batch is in the gradient: the others are set to zero": (
+                gradients[-1] / sum(counts)
+            ),
+        }
+        for sentence, wrong in mistakes.items():
+            expect(not is_close(found, wrong), f"{numbers}: {sentence}")
+        factor = (found.norm() / expected.norm()).item()
+        raise Wrong(f"{numbers}: the gradient is wrong; its norm is {factor:.3f} times the right")
+    expect(
+        isinstance(result, (float, torch.Tensor)),
+        f"the gradient is right, but the function returns {type(result).__name__} and no loss",
+    )
+    has_graph = isinstance(result, torch.Tensor) and result.requires_grad
+    expect(not has_graph, "the returned loss still has its graph, which needs memory: detach it")
+    right = sum(losses).detach() / sum(counts)
+    expect(
+        not math.isnan(result),
+        f"{numbers}: the gradient is right, but the returned loss is nan. A mean over no targets "
+        "is 0 / 0",
+    )
+    expect(
+        is_close(torch.as_tensor(result), right),
+        f"{numbers}: the gradient is right, but the returned loss is {float(result):.4f} and not "
+        f"{right:.4f}",
+    )
+    expect(
+        n_batches == 1 or any(model.found_gradient[1:]),
+        "all micro-batches go forward before the first backward, so all their graphs are in "
+        "memory at once: call backward for each micro-batch",
+    )
+
+
+# 07: ranks
+
+
+def check_ranks(task):
+    for world_size, position, n, B in ((1, 0, 8, 4), (2, 100, 16, 2), (4, 48, 16, 4), (3, 9, 9, 1)):
+        check_positions(task, world_size, position, n, B)
+
+
+def check_positions(task, world_size, position, n, B):
+    where = f"world_size = {world_size}, position = {position}, n = {n}, B = {B}"
+    readers = {}  # position: the ranks that read it
+    counts = []
+    for rank in range(world_size):
+        found = task.starts_of_rank(rank, world_size, position, n, B)
+        expect(
+            not isinstance(found, (int, float, type(None))),
+            f"the function returns {type(found).__name__}, not a list or a range",
+        )
+        starts = [int(start) for start in found]
+        counts.append(len(starts))
+        for start in starts:
+            for i in range(start, start + B):
+                readers.setdefault(i, []).append(rank)
+                expect(
+                    position <= i < position + n,
+                    f"{where}: the micro-batch that begins at {start} makes rank {rank} read "
+                    f"position {i}, but this step has the positions {position} to "
+                    f"{position + n - 1}",
+                )
+    for i in range(position, position + n):
+        ranks = readers.get(i, [])
+        if len(ranks) > 1 and len(set(ranks)) == 1:
+            raise Wrong(f"{where}: rank {ranks[0]} reads position {i} {len(ranks)} times")
+        if len(ranks) > 1:
+            raise Wrong(f"{where}: rank {ranks[0]} and rank {ranks[1]} both read position {i}")
+        expect(ranks, f"{where}: no rank reads position {i}")
+    expect(
+        len(set(counts)) == 1,
+        f"{where}: rank {counts.index(max(counts))} has {max(counts)} micro-batches, and rank "
+        f"{counts.index(min(counts))} has {min(counts)}. The others would wait for it",
+    )
+
+
+# 08: save and resume
+
+
+def train(model, optimizer, first, last):
+    """Takes the steps first to last-1 -> their losses. Only the step chooses data and lr."""
+    losses = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 4, generator=generator)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        loss = (model(x) - x.flip(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def make_run(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def tensors_in(value):
+    """Yields the tensors in dicts and lists, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def expect_unchanged(checkpoint, before, sentence):
+    for x, y in zip(tensors_in(checkpoint), tensors_in(before), strict=True):
+        expect(torch.equal(x, y), sentence)
+
+
+def check_resume(task):
+    model, optimizer = make_run(seed=1)
+    whole = train(model, optimizer, 0, 10)
+    model, optimizer = make_run(seed=1)
+    train(model, optimizer, 0, 5)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    checkpoint = task.save_checkpoint(model, optimizer, 5)
+    expect(checkpoint is not None, "save_checkpoint returns nothing")
+    for x, y in zip(tensors_in((model.state_dict(), optimizer.state_dict())), tensors_in(saved)):
+        expect(torch.equal(x, y), "save_checkpoint changes the model or the optimizer")
+    before = copy.deepcopy(checkpoint)
+    train(model, optimizer, 5, 10)  # the first run goes on
+    final = copy.deepcopy(model.state_dict())
+    expect_unchanged(
+        checkpoint,
+        before,
+        "the checkpoint of step 5 changes while the run goes on: state_dict() contains the tensors "
+        "themselves, which the next step changes. Copy them",
+    )
+    for attempt in ("first", "second"):
+        model, optimizer = make_run(seed=2)  # a new process: other weights, no state
+        done = task.load_checkpoint(checkpoint, model, optimizer)
+        for name, x in model.state_dict().items():
+            expect(
+                not torch.equal(x, final[name]),
+                f"after load_checkpoint, {name} of the model is that of step 10, not of step 5: "
+                "the checkpoint contains the model itself, which the run goes on training",
+            )
+            expect(
+                torch.equal(x, saved[0][name]),
+                f"after load_checkpoint, {name} of the model is not the saved one: the values must "
+                "go into the model that load_checkpoint gets"
+                if attempt == "first"
+                else f"a second load_checkpoint of the same checkpoint finds another {name}: the "
+                "training after the first one has changed the checkpoint. Copy when you load, too",
+            )
+        check_optimizer_state(optimizer, saved[1], attempt)
+        found = done if isinstance(done, int) else type(done).__name__
+        expect(
+            done == 5,
+            f"load_checkpoint returns {found}, but "
+            "5 steps are done. So the run would continue with the wrong data and learning rate",
+        )
+        rest = train(model, optimizer, 5, 10)
+        for step, (x, y) in enumerate(zip(rest, whole[5:]), start=5):
+            expect(x == y, f"the loss of step {step} is {x:.6f} and not {y:.6f}")
+
+
+def check_optimizer_state(optimizer, saved, attempt):
+    """saved: the state dict of the first optimizer after five steps."""
+    state = optimizer.state_dict()["state"]
+    expect(
+        len(state) == len(saved["state"]),
+        "after load_checkpoint, the optimizer has no means (exp_avg, exp_avg_sq), so they begin "
+        "again at 0: the loss of step 5 would be right, and that of step 6 wrong",
+    )
+    for i, values in saved["state"].items():
+        for name, value in values.items():
+            found = state.get(i, {}).get(name)
+            expect(
+                found is not None,
+                f"after load_checkpoint, the optimizer has no {name} for parameter {i}",
+            )
+            expect(
+                torch.equal(found, value),
+                f"after load_checkpoint, {name} of the optimizer is not the saved one"
+                if attempt == "first"
+                else f"a second load_checkpoint of the same checkpoint finds another {name}: the "
+                "optimizer took the tensors of the checkpoint and changed them. load_state_dict "
+                "of an optimizer does not copy, so copy when you load, too",
+            )
+
+
+# 09: the backward pass of LayerNorm
+
+
+def layer_norm_gradients(x, weight, dy, eps, mistake=None):
+    """Gradients with a mistake -> (dx, dweight, dbias)."""
+    mean = x.mean(dim=-1, keepdim=True)
+    variance = x.var(dim=-1, keepdim=True, unbiased=mistake == "unbiased")
+    std = (variance + eps).sqrt()
+    x_hat = (x - mean) / std
+    dx_hat = dy if mistake == "no weight" else dy * weight
+    dx = dx_hat
+    if mistake not in ("constants", "no mean"):
+        dx = dx - dx_hat.mean(dim=-1, keepdim=True)
+    if mistake not in ("constants", "no variance"):
+        dx = dx - x_hat * (dx_hat * x_hat).mean(dim=-1, keepdim=True)
+    if mistake != "no std":
+        dx = dx / std
+    return dx, (dy * x_hat).sum(dim=(0, 1)), dy.sum(dim=(0, 1))
+
+
+LAYER_NORM_MISTAKES = {
+    "constants": "mean and variance are treated as constants, but both change with x",
+    "no mean": "the mean is treated as a constant, but it changes with x",
+    "no variance": "the variance is treated as a constant, but it changes with x",
+    "no weight": "dy is not multiplied by weight, which comes after the normalization",
+    "no std": "the division by the standard deviation is missing",
+    "unbiased": "the variance divides by C - 1, but LayerNorm divides by C: unbiased=False",
+}
+
+
+def check_layernorm(task):
+    torch.manual_seed(0)
+    for eps in (1e-5, 0.1):
+        x = torch.randn(3, 4, 6, requires_grad=True)  # (B, T, C)
+        weight = torch.randn(6, requires_grad=True)
+        bias = torch.zeros(6, requires_grad=True)
+        dy = torch.randn(3, 4, 6)
+        F.layer_norm(x, (6,), weight, bias, eps).backward(dy)
+        with torch.no_grad():
+            result = task.layer_norm_backward(x, weight, dy, eps)
+            expect(
+                isinstance(result, (tuple, list)) and len(result) == 3,
+                "the function does not return three tensors: dx, dweight, dbias",
+            )
+            shapes = dict(dx=(3, 4, 6), dweight=(6,), dbias=(6,))
+            for (name, shape), found in zip(shapes.items(), result):
+                expect_tensor(found, shape, f"for {name}, the function")
+            dx, dweight, dbias = result
+            expect(
+                is_close(dbias, bias.grad),
+                "dbias is wrong: the bias is added at each position, so dbias is the sum of dy "
+                "over all positions",
+            )
+            expect(
+                not is_close(dweight, bias.grad),
+                "dweight equals dbias: multiply dy by what weight was multiplied by",
+            )
+            expect(
+                is_close(dweight, weight.grad),
+                "dweight is wrong: it is the sum of dy times the normalized x over all positions",
+            )
+            if not is_close(dx, x.grad):
+                for mistake, sentence in LAYER_NORM_MISTAKES.items():
+                    wrong, _, _ = layer_norm_gradients(x, weight, dy, eps, mistake)
+                    expect(not is_close(dx, wrong), f"dx is wrong: {sentence}")
+                b, t, c = first_wrong(dx, x.grad)
+                raise Wrong(
+                    f"dx is wrong with eps = {eps}: at position {t}, channel {c}, it is "
+                    f"{dx[b, t, c]:.4f}, but autograd says {x.grad[b, t, c]:.4f}"
+                )
+
+
+# 10: Muon
+
+
+def check_orthogonalize(task):
+    torch.manual_seed(0)
+    for rows, columns in ((16, 16), (12, 20), (20, 12)):
+        rank = min(rows, columns)
+        u, _ = torch.linalg.qr(torch.randn(rows, rank))  # (rows, rank)
+        v, _ = torch.linalg.qr(torch.randn(columns, rank))  # (columns, rank)
+        sizes = torch.logspace(0, math.log10(1 / 30), rank)
+        for scale in (1.0, 50.0):
+            x = scale * (u * sizes) @ v.T  # (rows, columns)
+            y = task.orthogonalize(x.clone())
+            place = f"a matrix of {rows} x {columns} with a largest singular value of {scale:.0f}"
+            expect_tensor(y, (rows, columns), f"for {place}, the function")
+            y = y.float()
+            expect(
+                y.isfinite().all(),
+                f"{place}: the result is not finite. The rounds need singular values of at most 1: "
+                "divide by the norm first",
+            )
+            inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
+            found = inside.diagonal()  # the singular values, if the directions are kept
+            off = (inside - found.diag()).abs().max() + (y - u @ inside @ v.T).abs().max()
+            expect(
+                off < 0.1 * max(1.0, y.abs().max().item()),
+                f"{place}: the singular vectors have changed; only the singular values should",
+            )
+            expect(
+                not is_close(found / found[0], sizes, 1e-2),
+                f"{place}: all singular values have the same factor, so the weak directions are as "
+                "weak as before",
+            )
+            for factor, name in ((columns, "columns"), (rows, "rows")):
+                scaled = found / math.sqrt(factor)
+                expect(
+                    not ((scaled > 0.6) & (scaled < 1.3)).all(),
+                    f"{place}: the singular values are about {found.mean():.1f}, the root of the "
+                    f"number of {name}; this task wants them near 1",
+                )
+            expect((found > 0).all(), f"{place}: some directions have changed their sign")
+            expect(
+                ((found > 0.6) & (found < 1.3)).all(),
+                f"{place}: the singular values are between {found.min():.3f} and {found.max():.3f},"
+                " and not between 0.6 and 1.3. Are there five rounds?",
+            )
+
+
+# 11: byte pair encoding
+
+
+def merge(ids, pair, new):
+    """Replaces each occurrence of a pair, from left to right."""
+    merged = []
+    i = 0
+    while i < len(ids):
+        if tuple(ids[i : i + 2]) == pair:
+            merged.append(new)
+            i += 2
+        else:
+            merged.append(ids[i])
+            i += 1
+    return merged
+
+
+MERGE_TEXTS = (
+    b"abab cdcd abab",
+    b"zzyzzyxxwxxw",  # the pairs zz and xx are equally frequent
+    b"aaaa aaab aaa",  # aaa has one pair that can be merged, not two
+    b"the cat and the hat and the mat in the bath",
+    "雪と雪と雪".encode(),
+)
+
+
+def check_merges(task):
+    for text in MERGE_TEXTS:
+        ids = list(text)
+        shown = repr(text) if text.isascii() else "a text in Japanese"
+        found = task.learn_merges(text, 4)
+        expect(isinstance(found, list), f"the function returns {type(found).__name__}, no list")
+        expect(len(found) == 4, f"{shown}: {len(found)} merges and not 4")
+        for i, pair in enumerate(found):
+            pair = tuple(pair)
+            expect(
+                all(isinstance(id, int) for id in pair),
+                f"merge {i} is {pair}, but a pair has two ids, which are numbers",
+            )
+            counts = Counter(zip(ids, ids[1:]))
+            most = max(counts.values())
+            best = min(pair for pair, count in counts.items() if count == most)
+            place = f"{shown}, merge {i}"
+            if pair != best:
+                expect(
+                    max(pair) in range(256) or max(pair) in ids,
+                    f"{place}: no token has the id {max(pair)}. The first merge gets 256, the "
+                    "second 257",
+                )
+                expect(
+                    pair in counts,
+                    f"{place}: the pair {pair} does not occur. So far, the ids are {ids[:8]} and "
+                    "so on: are all earlier merges done, from left to right?",
+                )
+                expect(
+                    counts[pair] == most,
+                    f"{place}: the count of {pair} is {counts[pair]}, but the count of {best} is "
+                    f"{most}",
+                )
+                raise Wrong(
+                    f"{place}: {pair} and {best} both have the count {most}; take the smaller pair"
+                )
+            ids = merge(ids, best, 256 + i)
+
+
+# 12: a cache of keys and values
+
+
+def check_cache(task):
+    torch.manual_seed(0)
+    B, T, C = 2, 7, 8
+    q, k, v = torch.randn(3, B, T, C).unbind()
+    expected = attend(q, k, v, n_head=1)
+    for sizes in ((7,), (4, 1, 1, 1), (1, 1, 1, 1, 1, 1, 1), (3, 4)):
+        cache = None
+        first = 0
+        for size in sizes:
+            part = slice(first, first + size)
+            result = task.attention_with_cache(q[:, part], k[:, part], v[:, part], cache)
+            expect(
+                isinstance(result, (tuple, list)) and len(result) == 2,
+                "the function does not return two things: the output and the cache",
+            )
+            y, cache = result
+            expect_tensor(y, (B, size, C))
+            place = f"tokens {first} to {first + size - 1} in one call"
+            if size == 1:
+                place = f"token {first} alone"
+            if first:
+                place += f", after {first} tokens in the cache"
+            if not is_close(y, expected[:, part]):
+                check_cache_mistakes(y, q[:, part], k, v, first, place)
+                raise Wrong(f"{place}: the output differs from that without a cache")
+            first += size
+
+
+def check_cache_mistakes(y, q, k, v, first, place):
+    """q: (B, n, C), the new queries. k, v: (B, T, C), all keys and values."""
+    n = q.size(1)
+    last = first + n
+    scores = q @ k[:, :last].transpose(1, 2) / math.sqrt(q.size(2))  # (B, n, last)
+    ones = torch.ones(n, last, dtype=torch.bool)
+    own = ones.clone()
+    own[:, :first] = False  # only the new keys
+    masks = {
+        "the new queries see later tokens: inside one call, the mask is still needed": ones,
+        "the queries see only the keys of this call: the cache is not used": own.tril(first),
+        f"the mask begins at the left: query 0 of this call is token {first}, so it sees the keys "
+        f"0 to {first}": ones.tril(),
+        "the token does not see itself: put its key and value into the cache first": ones.tril(
+            first - 1
+        ),
+    }
+    for sentence, mask in masks.items():
+        hidden = scores.masked_fill(~mask, -math.inf)
+        wrong = hidden.softmax(dim=2) @ v[:, :last]  # (B, n, C)
+        if not wrong.isnan().any():
+            expect(not is_close(y, wrong), f"{place}: {sentence}")
+    expect(not y.isnan().any(), f"{place}: the output contains nan: a query sees no key")
+
+
+CHECKS = {
+    "01": check_cross_entropy,
+    "02": check_mask,
+    "03": check_heads,
+    "04": check_init,
+    "05": check_adamw,
+    "06": check_micro_batches,
+    "07": check_ranks,
+    "08": check_resume,
+    "09": check_layernorm,
+    "10": check_orthogonalize,
+    "11": check_merges,
+    "12": check_cache,
+}
+
+
+def find(folder, number):
+    """The file of a task: find(TASKS, "02") -> lesson/tasks/02_mask.py."""
+    (path,) = folder.glob(f"{number}_*.py")
+    return path
+
+
+def check(number, text, path):
+    """Checks an answer -> None if it is right, "open", or the sentence that says what is wrong.
+
+    text: the program that has the function. path: its file, for messages.
+    """
+    names = {"__name__": "task"}
+    try:
+        exec(compile(text, str(path), "exec"), names)
+        CHECKS[number](SimpleNamespace(**names))
+    except NotImplementedError as error:  # PyTorch raises it, too, but with a message
+        return place_of(error, path) if str(error) else "open"
+    except Wrong as wrong:
+        return str(wrong)
+    except SyntaxError as error:
+        return f"line {error.lineno} of {path.name} is no Python: {error.msg}"
+    except AttributeError as error:
+        if isinstance(error.obj, SimpleNamespace):
+            return f"{path.name} has no function {error.name}"
+        return place_of(error, path)
+    except Exception as error:
+        return place_of(error, path)
+    return None
+
+
+def place_of(error, path):
+    """Where an answer raises an error: its line, and what Python says."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    what = f"{type(error).__name__}: {error}"
+    if not lines:  # the check cannot use what the function returned
+        return f"the check cannot use the result: {what}"
+    return f"line {lines[-1]} of {path.name} raises {what}"
+
+
+def title(path):
+    """The first sentence of a task's docstring."""
+    return path.read_text(encoding="utf-8").split("\n")[0].strip('"')
+
+
+def list_tasks():
+    """Prints the state of each task -> whether all are solved."""
+    n_solved = 0
+    for number in CHECKS:
+        path = find(TASKS, number)
+        sentence = check(number, path.read_text(encoding="utf-8"), path)
+        state = {None: "solved", "open": "open  "}.get(sentence, "WRONG ")
+        print(f"{number}  {state}  {title(path)}")
+        if state == "WRONG ":
+            print(f"            {sentence}")
+        n_solved += sentence is None
+    print(f"{n_solved} of {len(CHECKS)} tasks are solved. They are in lesson/tasks/")
+    return n_solved == len(CHECKS)
+
+
+def main(arguments):
+    """Returns the exit status: 0 if what was checked is right."""
+    if not arguments:
+        return int(not list_tasks())
+    number, *flags = arguments
+    number = number.zfill(2)
+    if number not in CHECKS or flags not in ([], ["--solution"]):
+        print(__doc__)
+        return 2
+    path = find(TASKS, number)
+    sentence = check(number, path.read_text(encoding="utf-8"), path)
+    if sentence == "open":
+        print(f"{number} is open: write your code into lesson/tasks/{path.name}")
+        return 1
+    print(f"{number} is right." if sentence is None else f"{number} is not right yet: {sentence}.")
+    if flags:
+        print(find(SOLUTIONS, number).read_text(encoding="utf-8"))
+    return int(sentence is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,18 @@
+"""A solution of task 12: attention with a cache of keys and values, for generation."""
+
+import math
+
+import torch
+
+
+def attention_with_cache(q, k, v, cache):
+    """Returns (y, cache): what the new tokens collect, (B, n, C), and the next cache."""
+    if cache is not None:
+        k = torch.cat([cache[0], k], dim=1)  # (B, T, C), with the tokens of earlier calls
+        v = torch.cat([cache[1], v], dim=1)  # (B, T, C)
+    n, T = q.size(1), k.size(1)
+    scores = q @ k.transpose(1, 2) / math.sqrt(q.size(2))  # (B, n, T)
+    # Query i is token T - n + i, so the mask begins that much further to the right.
+    is_later = torch.ones(n, T, dtype=torch.bool).triu(T - n + 1)  # (n, T)
+    weights = scores.masked_fill(is_later, -math.inf).softmax(dim=2)  # (B, n, T)
+    return weights @ v, (k, v)

@@ -1,0 +1,411 @@
+"""lesson/check.py: right answers pass, and each usual mistake gets a sentence of its own."""
+
+import re
+import runpy
+
+import pytest
+from conftest import ROOT
+
+CHECK = runpy.run_path(str(ROOT / "lesson" / "check.py"))
+NUMBERS = sorted(CHECK["CHECKS"])
+
+
+def solution(number):
+    return CHECK["find"](CHECK["SOLUTIONS"], number).read_text(encoding="utf-8")
+
+
+def sentence_about(number, text):
+    """What the check says about an answer: None if it is right."""
+    return CHECK["check"](number, text, CHECK["find"](CHECK["TASKS"], number))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_task_is_open_and_its_solution_is_right(number):
+    task = CHECK["find"](CHECK["TASKS"], number)
+    assert task.name == CHECK["find"](CHECK["SOLUTIONS"], number).name
+    text = task.read_text(encoding="utf-8")
+    assert text.startswith('"""') and f"lesson/check.py {number}\n" in text
+    assert sentence_about(number, text) == "open"
+    assert sentence_about(number, solution(number)) is None
+
+
+# Usual mistakes, as edits of our solutions: old text, new text, words of the sentence.
+MISTAKES = [
+    # 01: cross-entropy
+    ("01", "shifted = logits - largest", "shifted = logits", "exp(1000) is inf"),
+    ("01", "logits.max(dim=2, keepdim=True).values", "logits.max()", "its own maximum"),
+    ("01", ".mean()", ".sum()", "the sum over the positions, not their mean"),
+    ("01", "(log_sum - of_target)", "(of_target - log_sum)", "the loss is negative"),
+    (
+        "01",
+        "return (log_sum - of_target)",
+        "return (-((of_target - log_sum).exp() + 1e-9).log())",
+        "is 20.7233 and not 200",
+    ),
+    ("01", ".mean()", ".mean().item()", "returns float, not a tensor of shape ()"),
+    ("01", ".mean()", ".mean().detach()", "the loss has no gradient"),
+    (
+        "01",
+        "    return (",
+        "    log_sum, of_target = log_sum[:, :-1], shifted[:, :-1].gather(2, targets[:, 1:, None])"
+        "[..., 0]\n    return (",
+        "the targets are moved by one position",
+    ),
+    # 02: the mask
+    (
+        "02",
+        "scores.masked_fill(is_later, -torch.inf)",
+        "scores",
+        "token 1 changes: the mask is missing",
+    ),
+    ("02", "triu(1)", "triu(2)", "position 0 looks at position 1, but not at position 2"),
+    ("02", "triu(1)", "triu(0)", "row 0 is nan"),
+    ("02", "-torch.inf", "0", "a masked score is 0"),
+    ("02", "triu(1)", "tril(-1)", "hides what is earlier"),
+    ("02", "softmax(dim=2)", "softmax(dim=1)", "the columns add up to 1"),
+    (
+        "02",
+        "scores.masked_fill(is_later, -torch.inf).softmax(dim=2)",
+        "scores.softmax(dim=2).masked_fill(is_later, 0)",
+        "row 0 adds up to 0.051, not to 1: the mask comes after the softmax",
+    ),
+    ("02", ".softmax(dim=2)", "", "is the softmax missing?"),
+    # 03: heads
+    (
+        "03",
+        "view(B, T, n_head, C // n_head).transpose(1, 2)",
+        "view(B, n_head, T, C // n_head)",
+        "view(B, n_head, T, hs) mixes the positions",
+    ),
+    ("03", "y.transpose(1, 2).flatten(2)", "y.reshape(B, T, C)", "they are put together wrong"),
+    ("03", "sqrt(C // n_head)", "sqrt(C)", "divided by the root of C"),
+    ("03", " / math.sqrt(C // n_head)", "", "not divided by the root of hs"),
+    ("03", "scores.masked_fill(is_later, -math.inf)", "scores", "position 0 changes if token 1"),
+    ("03", "triu(1)", "triu(2)", "if token 1 changes: the mask is shifted"),
+    ("03", "    q = q.view", "    n_head = 1\n    q = q.view", "there is only one head"),
+    (
+        "03",
+        "softmax(dim=3)",
+        "softmax(dim=2)",
+        "position 0 changes if token 1 changes: the mask is missing or shifted",
+    ),
+    # 04: initialization
+    ("04", " / math.sqrt(2 * n_layer)", "", "would grow with n_layer"),
+    ("04", "sqrt(2 * n_layer)", "sqrt(n_layer)", "8 blocks add 16 outputs"),
+    ("04", "math.sqrt(2 * n_layer)", "(2 * n_layer)", "a root is missing"),
+    ("04", '"c_proj.weight"', '"attn.c_proj.weight"', "h.0.mlp.c_proj.weight has a standard"),
+    ("04", "p.dim() == 2", "True", "h.0.ln_1.weight is not 1"),
+    ("04", "nn.init.zeros_(p)", "pass", "h.0.attn.c_attn.bias is not 0"),
+    (
+        "04",
+        '        if name.endswith("bias"):',
+        '        nn.init.torch.manual_seed(1)\n        if name.endswith("bias"):',
+        "have the same numbers: set the seed once",
+    ),
+    ("04", "    for name, p in", "    return\n    for name, p in", "still has PyTorch's initial"),
+    # 05: AdamW
+    ("05", "m_hat = m / (1 - beta1**step)", "m_hat = m", "m is not divided by 1 - beta1^step"),
+    ("05", "v_hat = v / (1 - beta2**step)", "v_hat = v", "v is not divided by 1 - beta2^step"),
+    ("05", "**step", "**(step + 1)", "that of the next step"),
+    ("05", "v_hat.sqrt() + eps", "(v_hat + eps).sqrt()", "inside the root"),
+    (
+        "05",
+        "p = p * (1 - lr * weight_decay)",
+        "grad = grad + weight_decay * p",
+        "step 1 of a matrix: the decay is added to the gradient",
+    ),
+    ("05", "if p.dim() == 2", "if True", "the vector decays, too"),
+    ("05", "lr * weight_decay", "weight_decay", "the decay is not multiplied by lr"),
+    ("05", "v_hat.sqrt()", "v.sqrt() / (1 - beta2**step)", "v_hat is under the root"),
+    ("05", "eps), m, v", "eps), m_hat, v_hat", "already divided by the bias correction"),
+    # 06: micro-batches
+    (
+        "06",
+        'reduction="sum") / n_targets',
+        'reduction="mean") / len(micro_batches)',
+        "2 micro-batches with 12, 3 targets: this is the gradient of the mean of their means",
+    ),
+    (
+        "06",
+        'reduction="sum") / n_targets',
+        'reduction="mean") * (y != -100).sum() / n_targets',
+        "the returned loss is nan. A mean over no targets is 0 / 0",
+    ),
+    ("06", 'reduction="sum") / n_targets', 'reduction="sum")', "divide by their number"),
+    ("06", "(y != -100).sum()", "y.numel()", "divided by all 24 positions"),
+    ("06", "        loss.backward()", "        model.zero_grad()\n        loss.backward()", "only"),
+    ("06", "loss.item()", "loss", "the returned loss still has its graph"),
+    ("06", "    return mean_loss", "    return loss.item()", "but the returned loss is"),
+    (
+        "06",
+        "        loss.backward()\n        mean_loss += loss.item()\n    return mean_loss",
+        "        mean_loss += loss\n    mean_loss.backward()\n    return mean_loss.item()",
+        "all their graphs are in memory at once",
+    ),
+    # 07: ranks
+    ("07", " + rank * B", "", "rank 0 and rank 1 both read position 100"),
+    ("07", "rank * B", "rank", "rank 0 and rank 1 both read position 101"),
+    ("07", "world_size * B", "B", "rank 0 and rank 1 both read position 102"),
+    ("07", "position + rank * B, position + n", "rank * B, n", "rank 0 read position 0, but this"),
+    ("07", "position + n,", "position + n - B,", "no rank reads position 4"),
+    ("07", "world_size * B", "world_size * B * 2", "no rank reads position 4"),
+    # 08: save and resume
+    (
+        "08",
+        "return copy.deepcopy(checkpoint)  # state_dict() has",
+        "return checkpoint  #",
+        "the checkpoint of step 5 changes while the run goes on",
+    ),
+    (
+        "08",
+        '    optimizer.load_state_dict(checkpoint["optimizer"])\n',
+        "",
+        "the optimizer has no means",
+    ),
+    (
+        "08",
+        "    checkpoint = copy.deepcopy(checkpoint)  # the",
+        "    #",
+        "a second load_checkpoint of the same checkpoint finds another",
+    ),
+    ("08", 'return checkpoint["step"]', "return 0", "load_checkpoint returns 0, but 5 steps"),
+    ("08", '    model.load_state_dict(checkpoint["model"])\n', "", "0.weight of the model is not"),
+    ("08", "step=step)", "step=step + 1)", "load_checkpoint returns 6, but 5 steps"),
+    # 09: the backward pass of LayerNorm
+    ("09", "dx_hat - along_mean - x_hat * along_x_hat", "dx_hat", "treated as constants"),
+    ("09", " - x_hat * along_x_hat", "", "the variance is treated as a constant"),
+    ("09", "dx_hat = dy * weight", "dx_hat = dy", "dy is not multiplied by weight"),
+    ("09", "(dy * x_hat).sum", "dy.sum", "dweight equals dbias"),
+    ("09", "dy.sum(dim=(0, 1))", "dy.mean(dim=(0, 1))", "dbias is wrong"),
+    ("09", "unbiased=False", "unbiased=True", "dweight is wrong"),
+    # 10: Muon
+    ("10", "    x = x / x.norm()\n", "", "the result is not finite"),
+    ("10", "for _ in range(5)", "for _ in range(0)", "all singular values have the same factor"),
+    ("10", "range(5)", "range(2)", "Are there five rounds?"),
+    (
+        "10",
+        "    return x\n",
+        "    return x * x.size(1) ** 0.5\n",
+        "the root of the number of columns",
+    ),
+    # 11: byte pair encoding
+    ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller pair"),
+    ("11", "(-counts[pair], pair)", "(counts[pair], pair)", "the count of (32, 97) is 1, but"),
+    ("11", "i += 2", "i += 1", "does not occur"),
+    ("11", "        ids = merged\n", "", "does not occur"),
+    ("11", "range(256, 256 +", "range(300, 300 +", "no token has the id 300"),
+    # 12: a cache of keys and values
+    ("12", "triu(T - n + 1)", "triu(1)", "the mask begins at the left"),
+    ("12", "scores.masked_fill(is_later, -math.inf)", "scores", "inside one call, the mask is"),
+    ("12", "return weights @ v, (k, v)", "return weights @ v, None", "the cache is not used"),
+    ("12", "[cache[0], k]", "[k, cache[0]]", "differs from that without a cache"),
+]
+
+
+@pytest.mark.parametrize(
+    "number, old, new, words", MISTAKES, ids=[f"{number} {words}" for number, *_, words in MISTAKES]
+)
+def test_a_usual_mistake_gets_a_sentence_of_its_own(number, old, new, words):
+    text = solution(number)
+    assert old in text
+    found = sentence_about(number, text.replace(old, new))
+    assert found and words in found, found
+
+
+# Right answers that look different from ours.
+ANSWERS = {
+    "01": """
+import torch.nn.functional as F
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+""",
+    "02": """
+import torch
+
+def causal_weights(scores):
+    weights = torch.zeros_like(scores)
+    for i in range(scores.size(1)):
+        weights[:, i, : i + 1] = scores[:, i, : i + 1].softmax(dim=1)
+    return weights
+""",
+    "03": """
+import torch
+
+def attention(q, k, v, n_head):
+    T, hs = q.size(1), q.size(2) // n_head
+    mask = torch.full((T, T), -1e9).triu(1)
+    heads = zip(q.split(hs, dim=2), k.split(hs, dim=2), v.split(hs, dim=2))
+    outputs = [(q @ k.mT * hs**-0.5 + mask).softmax(-1) @ v for q, k, v in heads]
+    return torch.cat(outputs, dim=2)
+""",
+    "04": """
+import torch
+
+def init_weights(model, n_layer):
+    torch.manual_seed(7)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape) * 0.02 if p.dim() == 2 else p.data
+    for module in model.modules():
+        if getattr(module, "bias", None) is not None:
+            module.bias.data.zero_()
+    for block in model.h:
+        block.attn.c_proj.weight.data *= (2 * n_layer) ** -0.5
+        block.mlp.c_proj.weight.data *= (2 * n_layer) ** -0.5
+""",
+    "05": """
+def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    size = (v / (1 - beta2**step)).sqrt().add(eps)
+    p -= lr * weight_decay * p * (p.ndim > 1)
+    p.addcdiv_(m, size, value=-lr / (1 - beta1**step))
+    return p, m, v
+""",
+    "06": """
+import torch
+import torch.nn.functional as F
+
+def backward_of_step(model, micro_batches):
+    total = torch.stack([(y >= 0).sum() for _, y in micro_batches]).sum()
+    loss_of_step = 0
+    for x, y in micro_batches:
+        n = (y >= 0).sum()
+        if n > 0:
+            loss = F.cross_entropy(model(x).transpose(1, 2), y) * n / total
+            loss.backward()
+            loss_of_step = loss_of_step + loss.detach()
+    return loss_of_step
+""",
+    "07": """
+def starts_of_rank(rank, world_size, position, n, B):
+    share = n // world_size
+    return [position + rank * share + i for i in range(0, share, B)]
+""",
+    "08": """
+import io
+import torch
+
+def save_checkpoint(model, optimizer, step):
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), step], file)
+    return {"file": file.getvalue()}
+
+def load_checkpoint(checkpoint, model, optimizer):
+    weights, state, step = torch.load(io.BytesIO(checkpoint["file"]))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return step
+""",
+    "09": """
+import torch
+
+def layer_norm_backward(x, weight, dy, eps):
+    C = x.size(2)
+    centered = x - x.mean(2, keepdim=True)
+    r = ((centered**2).mean(2, keepdim=True) + eps).rsqrt()
+    x_hat = centered * r
+    eye = torch.eye(C)
+    jacobian = r[..., None] * (eye - 1 / C - x_hat[..., None] * x_hat[..., None, :] / C)
+    dx = (jacobian @ (dy * weight)[..., None])[..., 0]
+    return dx, (dy * x_hat).flatten(0, 1).sum(0), dy.flatten(0, 1).sum(0)
+""",
+    "10": """
+import torch
+
+def orthogonalize(x):
+    u, _, vt = torch.linalg.svd(x, full_matrices=False)
+    return u @ vt
+""",
+    "11": """
+from collections import Counter
+
+def learn_merges(text, n_merges):
+    ids, merges = list(text), []
+    for new in range(256, 256 + n_merges):
+        counts = Counter(zip(ids, ids[1:])).most_common()
+        best = sorted(pair for pair, count in counts if count == counts[0][1])[0]
+        merges.append(best)
+        i = 0
+        while i < len(ids) - 1:
+            if (ids[i], ids[i + 1]) == best:
+                ids[i : i + 2] = [new]
+            i += 1
+    return merges
+""",
+    "12": """
+import torch
+
+def attention_with_cache(q, k, v, cache):
+    cache = cache or {"k": [], "v": []}
+    outputs = []
+    for i in range(q.size(1)):
+        cache["k"].append(k[:, i])
+        cache["v"].append(v[:, i])
+        keys, values = torch.stack(cache["k"], 1), torch.stack(cache["v"], 1)
+        weights = (keys @ q[:, i, :, None] / q.size(2) ** 0.5).softmax(1)
+        outputs.append((weights * values).sum(1))
+    return torch.stack(outputs, 1), cache
+""",
+}
+
+
+def test_each_task_has_mistakes_with_different_sentences():
+    for number in NUMBERS:
+        assert len({words for task, *_, words in MISTAKES if task == number}) >= 3, number
+
+
+def test_no_file_imports_more_than_torch():
+    allowed = {"copy", "math", "torch"}
+    for path in (ROOT / "lesson").glob("*/*.py"):
+        lines = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(encoding="utf-8"), re.M)
+        assert set(lines) <= allowed, path
+    text = (ROOT / "lesson" / "check.py").read_text(encoding="utf-8")
+    found = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
+    assert found <= allowed | {"collections", "pathlib", "sys", "traceback", "types"}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_right_answer_may_look_different(number):
+    assert sentence_about(number, ANSWERS[number]) is None
+
+
+def test_what_the_check_says_about_a_file_that_python_cannot_run():
+    assert sentence_about("07", "def starts_of_rank(:\n") == (
+        "line 1 of 07_ranks.py is no Python: invalid syntax"
+    )
+    assert sentence_about("07", "") == "07_ranks.py has no function starts_of_rank"
+    text = "def starts_of_rank(*arguments):\n    return 1 / 0\n"
+    assert sentence_about("07", text) == (
+        "line 2 of 07_ranks.py raises ZeroDivisionError: division by zero"
+    )
+    found = sentence_about("07", "def starts_of_rank(*arguments): return [None]")
+    assert found.startswith("the check cannot use the result: TypeError: ")
+    # PyTorch raises NotImplementedError, too, such as for a softmax of integers.
+    text = "def causal_weights(scores):\n    return scores.long().softmax(dim=2)\n"
+    assert sentence_about("02", text).startswith("line 2 of 02_mask.py raises ")
+
+
+def run_check(capsys, *arguments):
+    return CHECK["main"](list(arguments)), capsys.readouterr().out
+
+
+def test_the_commands_of_the_check(capsys, tmp_path, monkeypatch):
+    names = CHECK["main"].__globals__
+    for path in CHECK["TASKS"].glob("*.py"):
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setitem(names, "TASKS", tmp_path)
+    status, out = run_check(capsys)
+    assert status == 1 and out.count(" open ") == len(NUMBERS) and f"0 of {len(NUMBERS)}" in out
+    status, out = run_check(capsys, "02", "--solution")
+    assert status == 1 and out.startswith("02 is open: ") and "masked_fill" not in out
+    wrong = solution("02").replace("triu(1)", "triu(2)")
+    (tmp_path / "02_mask.py").write_text(wrong, encoding="utf-8")
+    status, out = run_check(capsys, "2")
+    assert status == 1 and out.startswith("02 is not right yet: position 0 looks at position 1,")
+    (tmp_path / "07_ranks.py").write_text(solution("07"), encoding="utf-8")
+    status, out = run_check(capsys, "07", "--solution")
+    assert status == 0 and out == f"07 is right.\n{solution('07')}\n"
+    status, out = run_check(capsys)
+    assert out.count("WRONG") == out.count("solved  ") == 1 and f"1 of {len(NUMBERS)}" in out
+    assert run_check(capsys, "13")[0] == run_check(capsys, "02", "--answer")[0] == 2
