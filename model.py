@@ -288,11 +288,14 @@ class GPT(nn.Module):
         optimizers = []
         if optimizer == "muon":
             groups = [dict(params=of_muon), dict(params=qkv, n_stacked=3)]
+            groups = [group for group in groups if group["params"]] or groups[:1]
             optimizers.append(Muon(groups, muon_lr or learning_rate, weight_decay=weight_decay))
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
+        # A stage of a pipeline may have no parameters for a group, or for AdamW.
+        groups = [group for group in groups if group["params"]] or groups[:1]
         # fused=True is faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         optimizers.append(adamw)
