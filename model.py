@@ -35,7 +35,9 @@ class GPTConfig:
     n_head: int = flag(12, "attention heads of a block; divides n_embd", above=0)
     n_embd: int = flag(768, "width of the residual stream, C", above=0, at_most=10**8)
     block_size: int = flag(1024, "longest context in tokens, T", above=0)
-    vocab_size: int = flag(50257, "vocabulary size [that of the tokenizer]", above=0, at_most=10**9)
+    vocab_size: int = flag(
+        50257, "vocabulary size; if not given, the tokenizer's", above=0, at_most=10**9
+    )
     dropout: float = flag(0.0, "dropout probability in training", at_least=0, at_most=1)
 
 
