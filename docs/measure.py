@@ -1,143 +1,338 @@
-"""Measures the figures of the pages, with commands that you can type, too.
+"""Measures rows of docs/measurements.md again, and writes the new figures into the page.
 
-  python docs/measure.py               measures what is not measured yet; in
-                                       all, about an hour on two cores
-  python docs/measure.py baby step     measures these, also again
-  python docs/measure.py --list        shows the names, with their minutes
-  python docs/measure.py --page        puts the tables into measurements.md
+  python docs/measure.py --list        shows the names of the rows
+  python docs/measure.py baby step     measures the rows with these names
 
 First: pip install -r requirements-dev.txt
 
-Use a machine that does nothing else. Commands that are compared take turns; the
-figure is the median of the rounds, and behind it stand the smallest and the
-largest one. docs/measuring/made_up.py makes the data. Each table is kept in
-log/measure/NAME.md, so the first command goes on after an interruption.
-shakespeare and start need a clone of github.com/karpathy/nanoGPT:
-
-  python docs/measure.py shakespeare start --nanogpt ../nanoGPT
+The page has the commands. The rows of one name take turns in each round, so that another program
+slows all of them. A figure is the median of the rounds, with the smallest and the largest value.
+The program makes the data that the commands need. It needs a machine that does nothing else.
 """
 
 import argparse
+import json
 import os
 import platform
+import random
 import re
+import shutil
+import statistics
 import subprocess
-import textwrap
+import sys
+import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
-from measuring.commands import FOLDER, ROOT, environment
-from measuring.figures import ALL, BESIDE_NANOGPT, USUAL
-
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
+FOLDER = "log/measure"  # of the data and the runs, as in the commands
+# A row of the page. A command "A`, less `FLAG N" is A, less the same with N after this flag.
+ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
+BENCH_ROW = re.compile(
+    r"^(?:(\w+) )?(?:eager|compiled) .* \| ([\d,]+) ms \(([\d,]+)-([\d,]+)\) \|"
+    r".* \| ([\d.]+) GB \| first step [\d.]+ s$",
+    re.M,
+)
 
 
-def read_arguments():
-    """Reads the command line. Ends the program if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+class Finished(NamedTuple):
+    """What is known about a command that has ended."""
+
+    command: str
+    lines: list  # (seconds since the start, text) of each line of its output
+    seconds: float  # from the start to the end
+    memory: int  # the peak of its largest process, in bytes
+
+    @property
+    def output(self):
+        return "".join(text for _, text in self.lines)
+
+
+def run(command):
+    """Runs a command line in the root of the repository -> Finished.
+
+    First deletes the directories of --log_dir and --output_dir. Ends the program, with the output,
+    if the command fails.
+    """
+    print(f"$ {command}", file=sys.stderr, flush=True)
+    for place in re.findall(rf"--(?:log|output)_dir ({FOLDER}/\w+)", command):
+        shutil.rmtree(ROOT / place, ignore_errors=True)
+    env = dict(
+        os.environ,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        PYTHONUNBUFFERED="1",  # a line arrives when it is printed
+        HF_HUB_OFFLINE="1",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="show the names")
-    parser.add_argument("--page", action="store_true", help="write docs/measurements.md")
-    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a clone of nanoGPT")
-    arguments = parser.parse_args()
-    for name in arguments.names:
-        if name not in ALL:
-            parser.error(f"{name}: must be one of {', '.join(ALL)}")
-        if name in BESIDE_NANOGPT and not arguments.nanogpt:
-            parser.error(f"{name}: needs --nanogpt DIR, a clone of github.com/karpathy/nanoGPT")
-    return arguments
+    env.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    lines = []
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    for line in process.stdout:
+        lines.append((time.perf_counter() - begin, line))
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - begin
+    finished = Finished(command, lines, seconds, usage.ru_maxrss * 1024)
+    if process.returncode:
+        sys.exit(f"{finished.output[-3000:]}\nfailed: {command}")
+    return finished
 
 
-def choose_names(arguments):
-    """Returns the names on the command line, or else those that are not measured yet."""
-    if arguments.names:
-        return arguments.names
-    names = [*USUAL]
-    if arguments.nanogpt:
-        names += BESIDE_NANOGPT
-    return [name for name in names if not path_of(name).exists()]
+# Each function reads a command that has ended -> {unit: values}. what: of its row.
 
 
-def path_of(name):
-    """Returns where the table of a name is kept."""
-    return ROOT / FOLDER / f"{name}.md"
+def read_run(finished, what):
+    """The last validation loss of a training run, the time of all steps and the median step."""
+    directory = re.search(r"--log_dir (\S+)", finished.command)[1]
+    return read_log((ROOT / directory / "log.txt").read_text())
 
 
-def describe_machine():
-    """Returns commit, processor, cores, torch and date, as one line."""
+def read_log(text):
+    """Reads the text of a log.txt."""
+    numbers = {}  # {stream: its values}
+    for line in text.splitlines():
+        _, stream, value = line.split()
+        numbers.setdefault(stream, []).append(float(value))
+    seconds = [numbers["tokens"][0] / rate for rate in numbers["tok_s"]]
+    return {
+        "nats": numbers["val"][-1:],
+        "s for all steps": [sum(seconds)],
+        "ms for a step": [1000 * statistics.median(seconds)],
+    }
+
+
+def read_step(finished, what):
+    return {"ms": read_run(finished, what)["ms for a step"]}
+
+
+def read_shakespeare(finished, what):
+    """The same of nanoGPT's train.py, without the steps that also measured the loss."""
+    if "nanoGPT" not in what:
+        return read_run(finished, what)
+    losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", finished.output, re.M))
+    ms = []
+    for step, each in re.findall(r"^iter (\d+): .*time ([\d.]+)ms", finished.output, re.M):
+        if step not in losses:
+            ms.append(float(each))
+    return {
+        "nats": [float(losses[max(losses, key=int)])],
+        "s for all steps": [sum(ms) / 1000],
+        "ms for a step": [statistics.median(ms)],
+    }
+
+
+def read_bench(finished, what):
+    """The row of bench.py with the name that `what` begins with, or its only row."""
+    rows = BENCH_ROW.findall(finished.output)
+    for name, *figures in rows:
+        if name == what.split(",")[0] or len(rows) == 1:
+            ms, fastest, slowest, memory = (float(figure.replace(",", "")) for figure in figures)
+            return {"ms": [fastest, ms, slowest], "GB": [memory]}
+    sys.exit(f"{finished.output[-3000:]}\nhas no row for {what}")
+
+
+def read_time(finished, what):
+    return {"s": [finished.seconds]}
+
+
+def read_start(finished, what):
+    """The seconds to the line of the first step, or to the first line of a text."""
+    for seconds, text in finished.lines:
+        if re.search("^(step +0/1 |iter 0:|HAM)", text):
+            return {"s": [seconds]}
+    sys.exit(f"{finished.output[-3000:]}\nhas no such line")
+
+
+def read_memory(finished, what):
+    return {"bytes": [finished.memory]}
+
+
+def read_layout(finished, what):
+    """The memory of the process that needs more, as tests/memory.py prints it."""
+    found = re.findall(r"MEMORY \S+ (\S+)$", finished.output, re.M)
+    return {"bytes per parameter": [max(map(float, found))]}
+
+
+def read_shards(finished, what):
+    n_tokens = int(re.search(r"([\d,]+) tokens", finished.output)[1].replace(",", ""))
+    rate = n_tokens / finished.seconds / 1e6
+    return {"million tokens per second": [rate], "MB": [finished.memory / 1e6]}
+
+
+def read_look(finished, what):
+    page = re.search(r"--output (\S+)", finished.command)[1]
+    return {"MB": [(ROOT / page).stat().st_size / 1e6]}
+
+
+def read_pairs(finished, what):
+    return {"% right": [100 * float(re.search(r"^acc +(\S+)", finished.output, re.M)[1])]}
+
+
+def read_limit(finished, what):
+    ms, share = re.search(r"([\d.]+) ms a step.* (\d+)% of", finished.output).groups()
+    return {"% of the limit": [float(share)], "ms for a step": [float(ms)]}
+
+
+READ = dict(  # {name of rows: (function, number of rounds)}
+    baby=(read_run, 2),
+    limit=(read_limit, 3),
+    pairs=(read_pairs, 1),
+    step=(read_bench, 1),
+    checkpointing=(read_bench, 3),
+    generation=(read_time, 3),
+    scoring=(read_time, 3),
+    busy=(read_step, 3),
+    layouts=(read_layout, 1),
+    tokenizer=(read_memory, 1),
+    shards=(read_shards, 1),
+    look=(read_look, 1),
+    shakespeare=(read_shakespeare, 2),
+    start=(read_start, 5),
+)
+
+
+def measure(row, read):
+    """Runs the command of a row -> {unit: values}."""
+    command, _, less = row["command"].partition("`, less `")
+    figures = read(run(command), row["what"])
+    if less:
+        flag, value = less.split()
+        n = int(re.search(rf"{flag} (\d+)", command)[1]) - int(value)
+        other = read(run(re.sub(rf"{flag} \d+", less, command)), row["what"])
+        for unit in figures:
+            figures[unit] = [figures[unit][0] - other[unit][0]]
+        if "bytes" in figures:
+            figures = {"bytes of memory for a byte of text": [figures["bytes"][0] / n]}
+    return figures
+
+
+def show(value):
+    """Writes a number with three digits, and all digits before the point."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def describe(figures, above=None):
+    """Writes {unit: values}: medians, and the smallest and the largest values.
+
+    above: the figures of the row above, if it is what this row is compared with.
+    """
+    parts = []
+    for unit, values in figures.items():
+        median = statistics.median(values)
+        part = f"{median:.3f} {unit}" if unit == "nats" else f"{show(median)} {unit}"
+        if min(values) < max(values) and unit != "nats":
+            part += f" ({show(min(values))} to {show(max(values))})"
+        if above and not parts:
+            part += f", {median / statistics.median(above[unit]):.2f} times ours"
+        parts.append(part)
+    return "; ".join(parts)
+
+
+def measure_rows(name, page):
+    """Measures the rows with a name -> the page with new rows, which it also prints."""
+    rows = [line for line in page.splitlines() if line.startswith(f"| {name} | ")]
+    read, n_rounds = READ[name]
+    results = [{} for _ in rows]
+    for _ in range(n_rounds):
+        for line, result in zip(rows, results):
+            for unit, values in measure(ROW.match(line), read).items():
+                result.setdefault(unit, []).extend(values)
+    for i, line in enumerate(rows):
+        row = ROW.match(line)
+        is_peer = row["what"].startswith(("transformers", "plain,"))
+        figure = describe(results[i], results[i - 1] if is_peer else None)
+        new = f"| {name} | {row['what']} | {figure} | `{row['command']}` | {machine()} |"
+        print(new, flush=True)
+        page = page.replace(line, new)
+    return page
+
+
+def machine():
+    """Returns processor, cores, threads, torch and commit, and the date, as two cells."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     processor = platform.processor()
     if Path("/proc/cpuinfo").exists():
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         processor = found[1] if found else processor
-    threads = environment()["OMP_NUM_THREADS"]
-    return (
-        f"commit {commit}, {processor}, {os.cpu_count()} cores, {threads} threads, "
-        f"torch {version('torch')}, {date.today()}"
+    return f"{processor}, {os.cpu_count()} cores, {commit} | {date.today()}"
+
+
+def write_data():
+    """Makes up the data of the commands, the same each time, and trains GPT-2 124M for a step."""
+    folder = ROOT / FOLDER
+    if (folder / "gpt2-hf/config.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(1)
+    words = (ROOT / "input.txt").read_text().split()
+
+    def some_words(least, most):
+        return " ".join(rng.choices(words, k=rng.randint(least, most)))
+
+    sums = []
+    for a in range(10, 100):
+        for b in range(10, 100):
+            sums.append(dict(prompt=f"{a}+{b}=", response=str(a + b)))
+    rng.shuffle(sums)
+    write_lines(folder / "sums-train.jsonl", sums[:1800])
+    write_lines(folder / "sums-test.jsonl", sums[1800:2000])
+    examples = []  # with the lengths of HellaSwag's, but without sense
+    for _ in range(101):
+        endings = [some_words(8, 28) for _ in range(4)]
+        examples.append(dict(ctx=some_words(20, 70), endings=endings, label=rng.randrange(4)))
+    write_lines(folder / "hellaswag.jsonl", examples)
+    documents = [json.dumps(dict(text=some_words(50, 1500))) + "\n" for _ in range(1000)]
+    with open(folder / "english.jsonl", "w", encoding="utf-8") as file:
+        while file.tell() < 700 * 10**6:  # more tokens than a shard has
+            file.writelines(rng.choices(documents, k=1000))
+    # A few characters are frequent, as in a real text, and nothing separates words.
+    characters = [chr(0x4E00 + i) for i in range(3000)]
+    weights = [1 / (i + 1) for i in range(3000)]
+    with open(folder / "chinese.txt", "w", encoding="utf-8") as file:
+        while file.tell() < 11 * 10**6:
+            file.write("".join(rng.choices(characters, weights, k=rng.randint(5, 25))) + "。\n")
+    run(
+        f"python train_gpt2.py --preset gpt2 --data input.txt --tokenizer gpt2 --sample_every 0 "
+        f"--max_steps 1 --batch_size 1 --total_batch_size 1024 --val_tokens 1024 "
+        f"--log_dir {FOLDER}/gpt2 && "
+        f"python export.py --checkpoint {FOLDER}/gpt2 --output {FOLDER}/gpt2-hf"
     )
 
 
-def measure(name, nanogpt):
-    """Measures a table, prints it and keeps it. nanogpt: the Path of a clone, or None."""
-    function, _ = ALL[name]
-    rows = function(nanogpt.resolve()) if name in BESIDE_NANOGPT else function()
-    table = make_table(rows)
-    if nanogpt:
-        table = table.replace(str(nanogpt.resolve()), "nanoGPT")
-    machine = describe_machine()
-    print(f"\n{name}, {machine}\n\n{table}", flush=True)
-    path_of(name).write_text(f"{machine}\n{table}", encoding="utf-8")
-
-
-def make_table(rows):
-    """Makes a table of Markdown. A command that repeats the one above it is left out."""
-    table = "| what | figure | command\n|---|---|---\n"
-    above = ""
-    for what, figure, command in rows:
-        cell = "" if command == above else f" `{command}`"
-        table += f"| {what} | {figure} |{cell}\n"
-        above = command
-    return table
-
-
-def fill_page(page, tables):
-    """Puts tables into a page -> the new page.
-
-    A table stands below the line with its command. The line "Measured: ..." gets the machines.
-
-    page: the text of measurements.md. tables: {name: text of its file}.
-    """
-    names_of = {}  # {machine: names of its tables}
-    for name, text in tables.items():
-        machine, _, table = text.partition("\n")
-        names_of.setdefault(machine, []).append(name)
-        place = re.compile(rf"^(`python docs/measure\.py {name}\b[^\n]*\n)(?:\n(?:\|.*\n)+)?", re.M)
-        page = place.sub(lambda found, table=table: f"{found[1]}\n{table}", page)
-    machines = [*names_of]
-    if len(machines) > 1:
-        machines = [f"{', '.join(names)}: {machine}" for machine, names in names_of.items()]
-    lines = textwrap.fill("Measured: " + "; ".join(machines) + ".", 100)
-    return re.sub(r"^Measured: (?:.+\n?)+", lambda _: f"{lines}\n", page, flags=re.M)
+def write_lines(path, records):
+    """Writes records as .jsonl."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def main():
-    arguments = read_arguments()
-    (ROOT / FOLDER).mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="show the names")
+    arguments = parser.parse_args()
+    for name in {*arguments.names} - READ.keys():
+        parser.error(f"{name}: must be one of {', '.join(READ)}")
     if arguments.list:
-        for name, (_, minutes) in ALL.items():
-            print(f"{name:<16} {minutes:>3} minutes")
-    elif arguments.page:
-        names = [name for name in ALL if path_of(name).exists()]
-        tables = {name: path_of(name).read_text(encoding="utf-8") for name in names}
-        page = fill_page(PAGE.read_text(encoding="utf-8"), tables)
+        print(*READ, sep="\n")
+    if arguments.names:
+        write_data()
+    for name in arguments.names:
+        page = measure_rows(name, PAGE.read_text(encoding="utf-8"))
         PAGE.write_text(page, encoding="utf-8")
-    else:
-        for name in choose_names(arguments):
-            measure(name, arguments.nanogpt)
 
 
 if __name__ == "__main__":

@@ -75,10 +75,11 @@ def anchors(name):
 def commands(name):
     """Every command in code or text that starts one of our programs: (program, flags)."""
     code = "\n".join(code for kind, _, code in BLOCK.findall(read(name)) if kind == "sh")
-    code = code.replace("\\\n", " ").replace(" && ", "\n")
-    code = code.replace("$seed", "1").replace("$lr", "1")  # of loops
-    for line in [*code.splitlines(), *re.findall(r"`((?:python|torchrun) [^`]+)`", prose(name))]:
-        found = re.search(r"\b(\w+)\.py(.*)", line.replace("\n", " "))
+    code = code.replace("\\\n", " ").replace("$seed", "1").replace("$lr", "1")  # of loops
+    for text in re.findall(r"`((?:python|torchrun) [^`]+)`", prose(name)):
+        code += text.replace("\n", " ") + "\n"
+    for line in re.split(r"\n| && | & |; ", code):
+        found = re.search(r"\b(\w+)\.py(.*)", line)
         if "lesson/" in line or "docs/" in line:  # these programs have no flags
             continue
         if found and re.match(r"\s*(srun|python|torchrun)\b", line):
