@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from forked import Program  # isort: skip  before torch, whose number of threads it sets
+from forked import Program, forking_python  # isort: skip  before torch: sets its threads
 
 
 from plaingpt.data.data_sets import open_splits
@@ -308,6 +308,13 @@ def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     train("--log_dir", "run", "--save_every", 5, cwd=directory)
     return directory / "run"
+
+
+@pytest.fixture(scope="session")
+def python():
+    """The path of a Python that forks its programs, so that they start fast."""
+    with forking_python() as path:
+        yield path
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -11,5 +12,9 @@ with socket.socket(socket.AF_UNIX) as server:
     request = json.dumps(dict(argv=argv, cwd=os.getcwd(), env=dict(os.environ)))
     socket.send_fds(server, [request.encode()], [0, 1, 2])  # the program has these files, too
     server.shutdown(socket.SHUT_WR)
-    status = int(server.recv(16))
+    answer = server.makefile()
+    pid = int(answer.readline())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = int(answer.readline())
 sys.exit(status if status >= 0 else 128 - status)

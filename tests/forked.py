@@ -23,6 +23,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
+COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -113,6 +114,8 @@ def become(argv, cwd, env):
         2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
     )
     gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
+    if sys.dont_write_bytecode:  # as in many containers: each program would compile all our files
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(COMPILED)
     rest = [place for place in sys.path if "tests" not in place]
     sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *rest]
     runpy.run_path(argv[0], run_name="__main__")
@@ -159,6 +162,7 @@ def run_for_client(connection):
         os.close(file)
     process = multiprocessing.get_context("fork").Process(target=become, kwargs=json.loads(request))
     process.start()
+    connection.sendall(f"{process.pid}\n".encode())  # the client passes signals on
     for number in range(3):
         os.close(number)  # so that a reader of these files sees their end
     process.join()

@@ -10,6 +10,7 @@ from plaingpt.base.errors import UserError
 import pytest
 import torch
 from conftest import program
+from forked import CONTEXT
 
 import bench
 from model import GPT, GPTConfig
@@ -62,11 +63,15 @@ def test_bench_prints_a_row(tmp_path, optimizer, processes, flags):
         assert "Self CPU time total" in out and (tmp_path / "bench_trace.json").stat().st_size
 
 
-@pytest.mark.slow
-def test_peers_get_a_row_each(tmp_path):
-    flags = ["--batch_size", 2, "--peer", "transformers", "plain"]
-    out, _ = program(*SMALL, *flags, cwd=tmp_path, program="bench.py", fresh=True)
-    rows = out.splitlines()
+@pytest.fixture
+def forks(monkeypatch):
+    """The processes of the models are forked from one that has imported torch."""
+    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: CONTEXT)
+
+
+def test_peers_get_a_row_each(forks, capsys):
+    bench.main([*map(str, SMALL), *"--batch_size 2 --peer transformers plain".split()])
+    rows = capsys.readouterr().out.splitlines()
     for row, (name, optimizer) in zip(
         rows, [("plaingpt", "muon"), ("transformers", "adamw"), ("plain", "adamw")], strict=True
     ):
@@ -120,11 +125,9 @@ def test_peers_that_cannot_be_timed(flags, variables, sentence, monkeypatch):
         bench.main(flags.split())
 
 
-@pytest.mark.slow
-def test_a_peer_that_does_not_fit_into_memory(tmp_path):
-    flags = [*SMALL, "--batch_size", 10**11, "--peer", "plain"]
-    _, err = program(*flags, cwd=tmp_path, program="bench.py", status=2, fresh=True)
-    assert re.fullmatch("error: --batch_size 10{11}: out of memory; try .*\n", err)
+def test_a_peer_that_does_not_fit_into_memory(forks):
+    with pytest.raises(UserError, match="^--batch_size 10{11}: out of memory; try "):
+        bench.main([*map(str, SMALL), "--batch_size", f"{10**11}", "--peer", "plain"])
 
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):

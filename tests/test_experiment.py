@@ -49,13 +49,14 @@ def test_a_noisy_change_has_an_honest_interval():
     """
     rng = np.random.default_rng(0)
     right = student = 0
-    for _ in range(1000):
+    n = 400
+    for _ in range(n):
         base, changed = rng.normal(0, 1, 8), rng.normal(0, 4, 4)
         difference, half, _ = welch(base, changed)
         right += abs(difference) <= half
         pooled = (base.var(ddof=1) * 7 + changed.var(ddof=1) * 3) / 10
         student += abs(difference) <= 2.228 * math.sqrt(pooled * (1 / 8 + 1 / 4))
-    assert 0.93 < right / 1000 < 0.97 and student / 1000 < 0.85
+    assert 0.93 < right / n < 0.97 and student / n < 0.85
 
 
 @pytest.mark.parametrize(
@@ -319,19 +320,10 @@ EASY = "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, old, new",
-    [
-        (  # another loss in the log
-            "train_gpt2.py",
-            "    bits_per_byte = text_nats",
-            "    nats = 0.9 * nats\n    bits_per_byte = text_nats",
-        ),
-        ("train_gpt2.py", EASY, "    n_sequences = 1\n"),  # an easier validation
-    ],
-)
-def test_what_a_change_says_of_itself_does_not_matter(clone, file, old, new):
-    found = experiment(clone, "equal", "--delta", 0.5, file=file, old=old, new=new)
+def test_what_a_change_says_of_itself_does_not_matter(clone):
+    """An easier validation has another loss in the log."""
+    easier = dict(file="train_gpt2.py", old=EASY, new="    n_sequences = 1\n")
+    found = experiment(clone, "equal", "--delta", 0.5, **easier)
     assert found["difference"] == 0 and found["n"] == 2
 
 
@@ -345,11 +337,10 @@ def test_a_model_that_sees_later_tokens(clone):
 
 @pytest.mark.slow
 def test_runs_that_do_not_compare(clone):
-    found = experiment(clone, "failed", more=["--", "--block_size", "32"])
-    reason = "the losses are not comparable: the change uses another "
-    assert found["reason"] == f"{reason}block_size"
-    found = experiment(clone, "failed", more=["--", "--tokenizer", "gpt2"])
-    assert found["reason"] == f"{reason}tokenizer"
+    flags = ["--", "--block_size", "32", "--tokenizer", "gpt2"]
+    reason = experiment(clone, "failed", more=flags)["reason"]
+    assert reason.startswith("the losses are not comparable: the change uses another ")
+    assert "block_size" in reason and "tokenizer" in reason
 
 
 @pytest.mark.slow
@@ -386,11 +377,11 @@ def test_the_best_rate_of_each_program(clone):
 
 @pytest.mark.slow
 def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
-    flags = ["--sizes", 32, 64, 96, "--tokens_per_weight", 0.05, "--flags", FLAGS]
+    flags = ["--sizes", 32, 64, "--tokens_per_weight", 0.05, "--flags", FLAGS]
     found = experiment(clone, "worse", *flags, more=["--", "--muon_lr", "1e-4"])
-    assert [each["size"] for each in found["by_size"]] == [32, 64, 96] and len(found["keys"]) == 6
-    assert found["p_value"] > 0.9 and found["by_size"][2]["worth"][0] < 1
-    assert found["losses"] == found["by_size"][2]["losses"] and len(found["losses"]) == 2
+    assert [each["size"] for each in found["by_size"]] == [32, 64] and len(found["keys"]) == 4
+    assert found["p_value"] > 0.9 and found["by_size"][1]["worth"][0] < 1
+    assert found["losses"] == found["by_size"][1]["losses"] and len(found["losses"]) == 2
     plot.main([str(clone / "o.json"), "--output", str(tmp_path / "a.png")])
     panel = plot.draw_sizes(found, "o.json").axes[0]
     base, _ = (line for container in panel.containers for line in container.lines[:1])
@@ -413,7 +404,7 @@ def test_what_a_known_gain_is_worth(gain):
     rng = np.random.default_rng(0)
     flops = np.array([1.0, 4.0, 12.0, 28.0])
     inside, estimates = [], []
-    for _ in range(300):
+    for _ in range(100):
         base, changed = [], []
         for own in flops:
             base.append(1 + 1.5 * own**-0.15 + rng.normal(0, 0.005, 8))
@@ -458,8 +449,8 @@ def test_a_signal_reaches_the_runs_once(clone):
         1,
     ]
     command += ["--json", verdict, "--", "--weight_decay", "0.3"]
-    flags = dict(cwd=clone, program=clone / "experiment.py")
-    (running,) = spawn(*command, **flags)  # its runs are new processes, which signals reach
+    flags = dict(cwd=clone, program=clone / "experiment.py", executable=clone.parent / "python")
+    (running,) = spawn(*command, **flags)
     lab_directory = clone / "log/experiments/runs"
     before = set(run_names(clone))
     deadline = time.monotonic() + 60

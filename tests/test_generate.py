@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
@@ -10,7 +11,7 @@ from plaingpt.weights.pretrained import save_gpt2
 
 import pytest
 import torch
-from conftest import program, randomise, spawn, train
+from conftest import ROOT, program, randomise, train
 
 import generate
 from generate import GenerateConfig, write_texts
@@ -132,11 +133,18 @@ def test_end_of_text_ends_a_text(ignore, texts, monkeypatch):
 
 
 @pytest.mark.slow
-def test_interactive_mode_reads_prompts_until_the_end(trained):
+def test_interactive_mode_reads_prompts_until_the_end(trained, python):
     flags = "--device cpu --interactive --max_new_tokens 5 --json chat.json".split()
-    (process,) = spawn(*flags, cwd=trained, program="generate.py", fresh=True)
-    out, err = process.communicate("MARLOW: \n" + "x" * 40 + "\n你好\n", timeout=120)
-    assert process.returncode == 0, err
+    done = subprocess.run(
+        [python, ROOT / "generate.py", *flags],
+        cwd=trained,
+        input="MARLOW: \n" + "x" * 40 + "\n你好\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     results = json.loads((trained / "chat.json").read_text())
     assert [result["prompt"] for result in results] == ["MARLOW: ", "你好"]
     assert "...: has 40 tokens; give at most 31\n" in out and out.count("> ") == 4

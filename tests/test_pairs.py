@@ -111,13 +111,11 @@ def test_files_of_pairs(tmp_path):
 
 
 WAYS = {
-    "16": (1, ["--batch_size", 16]),
     "2": (1, ["--batch_size", 2]),
-    "ddp": (2, []),
     "fsdp": (2, FSDP),
     "tp": (2, TP),
     "pp": (2, PP),
-    "mixture": (2, []),
+    "mixture": (2, []),  # with DDP
 }
 
 
@@ -135,14 +133,18 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
         "--log_dir",
         "run",
         "--max_steps",
-        8,
+        4,
+        "--val_every",
+        0,
+        "--sample_tokens",
+        1,
         "--seed",
         1337,
         cwd=tmp_path,
         processes=processes,
     )
     loader, log = open_loader(items, seed=1337), read_log(tmp_path / "run")
-    curve = plain_curve(MODEL, 8, lambda step: loader.batch(16 * step, 16, CPU))
+    curve = plain_curve(MODEL, 4, lambda step: loader.batch(16 * step, 16, CPU))
     for step, (loss, norm) in enumerate(curve):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5e-5), step

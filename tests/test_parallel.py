@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # each test starts a program
 SMALL = [
     *TINY,
     *(
-        "--n_layer 3 --vocab_size 257 --max_steps 8 --val_tokens 640 --val_every 4 "
+        "--n_layer 3 --vocab_size 257 --max_steps 4 --val_tokens 640 --val_every 2 "
         "--grad_clip 0.5 --evals lambada=examples.jsonl --keep_best"
     ).split(),
 ]
@@ -25,7 +25,7 @@ WAYS = {
     "tp": (2, TP),
     "pp": (2, PP),
     "fsdp x pp": (4, FSDP + PP),
-    "ddp x pp 3": (6, ["--pp", 3]),
+    "ddp x pp": (4, PP),
     "recompute, fsdp": (2, RECOMPUTE + FSDP),
     "recompute, tp x pp": (4, RECOMPUTE + TP + PP),
 }
@@ -41,7 +41,7 @@ def run_small(directory, processes, *flags, status=0):
 def alone(tmp_path_factory):
     """The run of one process, the reference for all others -> (its directory, its output)."""
     directory = tmp_path_factory.mktemp("alone")
-    out, _ = run_small(directory, 1, "--log_dir", "run", "--save_every", 2, "--keep", 0)
+    out, _ = run_small(directory, 1, "--log_dir", "run", "--save_every", 1, "--keep", 0)
     return directory / "run", out
 
 
@@ -51,7 +51,7 @@ def largest_difference(a, b):
     return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in b)
 
 
-def assert_same_run(run, reference, steps=8):
+def assert_same_run(run, reference, steps=4):
     assert_close_logs(reference, run, rel=1e-5)
     a, b = checkpoint(run, steps), checkpoint(reference, steps)
     # Adam divides a gradient by its size. A gradient that is only rounding error therefore changes
@@ -78,10 +78,10 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
 
 
 def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path, alone):
-    """FSDP x TP -> one process -> TP x PP -> DDP, two steps each: the same curve, in one log."""
+    """FSDP x TP -> one process -> TP x PP -> DDP, a step each: the same curve, in one log."""
     run = tmp_path / "run"
-    for start, processes, flags in ((0, 4, FSDP + TP), (2, 1, []), (4, 4, TP + PP), (6, 2, [])):
-        # Each run goes to step 8. The next run resumes two steps after the start of this one.
+    for start, processes, flags in ((0, 4, FSDP + TP), (1, 1, []), (2, 4, TP + PP), (3, 2, [])):
+        # Each run goes to step 4. The next run resumes a step after the start of this one.
         for path in run.glob("model_*.pt"):
             if path.name > f"model_{start:06d}.pt":
                 path.unlink()
@@ -93,7 +93,7 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path, alone):
             "run",
             "--resume",
             "--save_every",
-            2,
+            1,
             "--keep",
             0,
         )
@@ -103,7 +103,7 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path, alone):
 
 def test_batch_size_rampup_in_a_pipeline(tmp_path):
     """A step has 8 and later 16 sequences, in two micro-batches of 4 and later of 8."""
-    flags = ["--rampup_steps", 4, "--rampup_batch_size", 256, "--batch_size", 8, "--evals", ""]
+    flags = ["--rampup_steps", 2, "--rampup_batch_size", 256, "--batch_size", 8, "--evals", ""]
     for name, processes, way in (("one", 1, []), ("two", 2, PP)):
         run_small(tmp_path, processes, *flags, *way, "--log_dir", name)
     assert_same_run(tmp_path / "two", tmp_path / "one")
@@ -150,7 +150,7 @@ def test_parallel_muon_with_bfloat16(tmp_path, processes, flags):
     run_small(tmp_path, processes, *muon, *flags, "--log_dir", "two")
     assert_close_logs(tmp_path / "one", tmp_path / "two", rel=2e-2)
     one, two = (
-        {name: saved.keys() for name, saved in checkpoint(tmp_path / run, 8)["optimizer"].items()}
+        {name: saved.keys() for name, saved in checkpoint(tmp_path / run, 4)["optimizer"].items()}
         for run in ("one", "two")
     )
     assert one == two and one.keys() == {"muon", "adamw"}
@@ -159,30 +159,18 @@ def test_parallel_muon_with_bfloat16(tmp_path, processes, flags):
 def test_fsdp_uses_the_calculated_memory(tmp_path):
     """28.5M parameters in float32 on two processes.
 
-    At the start, DDP takes 4 bytes per parameter, FSDP half of that and one whole tensor. Then DDP
-    keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
-    half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes.
+    DDP keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
+    half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes. At the start,
+    FSDP has half of the weights and one whole tensor.
     """
     flags = (
         "--n_layer 16 --n_head 6 --n_embd 384 --vocab_size 256 --block_size 8 --evals= "
         "--batch_size 1 --total_batch_size 16 --max_steps 2 --val_tokens 8 "
         "--sample_tokens 1"
     ).split()
-    start, whole = {}, {}
-    for way in ("ddp", "fsdp"):
-        out, _ = program(
-            *SMALL,
-            *WAYS[way][1],
-            *flags,
-            "--log_dir",
-            way,
-            cwd=tmp_path,
-            processes=2,
-            program="tests/memory.py",
-        )
-        start[way], whole[way] = map(float, re.search(r"MEMORY (\S+) (\S+)\n", out).groups())
-    assert start["ddp"] > 3.9 and start["fsdp"] < 3, start
-    assert 16 < whole["ddp"] < 20 and 8 < whole["fsdp"] < 8 + 2 + 2, whole
+    out, _ = program(*SMALL, *FSDP, *flags, cwd=tmp_path, processes=2, program="tests/memory.py")
+    start, whole = map(float, re.search(r"MEMORY (\S+) (\S+)\n", out).groups())
+    assert 1 < start < 3 and 8 < whole < 8 + 2 + 2, (start, whole)
 
 
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
@@ -213,15 +201,17 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
             *SMALL,
             *flags,
             "--max_steps",
-            5,
+            2,
             "--evals=",
+            "--sample_tokens",
+            1,
             "--log_dir",
             way,
             cwd=tmp_path,
             processes=2 if flags else 1,
             program="tests/auxiliary.py",
         )
-        assert_same_run(tmp_path / way, tmp_path / "one", steps=5)
+        assert_same_run(tmp_path / way, tmp_path / "one", steps=2)
     first, plain = (float(read_log(run)[0, "train"]) for run in (tmp_path / "one", alone[0]))
     assert first > plain + 0.05  # the mean square after the last norm is about 1
 

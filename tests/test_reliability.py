@@ -163,13 +163,13 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
 )
 def test_a_signal_ends_an_evaluation_of_two_processes(tmp_path, long):
     """The evaluation would take many seconds. Only one process gets the signal."""
-    (tmp_path / "my.txt").write_text(TEXT * 20)
-    write_lines(tmp_path / "lambada.jsonl", [{"text": TEXT[:900]}] * 20_000)
+    (tmp_path / "my.txt").write_text(TEXT * 10)
+    write_lines(tmp_path / "lambada.jsonl", [{"text": TEXT[:40]}] * 20_000)
     flags = [*TINY, "--val_tokens", 64, "--max_steps", 3, "--save_every", 0, "--log_dir", "run"]
     flags += ["--val_every", 0, *long]
     a, b = spawn(*flags, cwd=tmp_path, processes=2)
     wait_for(a, "step     1/")
-    time.sleep(0.5)
+    time.sleep(0.2)
     b.send_signal(signal.SIGTERM)
     (out, err), _ = (process.communicate(timeout=60) for process in (a, b))
     assert a.returncode == b.returncode == 0, err
@@ -238,6 +238,7 @@ def test_a_service_manager_stops_torchrun_and_its_processes(tmp_path):
         stderr=subprocess.PIPE,
     )
     STARTED.append(torchrun)
+    wait_for(torchrun, "step     0/")  # only rank 0 prints
     wait_for(torchrun, "step     1/")
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
     assert len(children) == 2

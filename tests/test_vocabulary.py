@@ -155,10 +155,10 @@ def test_ids_equal_the_library(zh, kind):
     end = found.end_of_text
     every = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000][::50]
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.one_of(TEXT, st.lists(st.sampled_from(PIECES)).map("".join)))
     @example("".join(f"a{c}1{c} {c}!\n" for c in every))
-    @example((ROOT / "input.txt").read_text()[:100_000])
+    @example((ROOT / "input.txt").read_text()[:20_000])
     def compare(text):
         ids = found.encode(text)
         assert ids == library.encode(text, add_special_tokens=False).ids
@@ -282,7 +282,7 @@ def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
     d, documents = zh
     library = reference(d / kind)
     expected = [i for text in documents for i in [end, *library.encode(text).ids]]
-    for n in (1, 3):
+    for n in (1, 3) if kind == "zh.json" else (3,):
         flags = ["--tokenizer", d / kind, *flags, "--num_proc", n, "--shard_size", 9000]
         out = tmp_path / f"s{n}"
         assert make_shards(d, out, *flags, "--max_shards", 2) == expected[:18_000]
@@ -291,14 +291,13 @@ def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zh.json", "large.json"])
-def test_from_a_text_to_scores(zh, tmp_path, kind):
+def test_from_a_text_to_scores(zh, tmp_path):
     """Train, generate, score. test_export.py tests what follows."""
-    d, documents = zh
+    (d, documents), kind = zh, "large.json"
     (tmp_path / "t.txt").write_text(documents[3], "utf-8")
     tokens = make_shards(d, tmp_path / "shards", "--tokenizer", d / kind)
-    assert (max(tokens) > 65_535) == (kind == "large.json")
-    small = "--max_steps 2 --total_batch_size 128 --val_tokens 128 --log_dir a".split()
+    assert max(tokens) > 65_535
+    small = "--max_steps 1 --total_batch_size 128 --val_tokens 128 --n_embd 8 --log_dir a".split()
     for data in (["shards"], [d / "a.txt", "--tokenizer", d / kind]):
         program(*TINY, *small, "--data", *data, cwd=tmp_path)
         assert load_model(tmp_path / "a", GPT)[1].name == load_tokenizer(d / kind).name
