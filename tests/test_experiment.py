@@ -376,9 +376,9 @@ def test_the_best_rate_of_each_program(clone):
 
 @pytest.mark.slow
 def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
-    flags = ["--sizes", 32, 64, "--tokens_per_weight", 0.05, "--flags", FLAGS]
+    flags = ["--sizes", 32, 96, "--tokens_per_weight", 0.05, "--flags", FLAGS]
     found = experiment(clone, "worse", *flags, more=["--", "--muon_lr", "1e-4"])
-    assert [each["size"] for each in found["by_size"]] == [32, 64] and len(found["keys"]) == 4
+    assert [each["size"] for each in found["by_size"]] == [32, 96] and len(found["keys"]) == 4
     assert found["p_value"] > 0.9 and found["by_size"][1]["worth"][0] < 1
     assert found["losses"] == found["by_size"][1]["losses"] and len(found["losses"]) == 2
     plot.main([str(clone / "o.json"), "--output", str(tmp_path / "a.png")])
