@@ -77,28 +77,20 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
     assert samples[0] == samples[1]
 
 
-def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path, alone):
+def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
     """FSDP x TP -> one process -> TP x PP -> DDP, a step each: the same curve, in one log."""
+    short = ["--evals=", "--val_every", 0, "--sample_tokens", 1, "--save_every", 1, "--keep", 0]
+    run_small(tmp_path, 1, "--log_dir", "one", *short)
     run = tmp_path / "run"
     for start, processes, flags in ((0, 4, FSDP + TP), (1, 1, []), (2, 4, TP + PP), (3, 2, [])):
         # Each run goes to step 4. The next run resumes a step after the start of this one.
         for path in run.glob("model_*.pt"):
             if path.name > f"model_{start:06d}.pt":
                 path.unlink()
-        out, _ = run_small(
-            tmp_path,
-            processes,
-            *flags,
-            "--log_dir",
-            "run",
-            "--resume",
-            "--save_every",
-            1,
-            "--keep",
-            0,
-        )
+        flags = [*flags, *short, "--log_dir", "run", "--resume"]
+        out, _ = run_small(tmp_path, processes, *flags)
         assert f"resumed from step {start} " in out or start == 0
-        assert_same_run(run, alone[0])
+        assert_same_run(run, tmp_path / "one")
 
 
 def test_batch_size_rampup_in_a_pipeline(tmp_path):
