@@ -310,7 +310,7 @@ def whole(tmp_path_factory):
     return directory / "run"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def python():
     """The path of a Python that forks its programs, so that they start fast."""
     with forking_python() as path:
