@@ -98,6 +98,12 @@ def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
     assert tokenizer.text_bytes(tokenizer.n_vocab).sum() == 0
 
 
+def test_the_letters_of_an_added_token_stand_for_no_bytes():
+    library = byte_level()
+    library.add_tokens(["\u0120\xe9"])  # in the vocabulary, these are a space and the byte 0xE9
+    assert load(library).token_bytes[-1] == "\u0120\xe9".encode()
+
+
 def test_a_line_break_that_ends_a_text_is_text():
     """As in "bytes": it may be inside a text, and then it is a byte of it."""
     tokenizer = load(byte_level(), end_of_text="Ċ")
