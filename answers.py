@@ -7,10 +7,12 @@ The file has pairs of a prompt and a response, as train_gpt2.py --data reads:
 
   {"prompt": "12+34=", "response": "46"}
 
-An answer is right if every token of the response, and the end of the text after
-it, is the most likely one: the greedy answer is then the response, and ends.
+A response may end with <|endoftext|>. An answer is right if every token of the
+response, and the end of the text after it, is the most likely one: the greedy
+answer is then the response, and ends.
 """
 
+from plaingpt.data.tokenizer import END_OF_TEXT
 from plaingpt.scoring.benchmark import Benchmark, Example, check_ending, get_fields
 from plaingpt.scoring.program import launch
 
@@ -21,7 +23,7 @@ def examples(records):
     """Turns records into Examples with one ending. Raises UserError."""
     for record in records:
         prompt, response = get_fields(record, prompt=str, response=str)
-        yield Example([prompt], [response])
+        yield Example([prompt], [response.removesuffix(END_OF_TEXT)])
 
 
 def prompt_ids(example, tokenizer):

@@ -8,8 +8,9 @@
 The 62 test articles come from the hub, or from a file. WikiText is split into
 words (" old " ; 2 @,@ 000 m long). The model reads the words joined again, as
 in the GPT-2 paper (section 3.1). A text without titles (= Title =) is not
-changed. The log-likelihood is divided by the number of words in the split text.
-So the word perplexities of models with different tokenizers can be compared.
+changed; <|endoftext|> separates its documents. The log-likelihood is divided by
+the number of words in the split text. So the word perplexities of models with
+different tokenizers can be compared.
 
 An article longer than the model's context is read in windows without overlap.
 With --stride N, the windows advance by N tokens. Each token then has more
@@ -22,7 +23,7 @@ import re
 from dataclasses import dataclass
 
 from plaingpt.base.flags import flag
-from plaingpt.data.tokenizer import clean_text
+from plaingpt.data.tokenizer import END_OF_TEXT, clean_text
 from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
 from plaingpt.scoring.program import launch
 
@@ -60,7 +61,7 @@ def examples(records, stride=Options.stride):
 
 
 def pages(records):
-    """Yields articles. Records of lines are joined, then split before each title."""
+    """Yields articles: joins records of lines, and splits before titles and at <|endoftext|>."""
     lines = []
     for record in records:
         (line,) = get_fields(record, text=str)
@@ -70,7 +71,7 @@ def pages(records):
     text = "\n".join(lines) + "\n"
     if re.search(rf"(?m)^{TITLE}", text):  # a text without titles is not changed
         text = text.replace("\r\n", "\n")
-    for page in re.split(rf"(?m)\n(?={TITLE})", text):
+    for page in re.split(rf"(?m)\n(?={TITLE})|{re.escape(END_OF_TEXT)}", text):
         if page.strip():
             yield page
 

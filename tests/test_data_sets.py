@@ -1,12 +1,20 @@
-"""Megatron's files, splits by fraction, and mixtures of data sets."""
+"""Texts, Megatron's files, splits by fraction, and mixtures of data sets."""
 
+import codecs
 import math
 import re
 import struct
 from fractions import Fraction
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Data, Sources, log_names, open_splits, read_shares
+from plaingpt.data.data_sets import (
+    Data,
+    Sources,
+    encode_text,
+    log_names,
+    open_splits,
+    read_shares,
+)
 from plaingpt.data.order import order_of_sets, permute
 from plaingpt.data.tokenizer import get_tokenizer
 
@@ -16,6 +24,7 @@ from conftest import TINY, assert_close_logs, program, read_log, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fineweb
 from model import GPTConfig
 from train_gpt2 import DataLoaderLite
 
@@ -123,6 +132,21 @@ def test_the_end_of_the_data_is_for_validation(tmp_path, fraction, of_text):
 def test_a_document_without_an_end_is_cut(tmp_path):
     np.save(tmp_path / "x_train_000000.npy", np.ones(5000, np.uint16))
     assert [*map(len, splits(tmp_path))] == [4950, 50]
+
+
+@pytest.mark.parametrize(
+    "text", ["a b", "<|endoftext|>a\r\n<|endoftext|> \n<|endoftext|>\u4e2d b\n"]
+)
+@pytest.mark.parametrize("more", ["", "<|endoftext|>", "<|endoftext|>\n"])
+def test_a_text_with_marks_has_the_ids_of_its_shards(tmp_path, text, more):
+    """A text without them has the ids of version 1.0: end_of_text is not in it."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(codecs.BOM_UTF8 + f"{text}{more}".encode())
+    fineweb.main(["--input", str(path), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
+    expected = np.load(tmp_path / "out/out_val_000000.npy").tolist()
+    if text + more == "a b":
+        expected = GPT2.encode("a b")
+    assert encode_text(path, GPT2).tolist() == expected
 
 
 # Mixtures

@@ -315,6 +315,14 @@ def test_a_plain_text_is_not_changed():
     assert "( b )" in example.endings[0]
 
 
+def test_the_mark_separates_the_documents_of_a_text():
+    """As in training: it is not predicted, and its bytes do not count."""
+    lines = ["<|endoftext|>a\n", "b<|endoftext|>\n", "<|endoftext|>c"]
+    found = [*wikitext.examples([dict(text=line, where="") for line in lines])]
+    assert [example.endings for example in found] == [["a\nb"], ["c\n"]]
+    assert [example.facts["bytes_before"] for example in found] == [3, 2]
+
+
 def test_half_of_a_surrogate_pair_in_a_page():
     """It becomes U+FFFD, as in every other text."""
     (example,) = wikitext.examples([dict(text="a \ud800 b", where="")])

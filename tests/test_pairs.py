@@ -9,6 +9,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import Data, Sources, open_pairs
 from plaingpt.data.pairs import read_pairs
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.scoring.benchmark import load_examples
 from plaingpt.weights.pretrained import same_logits
 
 import numpy as np
@@ -32,6 +33,7 @@ from conftest import (
 from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
+import answers
 from train_gpt2 import DataLoaderLite, TrainConfig, estimate_loss
 
 BYTES = get_tokenizer("bytes")
@@ -82,6 +84,23 @@ def test_layout(tmp_path):
 def prompts_of(tokens, tokenizer):
     """The prompts of a split of pairs, each of which is a number."""
     return set(re.findall(r"\d+", tokenizer.decode(tokens.read(0, len(tokens)).tolist())))
+
+
+def test_a_response_may_end_with_the_mark(tmp_path):
+    """In training and in answers.py. Elsewhere, the mark is text."""
+    mark = "<|endoftext|>"
+    found = []
+    for end in ("", mark):
+        path = write_pairs(
+            tmp_path / "a.jsonl", [(f"{mark}1", f"{mark} {i}{end}") for i in range(9)]
+        )
+        ids, counted = read_pairs(path, get_tokenizer("gpt2"), 32, 0.5)[0]
+        endings = [example.endings for example in load_examples(answers.BENCHMARK, path)]
+        found.append((ids.tolist(), counted.tolist(), endings))
+    assert found[0] == found[1]
+    path = write_pairs(tmp_path / "a.jsonl", [("1", mark)])
+    with pytest.raises(UserError, match="needs prompt and response texts"):
+        read_pairs(path, BYTES, 32, 0.5)
 
 
 def test_validation_pairs_are_training_pairs_of_no_other_run(tmp_path):

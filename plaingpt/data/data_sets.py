@@ -7,6 +7,7 @@ This mixture has 70% of its sequences from fineweb:
 
 import codecs
 import contextlib
+import io
 import math
 import re
 from fractions import Fraction
@@ -15,7 +16,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading
 from plaingpt.base.terminal import print0
-from plaingpt.data.documents import RECORDS, check_encoding, kind_of
+from plaingpt.data.documents import RECORDS, SEPARATOR, check_encoding, kind_of, split_text
 from plaingpt.data.pairs import read_pairs
 from plaingpt.data.shards import (
     check_complete,
@@ -25,7 +26,7 @@ from plaingpt.data.shards import (
     open_shard,
     read_meta,
 )
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, note_unknown
+from plaingpt.data.tokenizer import clean_text, get_tokenizer, load_tokenizer, note_unknown
 from plaingpt.data.tokens import Tokens, find_cut
 
 import numpy as np
@@ -82,23 +83,27 @@ def is_pairs_file(path):
 def encode_text(path, tokenizer):
     """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
 
-    Raises UserError.
+    With a vocabulary, a text that contains <|endoftext|> has the ids that fineweb.py would write:
+    end_of_text stands before each document. In any other text, no id is end_of_text. Raises
+    UserError.
     """
-    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
     check_encoding(f"--data {path}", data)
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
     if tokenizer.name == "bytes":
+        data = data.removeprefix(codecs.BOM_UTF8)
         n_bad = len(data) - len(data.decode("utf-8", "ignore").encode())
         if n_bad:
             print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
         return np.frombuffer(data, np.uint8)
     with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
-        text = data.decode()
-    note_unknown(tokenizer, [text], path)
-    return np.array(tokenizer.encode(text), tokenizer.dtype)
+        documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
+    note_unknown(tokenizer, documents, path)
+    ids = tokenizer.encode_documents([clean_text(document) for document in documents])
+    return ids if SEPARATOR in data else ids[1:]
 
 
 def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):

@@ -345,7 +345,7 @@ def read_file(path, file, text_key, cut):
         begins = is_last or (begins and document.text is None)
 
 
-def split_text(file, cut):
+def split_text(file, cut=False):
     """Yields (number of the first line, bytes, whether a document ends here) of a .txt file.
 
     White space before the first separator, or after the last one, is no document: a file may begin

@@ -1,9 +1,10 @@
 """Reads pairs of a prompt and a response. Only the responses are trained.
 
 A pair is end_of_text, prompt, response. Both texts are encoded separately, so that generate.py
-gives the same ids for the prompt. The response and the end_of_text after it are targets; other
-tokens do not count. A pair lies in one sequence of T tokens, and end_of_text fills the rest. For
-T = 8, this is the first sequence and the start of the second one; <> is end_of_text:
+gives the same ids for the prompt. A response may end with <|endoftext|>, which is not read as text.
+The response and the end_of_text after it are targets; other tokens do not count. A pair lies in one
+sequence of T tokens, and end_of_text fills the rest. For T = 8, this is the first sequence and the
+start of the second one; <> is end_of_text:
 
     token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
@@ -16,7 +17,7 @@ from array import array
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import read_records
-from plaingpt.data.tokenizer import note_unknown
+from plaingpt.data.tokenizer import END_OF_TEXT, note_unknown
 from plaingpt.data.tokens import find_cut
 
 import numpy as np
@@ -30,6 +31,8 @@ def encode_pair(record, tokenizer):
     where = f"--data {record['where']}"
     prompt = record.get("prompt")
     response = record.get("response")
+    if isinstance(response, str):
+        response = response.removesuffix(END_OF_TEXT)
     if not (isinstance(prompt, str) and isinstance(response, str) and response):
         raise UserError(f"{where}: needs prompt and response texts; see docs/data.md or fineweb.py")
     if tokenizer.name == "bytes" and "\n" in prompt + response:
