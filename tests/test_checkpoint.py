@@ -88,7 +88,7 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     assert 0 < step < 16 and losses[step] == min(losses.values())
     program("--checkpoint", best, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     train("--log_dir", "run", cwd=tmp_path)  # a new run
-    assert not best.exists() and (tmp_path / "run.1/model_best.pt").exists()
+    assert not best.exists() and (tmp_path / "run/old-1/model_best.pt").exists()
     best.mkdir()  # so the file cannot be written; a resume then validates again
     train(*flags[2:5], "--resume", "--val_every", 12, "--max_steps", 12, cwd=tmp_path, status=2)
     assert (12, "val") not in read_log(tmp_path / "run")

@@ -507,7 +507,7 @@ def test_a_new_run_moves_the_page_of_the_old_one_aside(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/look-b.html").write_text("old")
     prepare_run_directory(tmp_path / "run", step=0)
-    assert (tmp_path / "run.1/look-b.html").read_text() == "old"
+    assert (tmp_path / "run/old-1/look-b.html").read_text() == "old"
 
 
 def dump(path, fragment):

@@ -7,12 +7,25 @@ import struct
 import subprocess
 import sys
 
+from plaingpt.base.errors import UserError
 from plaingpt.run.directory import prepare_run_directory
 from plaingpt.run.log import Progress, find_wandb_id
+from plaingpt.weights.checkpoint import find_newest_model
 
 import conftest
 import pytest
-from conftest import ROOT, TINY, names, program, read_log, small_disk, spawn, train, wait_for
+from conftest import (
+    ROOT,
+    TINY,
+    everything_in,
+    names,
+    program,
+    read_log,
+    small_disk,
+    spawn,
+    train,
+    wait_for,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -28,25 +41,61 @@ def test_resume_without_a_run_starts_a_new_run_and_new_runs_move_old_ones(tmp_pa
     assert "nothing to resume in run: starting a new run" in out
     first = (run / "log.txt").read_text()
     out, _ = train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
-    assert f"the old run in run was moved to {run}.1" in out
+    assert "the old run in run was moved to run/old-1\n" in out
     train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)
-    assert (tmp_path / "run.1" / "log.txt").read_text() == first
-    assert names(tmp_path, "*/*.pt") == [f"model_{s:06d}.pt" for s in (1, 2, 3)]
-    assert names(run) == ["log.txt", "model_000001.pt", "run.json"]
+    assert (run / "old-1" / "log.txt").read_text() == first
+    assert names(tmp_path, "**/*.pt") == [f"model_{s:06d}.pt" for s in (1, 2, 3)]
+    assert names(run) == ["log.txt", "model_000001.pt", "old-1", "old-2", "run.json"]
 
 
 @pytest.mark.slow
 def test_a_run_directory_that_is_a_mount_point(tmp_path):
-    """Old runs move to another disk. If --log_dir is a link, they move next to its target."""
+    """Old runs stay on its disk, also if --log_dir is a link."""
     with small_disk(tmp_path / "run", 2**23):
         train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
         (tmp_path / "link").symlink_to("run")
         for directory in ("run", "link"):
             train("--log_dir", directory, "--max_steps", 1, cwd=tmp_path)
-    assert names(tmp_path) == ["link", "run", "run.1", "run.2"]
-    assert names(tmp_path / "run.1") == ["log.txt", "model_000002.pt", "run.json"]
-    for run in ("run", "run.2"):
-        assert names(tmp_path / run) == ["log.txt", "model_000001.pt", "run.json"]
+    assert names(tmp_path) == ["link", "run"]
+    assert names(tmp_path / "run/old-1") == ["log.txt", "model_000002.pt", "run.json"]
+    assert names(tmp_path / "run/old-2") == ["log.txt", "model_000001.pt", "run.json"]
+
+
+def test_an_old_run_moves_whole_or_not_at_all(tmp_path, monkeypatch):
+    """On Windows, a file that another program has opened cannot be moved."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("log.txt", "run.json", "model_000001.pt", "model_000002.pt", "mine.txt"):
+        (run / name).write_text(f"0 val {len(name)}\n")
+    before = everything_in(run)
+    rename = os.rename
+
+    def refuse(old, new):
+        if "model_" in str(new):
+            raise PermissionError(13, "Permission denied")
+        rename(old, new)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match="run: cannot write \\(Perm"),
+    ):
+        patch.setattr(os, "rename", refuse)
+        prepare_run_directory(run, step=0)
+    assert everything_in(run) == before
+    prepare_run_directory(run, step=0)
+    assert names(run) == ["log.txt", "mine.txt", "old-1"]
+
+
+def test_an_old_run_is_not_the_newest_model(tmp_path):
+    """A new run may have no checkpoint yet. An old run can be named."""
+    old = tmp_path / "log/baby/old-1"
+    old.mkdir(parents=True)
+    (old / "model_000001.pt").touch()
+    (tmp_path / "log/baby/log.txt").touch()
+    for place in ("log", "log/baby"):
+        with pytest.raises(UserError, match="no checkpoint in"):
+            find_newest_model(tmp_path / place)
+    assert find_newest_model(old) == old / "model_000001.pt"
 
 
 # Steps and notes

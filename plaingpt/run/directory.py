@@ -1,6 +1,6 @@
 """The directory of a run: moves an old run aside, and writes run.json and changes.patch."""
 
-import shutil
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -45,9 +45,9 @@ def check_newest(directory, resume, step):
 def prepare_run_directory(directory, step):
     """Prepares a directory for a run from this step on. Raises UserError.
 
-    A run that starts at step 0 moves an old run aside. In a resumed run, log.txt loses the lines of
-    the steps that are computed again. It keeps the validation losses and the scores of `step`.
-    Returns these: {stream: value}.
+    A run that starts at step 0 moves an old run into a subdirectory. In a resumed run, log.txt
+    loses the lines of the steps that are computed again. It keeps the validation losses and the
+    scores of `step`. Returns these: {stream: value}.
     """
     log_file = directory / "log.txt"
     known = {}
@@ -69,21 +69,31 @@ def prepare_run_directory(directory, step):
 
 
 def move_aside(directory):
-    """Moves the files of an old run from `directory` to directory.1, or .2, ..."""
+    """Moves the files of an old run into directory/old-1, or old-2, ... Raises OSError.
+
+    They stay in the directory, which may be a volume of its own. If one of them cannot be moved,
+    all are where they were.
+    """
     old = []
     for name in RUN_FILES:
         old += directory.glob(name)
     if not old:
         return
-    base = directory.resolve()  # this gives "." a name
     i = 1
-    aside = base.with_name(f"{base.name}.{i}")
-    while aside.exists():
+    while (directory / f"old-{i}").exists():
         i += 1
-        aside = base.with_name(f"{base.name}.{i}")
+    aside = directory / f"old-{i}"
     aside.mkdir()
-    for path in old:
-        shutil.move(path, aside / path.name)  # os.rename fails across file systems
+    moved = []
+    try:
+        for path in old:
+            os.rename(path, aside / path.name)
+            moved.append(path)
+    except OSError:
+        for path in moved:
+            os.rename(aside / path.name, path)
+        aside.rmdir()
+        raise
     print0(f"the old run in {directory} was moved to {aside}")
 
 

@@ -1,6 +1,7 @@
 """Finds, checks and reads checkpoints: those of runs, of nanoGPT and of build-nanogpt."""
 
 import inspect
+import re
 import sys
 import zipfile
 from dataclasses import asdict, replace
@@ -192,7 +193,7 @@ def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
     place: a file, a run, a directory of runs, or an export. The default is log. A file or an export
-    is returned as it is.
+    is returned as it is. The old runs in a run directory, old-1 and so on, are no runs of `place`.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():
@@ -200,7 +201,8 @@ def find_newest_model(place=None):
     newest = []  # the newest checkpoint of each run
     for directory in (place, *place.glob("*/")):
         paths = find_checkpoints(directory)
-        if paths:
+        is_old = directory != place and re.fullmatch(r"old-\d+", directory.name)
+        if paths and not is_old:
             newest.append(paths[-1])
     if not newest:
         raise UserError(f"no checkpoint in {place}; train a model, or give --checkpoint FILE")
