@@ -16,11 +16,12 @@ from plaingpt.data.data_sets import (
     read_shares,
 )
 from plaingpt.data.order import order_of_sets, permute
+from plaingpt.data.shards import open_shard
 from plaingpt.data.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_close_logs, program, read_log, train
+from conftest import TINY, assert_close_logs, program, read_log, train, write_bin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +102,28 @@ def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix,
     sentence = f"^.*x.idx: not a shard \\(.*{message}.*\\); make it again$"
     with pytest.raises(UserError, match=sentence):
         splits(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "kind", ["x_text_document.idx", "x_train_000000.bin", "x_train_000000.npy"]
+)
+def test_a_file_with_more_tokens_than_are_described(documents, tmp_path, kind):
+    """Such as Megatron's .idx of an earlier, shorter .bin."""
+    ids = np.array(flat(documents), np.uint16)
+    path = tmp_path / kind
+    if path.suffix == ".idx":
+        write_megatron(path.with_suffix(""), documents, "<u2", 8)
+    elif path.suffix == ".bin":
+        write_bin(path, ids)
+    else:
+        np.save(path, ids)
+    assert sum(splits(tmp_path), []) == ids.tolist()
+    open_shard.cache_clear()
+    with open(path.with_suffix(".bin") if path.suffix == ".idx" else path, "ab") as file:
+        file.write(ids.tobytes())
+    sentence = f"{kind}: not a shard \\(.* bytes of data, but .* are described\\); make it again"
+    with pytest.raises(UserError, match=sentence):
+        splits(tmp_path)
 
 
 @pytest.mark.slow

@@ -109,8 +109,10 @@ def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     """Also if the tokenizer is of a checkpoint."""
-    text, encoded, real = "Hello, I'm a language model. " * 400, [], Tokenizer.encode
-    monkeypatch.setattr(Tokenizer, "encode", lambda *args: encoded.append(args[1]) or real(*args))
+    text, encoded, real = "Hello, I'm a language model. " * 400, [], Tokenizer.encode_documents
+    monkeypatch.setattr(
+        Tokenizer, "encode_documents", lambda *args: encoded.extend(args[1]) or real(*args)
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text(text)
     flags = [*TINY, *"--total_batch_size 128 --val_tokens 128 --log_dir r".split()]
@@ -142,19 +144,35 @@ def test_refuses_invalid_shards(tmp_path, case):
 
 @pytest.mark.parametrize("missing", ["a_val_000000.npy", "a_train_000002.npy"])
 def test_missing_shards_are_refused(shards, missing):
-    """Without its val shard, a run would validate on tokens that other runs train on."""
+    """Without its val shard, a run would validate on tokens that other runs train on.
+
+    A shard too many would be trained on without a word.
+    """
     (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": 4}')
     _, val = open_splits(shards, get_tokenizer("bytes"))
     assert len(val) == 700
-    (shards / missing).unlink()
     sentence = (
-        f"{shards}: has 3 of 4 shards; restore the others, or put these into a directory without "
-        "meta.json"
+        f"{shards}: has NUMBER shards, and meta.json says 4; restore them, or put those to train "
+        "on into a directory without meta.json"
     )
-    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
-        open_splits(shards, get_tokenizer("bytes"))
+    (shards / missing).rename(shards / "b_train_000000.npy")
+    np.save(shards / missing, GOOD)
+    for n in (5, 3):
+        expected = re.escape(sentence.replace("NUMBER", str(n)))
+        with pytest.raises(UserError, match=f"^{expected}$"):
+            open_splits(shards, get_tokenizer("bytes"))
+        for path in (shards / missing, shards / "b_train_000000.npy"):
+            path.unlink(missing_ok=True)
     (shards / "meta.json").write_text('{"tokenizer": "bytes", "shards": ["a", "b", "c", "d"]}')
     open_splits(shards, get_tokenizer("bytes"))
+
+
+def test_a_shard_in_two_formats_is_refused(shards):
+    """Its tokens would be trained on twice."""
+    write_bin(shards / "a_train_000002.bin", np.load(shards / "a_train_000002.npy"))
+    sentence = "a_train_000002.bin and a_train_000002.npy are one shard; move one away"
+    with pytest.raises(UserError, match=sentence):
+        open_splits(shards, get_tokenizer("bytes"))
 
 
 @pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])

@@ -150,7 +150,7 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     else:
         files = find_shards(path, "train")
         val_files = find_shards(path, "val")
-        check_complete(path, len(files) + len(val_files))
+        check_complete(path, [*files, *val_files])
         if not files:
             raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
         whole = Tokens(train_name, files, vocab_size)

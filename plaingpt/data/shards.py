@@ -15,6 +15,7 @@ and the sequences that begin documents (Megatron-LM, megatron/core/datasets/inde
 """
 
 import functools
+import os
 import re
 import struct
 from pathlib import Path
@@ -38,12 +39,16 @@ def open_shard(path):
     # A damaged header makes np.load raise any kind of error.
     with reading(path, "make it again", "not a shard"):
         if path.suffix == ".idx":
-            return open_megatron(path)
-        if path.suffix == ".bin":
-            return open_bin(path)
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            ids = open_megatron(path)
+        elif path.suffix == ".bin":
+            ids = open_bin(path)
+        else:
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
         if ids.dtype not in (np.uint16, np.uint32) or ids.ndim != 1:
             raise ValueError(f"{ids.dtype} {ids.shape}, not uint16 or uint32 (n,)")
+        described = ids.offset + ids.nbytes
+        if (size := os.path.getsize(ids.filename)) != described:  # a shorter file cannot be mapped
+            raise ValueError(f"{size:,} bytes of data, but {described:,} are described")
         return ids
 
 
@@ -79,14 +84,24 @@ def read_meta(directory):
     return read_json(find_meta(directory))
 
 
-def check_complete(directory, found):
-    """Raises UserError if `found` shards are fewer than the meta.json of their directory says."""
+def check_complete(directory, files):
+    """Raises UserError unless each shard is there once, and as many as meta.json says.
+
+    files: those that were found.
+    """
+    names = {file.stem: file.name for file in files}
+    for file in files:
+        if (other := names[file.stem]) != file.name:
+            raise UserError(f"{directory}: {file.name} and {other} are one shard; move one away")
     n = read_meta(directory).get("shards")
-    # If fineweb.py is running, it writes a shard before the number.
-    if isinstance(n, int) and found < n:  # that of another program may be anything
+    if not isinstance(n, int):  # that of another program may be anything
+        return
+    # While fineweb.py is running, it writes a shard before the number.
+    allowed = (n, n + 1) if (directory / "progress.json").exists() else (n,)
+    if len(files) not in allowed:
         raise UserError(
-            f"{directory}: has {found} of {n} shards; restore the others, or put these into a "
-            "directory without meta.json"
+            f"{directory}: has {len(files)} shards, and meta.json says {n}; restore them, or put "
+            "those to train on into a directory without meta.json"
         )
 
 
