@@ -43,6 +43,7 @@ BENCHMARK = Benchmark(
     name="answers",
     doc=__doc__,
     stream="answers",
+    columns=("prompt", "response"),
     hub=None,
     examples=examples,
     report=report,

@@ -45,6 +45,9 @@ import yaml  # comes with the package datasets
 
 from model import GPT
 
+# The fields of an item.
+COLUMNS = ("query", "choices", "context_options", "context", "continuation", "gold")
+
 
 @dataclass
 class Options:
@@ -111,7 +114,7 @@ def read_chances(path):
     """Reads eval_meta_data.csv -> {label of a task: accuracy by chance}. Raises UserError."""
     chances = {}
     with reading(path):
-        for row in read_records([path]):
+        for row in read_records([path], ("Eval Task", "Random baseline")):
             chance = 0.01 * float(row["Random baseline"])
             if not 0 <= chance < 1:
                 raise ValueError(f"{row['where']}: the baseline must be from 0 to below 100")
@@ -138,11 +141,11 @@ def read_tasks(path, chances):
                 raise bad_record(record, f"icl_task_type {kind!r}: must be one of {kinds}")
             if label in tasks:
                 raise ValueError(f"two tasks are named {label!r}")
-            n_shots = int(shots[0])
-            if n_shots < 0:
-                raise ValueError(f"num_fewshot {n_shots} is below 0")
+            is_count = [type(n) is int and n >= 0 for n in shots]
+            if is_count != [True]:
+                raise ValueError(f"num_fewshot {shots} of {label} must be one number, such as [0]")
             file = path.parent / "eval_data" / uri
-            tasks[label] = Task(label, file, n_shots, delimiter, kind, chances.get(label))
+            tasks[label] = Task(label, file, shots[0], delimiter, kind, chances.get(label))
         if not tasks:
             raise ValueError("no tasks")
     return tasks
@@ -150,7 +153,7 @@ def read_tasks(path, chances):
 
 def load_task(task, options):
     """Loads a Task -> Examples of its items. Raises UserError."""
-    items = list(read_records([task.file]))
+    items = list(read_records([task.file], COLUMNS))
     random.Random(1337).shuffle(items)
     items = items[: options.max_per_task or None]
     n_shots = task.num_fewshot if options.num_fewshot is None else options.num_fewshot

@@ -68,6 +68,7 @@ BENCHMARK = Benchmark(
     examples=examples,
     report=report,
     hub=dict(dataset="Rowan/hellaswag", split="validation"),
+    columns=("ctx", "endings", "label", "activity_label", "ctx_a", "ctx_b"),
     options=(Options,),
     figures=dict(
         acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",

@@ -47,6 +47,7 @@ BENCHMARK = Benchmark(
     stream="lambada",
     examples=examples,
     report=report,
+    columns=("text",),
     hub=dict(dataset="EleutherAI/lambada_openai", name="default", split="test"),
     figures=dict(
         acc="the whole last word; as the harness",

@@ -28,7 +28,7 @@ PIECE = 10_000  # characters; large documents are sampled in pieces
 @dataclass
 class VocabularyConfig:
     input: list[str] | None = flag(None, "files or quoted globs, as in fineweb.py")
-    vocab_size: int = flag(32000, "number of ids", above=256)
+    vocab_size: int = flag(32000, "number of ids; a small text gives fewer", above=256)
     output: str = flag("tokenizer.json", "file to write")
     text_key: str = flag("text", "field or column that holds the text")
     sample_bytes: int = flag(2 * 10**7, "at most so many bytes are trained on", at_least=1)
@@ -82,8 +82,9 @@ def main(argv=None):
     write_json(config.output, json.loads(source))
     sample = "".join(texts[::20])
     for name, own in ((config.output, source), ("gpt2", "gpt2")):
-        ratio = len(sample.encode()) / len(get_tokenizer(own).encode(sample))
-        print0(f"{name}: {ratio:.2f} bytes per token of the training text")
+        tokenizer = get_tokenizer(own)
+        ratio = len(sample.encode()) / len(tokenizer.encode(sample))
+        print0(f"{name}: {tokenizer.n_vocab:,} ids, {ratio:.2f} bytes per token of the text")
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ BENCHMARK = Benchmark(
     stream="wikitext",
     examples=examples,
     report=report,
+    columns=("text",),
     hub=dict(dataset="Salesforce/wikitext", name="wikitext-103-raw-v1", split="test"),
     options=(Options,),
     figures=dict(

@@ -379,6 +379,8 @@ GOOD = {
         ("core.yaml", TASK_YAML.replace("[0]", "[]")),
         ("core.yaml", TASK_YAML.replace("[0]", "[x]")),
         ("core.yaml", TASK_YAML.replace("[0]", "[-1]")),
+        ("core.yaml", TASK_YAML.replace("[0]", "[0, 1]")),
+        ("core.yaml", TASK_YAML.replace("[0]", "[1.5]")),
         ("core.yaml", f"icl_tasks: [{TASK}, {TASK}]"),
         ("eval_meta_data.csv", "task,chance\na,50\n"),
         ("eval_meta_data.csv", "Eval Task,Random baseline\na,fifty\n"),

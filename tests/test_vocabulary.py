@@ -138,9 +138,19 @@ def test_a_new_vocabulary(zh):
     d, _ = zh
     assert (d / "again.json").read_bytes() == (d / "zh.json").read_bytes()
     found, out = load_tokenizer(d / "zh.json"), (d / "out.txt").read_text()
-    ours, gpt2 = re.findall(r"(?m)^(.*): ([\d.]+) bytes per token of the training text$", out)
-    assert (ours[0], gpt2[0]) == ("again.json", "gpt2") and float(ours[1]) > 1.8 * float(gpt2[1])
+    ours, gpt2 = re.findall(r"(?m)^(.*): (.*) ids, ([\d.]+) bytes per token of the text$", out)
+    assert ours[:2] == ("again.json", "8,000") and gpt2[:2] == ("gpt2", "50,257")
+    assert float(ours[2]) > 1.8 * float(gpt2[2])
     assert found.n_vocab == 8000 and found.special == {"<|endoftext|>": 7999}
+
+
+def test_a_small_text_gives_fewer_ids_than_asked_for(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one two three\n" * 20)
+    output = str(tmp_path / "a.json")
+    flags = ["--input", str(tmp_path / "a.txt"), "--vocab_size", "5000", "--output", output]
+    tokenizer.main(flags)
+    n = load_tokenizer(output).n_vocab
+    assert n < 300 and f"a.json: {n} ids, " in capsys.readouterr().out
 
 
 @pytest.mark.slow

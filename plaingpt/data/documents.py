@@ -114,8 +114,11 @@ def read_array(file):
         yield f"item {n}", item
 
 
-def read_csv(file, delimiter):
-    """Yields (where, dict) of CSV, which begins with a line of names. Raises ValueError."""
+def read_csv(file, delimiter, columns):
+    """Yields (where, dict) of CSV, which begins with a line of names. Raises ValueError.
+
+    columns: names of the fields that the caller needs, or ().
+    """
     csv.field_size_limit(MOST_CHARACTERS)
     reader = csv.reader(open_text(file), delimiter=delimiter, strict=True)
     names = None
@@ -124,7 +127,7 @@ def read_csv(file, delimiter):
         for row in reader:
             if row and names is None:
                 names = row
-                check_names(names)
+                choose_columns(names, columns)
             elif row:  # an empty line is no row
                 if any(row[len(names) :]):
                     raise csv.Error(f"{len(row)} fields for {len(names)} names")
@@ -134,29 +137,22 @@ def read_csv(file, delimiter):
         raise ValueError(f"line {line}: {error}") from None
 
 
-def check_names(names):
-    """Raises ValueError if two columns have one name, because a record would have only the last."""
-    for name in names:
-        if name and names.count(name) > 1:
-            raise ValueError(f"two columns are named {name!r}")
-
-
 def read_table(kind, file, columns):
     """Yields (where, dict) for the rows of Parquet, or of an Arrow file of `datasets`.
 
-    columns: if the table has all columns of these names, only they are decoded. The file is not
-    memory-mapped, because mapped pages would count as memory of the process.
+    columns: as in choose_columns; no others are decoded. The file is not memory-mapped, because
+    mapped pages would count as memory of the process.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if kind == ".parquet":
         table = pq.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
-        chosen = choose_columns(table.schema_arrow, columns)
+        chosen = choose_columns(table.schema_arrow.names, columns)
         batches = table.iter_batches(256, columns=chosen, use_threads=False)
     else:
         batches = pa.ipc.open_stream(file)
-        chosen = choose_columns(batches.schema, columns)
+        chosen = choose_columns(batches.schema.names, columns)
     n = 0
     for batch in batches:
         for item in batch.select(chosen).to_pylist():
@@ -164,12 +160,16 @@ def read_table(kind, file, columns):
             yield f"row {n}", item
 
 
-def choose_columns(schema, columns):
-    """Returns the names of the columns to decode, see read_table. Raises ValueError."""
-    chosen = schema.names
-    if columns and set(columns) <= set(chosen):
-        chosen = [name for name in chosen if name in columns]
-    check_names(chosen)
+def choose_columns(names, columns):
+    """Returns which of the names of a table the caller needs. Raises ValueError.
+
+    columns: names of the fields that the caller may read. If the table has none of them, the caller
+    gets all, to say which there are.
+    """
+    chosen = [name for name in names if name in columns] or names
+    for name in chosen:
+        if name and chosen.count(name) > 1:  # a record would have only the last one
+            raise ValueError(f"two columns are named {name!r}")
     return chosen
 
 
@@ -240,8 +240,8 @@ def decompress(path, file):
 def read_items(path, file, columns=()):
     """Yields (where, item): a place such as "line 7", and a dict, or JSON as bytes.
 
-    In a file of an unknown kind, each line is {"text": line}. columns: names of the fields that the
-    caller needs; tables decode no other columns. Raises UserError.
+    In a file of an unknown kind, each line is {"text": line}. columns: as in choose_columns. Raises
+    UserError.
     """
     check_encoding(path, file.peek())
     kind = kind_of(path)
@@ -252,7 +252,7 @@ def read_items(path, file, columns=()):
     elif kind in (".jsonl", ".json"):
         yield from read_json_lines(path, file, columns)
     elif kind in (".csv", ".tsv"):
-        yield from read_csv(file, "," if kind == ".csv" else "\t")
+        yield from read_csv(file, "," if kind == ".csv" else "\t", columns)
     else:
         for n, line in enumerate(open_text(file), start=1):
             yield f"line {n}", {"text": line}

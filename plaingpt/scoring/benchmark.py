@@ -68,6 +68,7 @@ class Benchmark:
     report: Callable  # (examples, scores) -> {figure: value}
     figures: dict  # {figure: what it is, and what it compares with}
     logged: str  # the figure that a run logs
+    columns: tuple = ()  # the fields that examples reads; a table decodes no others. (): all
     proportions: tuple = ()  # the figures that are printed with the standard error of a proportion
     options: tuple = ()  # dataclasses with flags of its own
     input_options: tuple = ()  # names of those flags that are files or directories to read
@@ -129,7 +130,8 @@ def load_examples(benchmark, path=None, limit=0, **options):
         files = [path]
     else:
         files, _, _ = load_hub(**benchmark.hub, patient=False)
-    examples = benchmark.examples(read_records(files), **options)
+    records = read_records(files, benchmark.columns)
+    examples = benchmark.examples(records, **options)
     examples = list(itertools.islice(examples, limit or None))  # reads no more than it needs
     if not examples:
         raise UserError(f"{path or benchmark.name}: has no example; see the program's --help")
