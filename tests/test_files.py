@@ -46,6 +46,16 @@ def test_a_link_stays_a_link(tmp_path):
         assert link.is_symlink() and json.loads((tmp_path / "new.json").read_text()) == value
 
 
+@pytest.mark.parametrize("name", [f"{'x' * 250}.json", f"{chr(0x4E2D) * 83}.json"])
+def test_an_output_may_have_the_longest_name(tmp_path, name):
+    """Which has 255 bytes. What check_output allows must not fail after the work."""
+    check_output("--json", tmp_path / name)
+    write_json(tmp_path / name, 1)
+    assert os.listdir(tmp_path) == [name]
+    with pytest.raises(OSError, match="File name too long"):
+        check_output("--json", tmp_path / f"{name}ab")
+
+
 @pytest.mark.parametrize("name", ["pipe", "link"])
 def test_an_output_may_be_a_pipe(tmp_path, name):
     """So /dev/null stays a device, also for root."""

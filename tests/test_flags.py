@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Literal
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.flags import Flag, flag, flags_of, parse_flags, types_of
 from plaingpt.run.config import RunConfig
 
@@ -96,6 +96,13 @@ def test_ranges_in_words():
     assert not Flag("", above=0).allows(float("inf"))
     assert Flag("", above=0).range(float("inf")) == "above 0 and below 1e12"
     assert not Flag("", above=0).allows(10**400)  # which is too large for a float
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "-" + "9" * 400, "9" * 400 + ".x"])
+def test_a_number_of_400_digits_does_not_fill_the_screen(value, capsys):
+    with pytest.raises(SystemExit):
+        run_program(lambda: parse_flags("", Postponed, argv=[f"--n={value}"]))
+    assert len(capsys.readouterr().err) < 100
 
 
 def test_groups_of_help_have_an_order_of_their_own(capsys):

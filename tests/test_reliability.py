@@ -620,7 +620,7 @@ def test_two_runs_in_one_directory(tmp_path):
 def test_a_second_fineweb_in_a_directory(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "out").mkdir()
-    for name in ("left.npy.1.tmp", "notes.2024.1.tmp"):  # of a killed process; the user's own
+    for name in (f"{'0' * 32}.tmp", "notes.2024.1.tmp"):  # of a killed process; the user's own
         (tmp_path / "out" / name).write_bytes(b"")
     flags = ["--input", "a.txt", "--output_dir", "out"]
     descriptor = lock(tmp_path / "out", "--output_dir")

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import uuid
 import zlib
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def reading(path, remedy="correct it", what="is damaged"):
 @contextlib.contextmanager
 def replacing(path):
     """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    # No other process has this name, and it fits wherever that of the file does.
+    temporary = Path(path).with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -90,7 +92,7 @@ def lock(directory, flag, remedy="wait for it"):
 def delete_temporary_files(directory):
     """Deletes the temporary files of a process that was killed while it wrote in this directory."""
     for temporary in Path(directory).glob("*.tmp"):
-        if re.search(r"\.(npy|pt|json|txt)\.\d+\.tmp$", temporary.name):  # `replacing` named it
+        if re.fullmatch(r"[0-9a-f]{32}\.tmp", temporary.name):  # `replacing` named it
             temporary.unlink()
 
 
