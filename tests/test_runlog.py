@@ -96,6 +96,8 @@ def test_an_old_run_is_not_the_newest_model(tmp_path):
         with pytest.raises(UserError, match="no checkpoint in"):
             find_newest_model(tmp_path / place)
     assert find_newest_model(old) == old / "model_000001.pt"
+    (tmp_path / "log/baby/log.txt").unlink()  # now log/baby is a directory of runs
+    assert find_newest_model(tmp_path / "log/baby") == old / "model_000001.pt"
 
 
 # Steps and notes

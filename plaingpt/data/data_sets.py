@@ -149,13 +149,13 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
         cut = find_cut(whole, val_fraction or 0.1)
     else:
         files = find_shards(path, "train")
-        val_files = find_shards(path, "val")
-        check_complete(path, [*files, *val_files])
         if not files:
             raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
         whole = Tokens(train_name, files, vocab_size)
-        if val_files:
-            return whole, Tokens(val_name, val_files, vocab_size)
+        val = Tokens(val_name, find_shards(path, "val"), vocab_size)
+        check_complete(path, len(whole) + len(val))
+        if val.files:
+            return whole, val
         cut = find_cut(whole, val_fraction or 0.01)
         cut = find_document(whole, cut, tokenizer.end_of_text)
     val = whole.part(val_name, cut, len(whole), is_held_out=True)

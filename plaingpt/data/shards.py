@@ -53,7 +53,7 @@ def open_shard(path):
 
 
 def find_shards(path, split):
-    """Returns the paths of the shards of a split, in the order of their names.
+    """Returns the paths of the shards of a split, in the order of their names. Raises UserError.
 
     For Megatron's data, these are the .idx files.
     """
@@ -69,6 +69,8 @@ def find_shards(path, split):
             if is_val == (split == "val"):
                 found.append(file)
         elif shard_name.search(file.name) and not find_index(file):
+            if found and found[-1].stem == file.stem:  # its tokens would be read twice
+                raise UserError(f"{path}: {found[-1].name} is also {file.name}; move one away")
             found.append(file)
     return found
 
@@ -84,24 +86,17 @@ def read_meta(directory):
     return read_json(find_meta(directory))
 
 
-def check_complete(directory, files):
-    """Raises UserError unless each shard is there once, and as many as meta.json says.
-
-    files: those that were found.
-    """
-    names = {file.stem: file.name for file in files}
-    for file in files:
-        if (other := names[file.stem]) != file.name:
-            raise UserError(f"{directory}: {file.name} and {other} are one shard; move one away")
-    n = read_meta(directory).get("shards")
+def check_complete(directory, n_tokens):
+    """Raises UserError unless the shards of a directory have as many tokens as meta.json says."""
+    n = read_meta(directory).get("tokens")
     if not isinstance(n, int):  # that of another program may be anything
         return
     # While fineweb.py is running, it writes a shard before the number.
-    allowed = (n, n + 1) if (directory / "progress.json").exists() else (n,)
-    if len(files) not in allowed:
+    is_running = (directory / "progress.json").exists()
+    if n_tokens < n or (n_tokens > n and not is_running):
         raise UserError(
-            f"{directory}: has {len(files)} shards, and meta.json says {n}; restore them, or put "
-            "those to train on into a directory without meta.json"
+            f"{directory}: its shards have {n_tokens:,} tokens, and meta.json says {n:,}; restore "
+            "them, or put those to train on into a directory without meta.json"
         )
 
 

@@ -193,15 +193,16 @@ def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
     place: a file, a run, a directory of runs, or an export. The default is log. A file or an export
-    is returned as it is. The old runs in a run directory, old-1 and so on, are no runs of `place`.
+    is returned as it is. If place is a run, its old runs in old-1 and so on do not count.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():
         return place
+    is_run = (place / "log.txt").is_file()
     newest = []  # the newest checkpoint of each run
     for directory in (place, *place.glob("*/")):
         paths = find_checkpoints(directory)
-        is_old = directory != place and re.fullmatch(r"old-\d+", directory.name)
+        is_old = is_run and directory != place and re.fullmatch(r"old-\d+", directory.name)
         if paths and not is_old:
             newest.append(paths[-1])
     if not newest:
