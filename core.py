@@ -102,8 +102,7 @@ def find_tasks(path, names):
     if not names:
         return list(tasks.values())
     chosen = []
-    for name in names.split(","):
-        name = name.strip()
+    for name in dict.fromkeys(map(str.strip, names.split(","))):  # each once
         if name not in tasks:
             raise UserError(f"--tasks {name}: must be one of {', '.join(tasks)}")
         chosen.append(tasks[name])

@@ -255,14 +255,15 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_version_1_0_stays_readable(tmp_path):
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_a_checkpoint_of_an_earlier_version_stays_readable(tmp_path, version):
     """tests/version-1.0.pt is from step 2 of these four steps. A later version may not write it.
 
-    The losses are those of version 1.0, which went on to step 4.
+    The losses are those of this version, which went on to step 4. Version 2.0 has the same ones.
     """
     (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
     (tmp_path / "run").mkdir()
-    shutil.copy(ROOT / "tests" / "version-1.0.pt", tmp_path / "run" / "model_000002.pt")
+    shutil.copy(ROOT / "tests" / f"version-{version}.pt", tmp_path / "run" / "model_000002.pt")
     flags = "--data text.txt --tokenizer bytes --log_dir run --n_layer 1 --n_embd 8 --max_lr 8e-3"
     train(*flags.split(), "--optimizer", "muon", "--max_steps", 4, "--resume", cwd=tmp_path)
     log = read_log(tmp_path / "run")

@@ -203,7 +203,14 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     expected = sum((loss for _, loss in nanochats_rules(hf, items[:5], "m", 2, "\nAnswer: ")), [])
     figures, losses, _ = run_core(
-        tmp_path, tiny, "--tasks", "winograd,copa", "--max_per_task", 5, "--num_fewshot", 2
+        tmp_path,
+        tiny,
+        "--tasks",
+        "winograd, copa,winograd",
+        "--max_per_task",
+        5,
+        "--num_fewshot",
+        2,
     )
     assert [task["items"] for task in figures["tasks"].values()] == [5, 5]
     assert losses[-15:] == pytest.approx(expected, abs=1e-4, nan_ok=True)

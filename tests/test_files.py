@@ -29,9 +29,10 @@ def test_an_output_is_no_input(tmp_path, monkeypatch, output, given):
         check_output("--json", output, [None, given])
 
 
-@pytest.mark.parametrize("output", [".", "no/a.json", "link"])
+@pytest.mark.parametrize("output", [".", "no/a.json", "link", "file/a.json"])
 def test_an_output_that_cannot_be_written(tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("no/a.json")
     with pytest.raises(UserError, match=f"--json {output}: cannot write there; give a file in a w"):
         check_output("--json", output)

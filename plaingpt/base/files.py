@@ -110,7 +110,8 @@ def check_output(flag, path, inputs=()):
             if each and Path(each).resolve() in (output, *output.parents):
                 raise UserError(f"{flag} {path}: is also an input; give another file")
     is_device = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/stdout
-    must_allow = path if is_device else output.parent
+    # A path with a slash at its end must be a directory.
+    must_allow = path if is_device else os.path.join(output.parent, "")
     if output.is_dir() or not os.access(must_allow, os.W_OK):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 
