@@ -493,7 +493,7 @@ def test_the_output_may_be_a_pipe(tmp_path, capsys):
         flags = ["--input", str(tmp_path / "a.txt"), "--vocab_size", "270", "--output", str(pipe)]
         tokenizer.main(flags)
         assert len(json.load(reader)["model"]["vocab"]) == 269  # without <|endoftext|>
-    assert f"{pipe}: 1.7" in capsys.readouterr().out
+    assert f"{pipe}: 270 ids, 1.7" in capsys.readouterr().out
 
 
 @pytest.mark.slow
