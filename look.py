@@ -11,6 +11,9 @@ the prediction, and a slider over the checkpoints of a run. A run keeps all of
 them with --keep 0. For two runs, it has the steps that both have, and shows
 where their losses differ most.
 
+With a small model of bytes, such as the baby, the page also has its weights,
+and computes it for a text that you type. --no-live leaves them out.
+
 --text is a text, or a file: UTF-8, or .jsonl, .json or .csv with pairs.
 """
 
@@ -31,6 +34,7 @@ from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
 from plaingpt.data.tokenizer import clean_text, note_unknown
 from plaingpt.distributed.process import setup
 from plaingpt.lab.copies import make_copy, remove_copies
+from plaingpt.look.live import find_reason, pack_model
 from plaingpt.look.page import Look, Snapshot, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
@@ -50,6 +54,7 @@ class LookConfig:
     max_tokens: int = flag(256, "longest text; a page grows with its square", at_least=1)
     max_checkpoints: int = flag(12, "of a run, from the first to the last", at_least=1)
     sample_tokens: int = flag(200, "tokens that each checkpoint writes", at_least=0)
+    live: bool = flag(True, "put the weights of a small model of bytes into the page")
     own_code: bool = flag(False, "run the model.py of each run: its commit and changes.patch")
     device: str = flag("auto", "cuda, mps or cpu")
 
@@ -238,7 +243,10 @@ def describe(run, snapshot, model):
 
 
 def look_at_all(runs, config, process):
-    """Looks at all snapshots of the runs -> (Text, Snapshots, Tokenizer). Raises UserError."""
+    """Looks at all snapshots of the runs -> (Text, Snapshots, newest). Raises UserError.
+
+    newest: the last model of each run with its tokenizer, as in load.
+    """
     newest = [load(run, None, process) for run in runs]
     tokenizer = newest[0][1]
     if newest[-1][1].name != tokenizer.name:
@@ -262,7 +270,16 @@ def look_at_all(runs, config, process):
         of_what = " of the responses" if text.counted else ""
         print0(f"{title}: mean loss {', '.join(means)} nats per token{of_what}")
         show_progress(i, len(names), "checkpoints")
-    return text, snapshots, tokenizer
+    return text, snapshots, newest
+
+
+def describe_live(config, newest, text):
+    """Returns what build_page needs for a live page. newest: as in look_at_all. text: its Text."""
+    model, tokenizer = newest[0]
+    why = find_reason(model, tokenizer, len(newest)) if config.live else "--no-live was given"
+    if why:
+        return dict(why=why)
+    return pack_model(model.cpu(), text.ids)
 
 
 def default_output(runs):
@@ -291,8 +308,10 @@ def main(argv=None):
                 copies.enter_context(own_class(run))
             elif changes_model(run):
                 print0(f"note: {run.name} has changes of model.py; --own_code reads it with them")
-        text, snapshots, tokenizer = look_at_all(runs, config, process)
-    page = build_page(text, snapshots, [run.name for run in runs], tokenizer)
+        text, snapshots, newest = look_at_all(runs, config, process)
+        live = describe_live(config, newest, text)
+    tokenizer = newest[0][1]
+    page = build_page(text, snapshots, [run.name for run in runs], tokenizer, live)
     with writing(output), open_output(output) as file:
         file.write(page)
     print0(f"{output}: {len(page) / 1e6:.1f} MB; open it in a browser")

@@ -1,17 +1,20 @@
-"use strict";
-// Draws the data of the page. What is chosen is in the address behind "#", so that a link shows it:
-// token (a number), snapshot (the place of the slider), head (run, call and head, such as 0.1.3).
+// Draws what models make of a text: what the page has of it, or what play.js computes of it.
+// What is chosen is in the address behind "#", so that a link shows it: token (a number), snapshot
+// (the place of the slider), head (run, call and head, such as 0.1.3).
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const n = data.tokens.length;
 const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
 const WIDEST = 3;  // nats: a larger difference of two losses has the same colour
+const LAST = data.snapshots.length - 1;
 // At first, the middle of the text is chosen, or the first token of a response.
-const FIRST = data.counted ? data.counted.indexOf(true) : Math.floor(n / 2);
-const state = { token: FIRST, snapshot: data.snapshots.length - 1, head: [0, 0, 0] };
+const FIRST = data.counted ? data.counted.indexOf(true) : Math.floor(data.tokens.length / 2);
+const state = { token: FIRST, snapshot: LAST, head: [0, 0, 0] };
+let shown;  // what is drawn: {tokens, counted, looks}, as in recorded()
+let play = null;  // of play.js, if the page computes the model
 const names = nameRuns();
 const texts = [];  // the elements with the text: each has a span for each token
 const heads = [];  // the buttons of the heads that are shown
+const arcs = [];  // for each run: {element, svg, list}, the text with its arcs, and their list
 
 /** Returns short names of the runs: the last parts of their paths, if these differ. */
 function nameRuns() {
@@ -32,38 +35,62 @@ function unpack(text, Type) {
   return unpacked.get(text);
 }
 
-const looks = () => data.snapshots[state.snapshot].looks;
-const isCounted = (i) => i > 0 && (!data.counted || data.counted[i]);  // whether its loss counts
-const counted = data.tokens.map((_, i) => i).filter(isCounted);
-const lossesOf = (prediction) => unpack(prediction.losses, Float32Array);
+const isCounted = (i) => i > 0 && (!shown.counted || shown.counted[i]);  // whether its loss counts
+const countedTokens = () => shown.tokens.map((_, i) => i).filter(isCounted);
 
-/** Returns the mean of the losses that count. It is computed here, because JSON has no NaN. */
-function meanOf(prediction) {
-  const losses = lossesOf(prediction);
-  return counted.reduce((sum, i) => sum + losses[i - 1], 0) / counted.length;
+/** Returns what the page has of a snapshot, and of the text for which it was computed. */
+function recorded(snapshot) {
+  return { tokens: data.tokens, counted: data.counted, looks: snapshot.looks.map(unpackLook) };
 }
 
-/** Returns what a prediction says of token i: its loss, its rank, and the likeliest tokens. */
-function predictionAt(prediction, i) {
-  const { k } = prediction;
-  const ids = unpack(prediction.ids, Uint32Array).slice((i - 1) * k, i * k);
-  const probs = unpack(prediction.probs, Float32Array).slice((i - 1) * k, i * k);
-  const loss = lossesOf(prediction)[i - 1];
-  const rank = unpack(prediction.ranks, Uint32Array)[i - 1];
-  return { loss, rank, likeliest: Array.from(ids, (id, j) => [data.names[id], probs[j]]) };
+/** Unpacks what a model makes of a text. A LiveLook of play.js has the same parts. */
+function unpackLook(look) {
+  const T = data.tokens.length - 1;  // the tokens that the model reads: not the last one
+  const blocks = look.blocks.map((block) => (block.fault ? block : {
+    name: block.name,
+    prediction: unpackPrediction(block.prediction),
+    norms: unpack(block.norms, Float32Array),
+  }));
+  const calls = look.calls?.map((call) => (call.fault ? call : {
+    block: call.block,
+    heads: call.heads.map((head) => weightsOf(unpack(head, Uint8Array), call.causal, T)),
+  }));
+  return { ...look, T, prediction: unpackPrediction(look.prediction), blocks, calls };
+}
+
+/** Unpacks a prediction -> {losses; at(i): loss, rank and likeliest tokens of token i}. */
+function unpackPrediction({ losses, ids, probs, ranks, k }) {
+  const unpackedLosses = unpack(losses, Float32Array);
+  return {
+    losses: unpackedLosses,
+    at(i) {
+      const few = Array.from(unpack(ids, Uint32Array).slice((i - 1) * k, i * k), (id) => data.names[id]);
+      const fewProbs = unpack(probs, Float32Array).slice((i - 1) * k, i * k);
+      return {
+        loss: unpackedLosses[i - 1],
+        rank: unpack(ranks, Uint32Array)[i - 1],
+        likeliest: few.map((name, j) => [name, fewProbs[j]]),
+      };
+    },
+  };
 }
 
 /** Returns the weights of a head as a function of row and column, from 0 to 1. */
-function weightsOf(call, head) {
-  const values = unpack(call.heads[head], Uint8Array);
-  if (!call.causal) return (row, column) => values[row * (n - 1) + column] / 255;
+function weightsOf(values, causal, T) {
+  if (!causal) return (row, column) => values[row * T + column] / 255;
   return (row, column) => (column > row ? 0 : values[row * (row + 1) / 2 + column] / 255);
 }
 
+/** Returns the mean of the losses that count. It is computed here, because JSON has no NaN. */
+function meanOf({ losses }) {
+  const counted = countedTokens();
+  return counted.reduce((sum, i) => sum + losses[i - 1], 0) / counted.length;
+}
+
 /** Returns [column, weight] of the token that a row looks at most. */
-function largestOf(weights, row) {
+function largestOf(weights, row, T) {
   let best = 0;
-  for (let column = 1; column < n - 1; column++) {
+  for (let column = 1; column < T; column++) {
     if (weights(row, column) > weights(row, best)) best = column;
   }
   return [best, weights(row, best)];
@@ -98,7 +125,7 @@ function tokenOf(text) {
 
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
 const percent = (p) => (p && p < 0.0005 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
-const nameOf = (i) => data.tokens[i] || "·";  // a byte that continues a character
+const nameOf = (i) => shown.tokens[i] || "·";  // a byte that continues a character
 
 /** Makes a table. rows: lists of texts, numbers as texts, or elements. */
 function makeTable(titles, rows) {
@@ -120,35 +147,45 @@ function makeTable(titles, rows) {
 /** Makes a text in which a token can be chosen. */
 function makeText(label) {
   const element = make("div", { className: "text", role: "listbox", tabindex: "0", "aria-label": label });
-  data.tokens.forEach((text, i) => {
-    const span = make("span", { text: onOneLine(text || "·"), role: "option" });
-    if (!text) span.className = "part";
-    if (i === 0) span.className = "special";
-    if (data.counted && data.counted[i]) span.classList.add("counted");
-    span.addEventListener("pointerenter", () => drawCard(i));
-    span.addEventListener("click", () => choose({ token: i }));
-    // The line ends after the span, because the frame of a chosen token is on one line only.
-    element.append(span, "\n".repeat(text.split("\n").length - 1));
-  });
   // Until a text is used, the card stays below it, and does not cover it on a small screen.
   for (const use of ["pointerenter", "focus"]) {
     element.addEventListener(use, () => byId("card").classList.add("sticky"));
   }
   element.addEventListener("pointerleave", () => drawCard(state.token));
   element.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -n, End: n }[event.key];
+    const last = shown.tokens.length - 1;
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -last, End: last }[event.key];
     if (!step) return;
     event.preventDefault();
-    choose({ token: Math.max(0, Math.min(n - 1, state.token + step)) });
-    element.children[state.token].scrollIntoView({ block: "nearest" });
+    choose({ token: Math.max(0, Math.min(last, state.token + step)) });
+    spansOf(element)[state.token].scrollIntoView({ block: "nearest" });
   });
   texts.push(element);
   return element;
 }
 
+/** Fills all texts with the tokens that are shown. */
+function fillTexts() {
+  for (const element of texts) {
+    const parts = shown.tokens.flatMap((text, i) => {
+      const span = make("span", { text: onOneLine(text || "·"), role: "option" });
+      if (!text) span.className = "part";
+      if (i === 0) span.className = "special";
+      if (shown.counted && shown.counted[i]) span.classList.add("counted");
+      span.addEventListener("pointerenter", () => drawCard(i));
+      span.addEventListener("click", () => choose({ token: i }));
+      // The line ends after the span, because the frame of a chosen token is on one line only.
+      return [span, "\n".repeat(text.split("\n").length - 1)];
+    });
+    element.replaceChildren(...parts);
+  }
+}
+
+const spansOf = (element) => Array.from(element.children);
+
 /** Colours a text. weightOf(i): from -1 to 1, below 0 in the other colour. */
 function colour(element, weightOf) {
-  Array.from(element.children).forEach((span, i) => {
+  spansOf(element).forEach((span, i) => {
     const weight = Math.max(-1, Math.min(1, weightOf(i) || 0));
     span.style.setProperty("--weight", `${Math.round(100 * Math.abs(weight))}%`);
     span.classList.toggle("less", weight < 0);
@@ -159,15 +196,15 @@ function colour(element, weightOf) {
 
 /** Two runs stand side by side, each below its name. makeOne(look, number of the run). */
 function sides(makeOne) {
-  return looks().map((look, run) => {
+  return shown.looks.map((look, run) => {
     const title = data.runs.length > 1 ? [make("h3", { text: names[run] })] : [];
     return make("div", { className: "side" }, [...title, makeOne(look, run)]);
   });
 }
 
 function drawFacts() {
-  const what = `${counted.length} tokens${data.counted ? " of the responses" : ""}`;
-  const rows = looks().map((look, run) => {
+  const what = `${countedTokens().length} tokens${shown.counted ? " of the responses" : ""}`;
+  const rows = shown.looks.map((look, run) => {
     const mean = meanOf(look.prediction);
     return make("p", {
       text: `${data.runs[run]}: ${look.facts}. `
@@ -187,8 +224,8 @@ function drawSnapshot() {
 }
 
 function drawLosses() {
-  looks().forEach((look, run) => {
-    const losses = lossesOf(look.prediction);
+  shown.looks.forEach((look, run) => {
+    const { losses } = look.prediction;
     colour(texts[run], (i) => (isCounted(i) ? losses[i - 1] / GUESS : 0));
   });
 }
@@ -202,14 +239,17 @@ function listLikeliest(likeliest) {
 /** Shows what the models predict for token i. */
 function drawCard(i) {
   const title = make("div", {}, [`token ${i} `, tokenOf(nameOf(i))]);
-  if (!data.tokens[i]) title.append(" belongs to ", tokenOf(data.tokens.slice(0, i).findLast(Boolean)));
+  if (!shown.tokens[i]) {
+    title.append(" belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)));
+  }
   if (i === 0) {
     byId("card").replaceChildren(title, "It stands before the text, and is not predicted.");
     return;
   }
   const parts = sides((look) => {
-    const { loss, rank, likeliest } = predictionAt(look.prediction, i);
-    const line = `loss ${loss.toFixed(4)} · probability ${percent(Math.exp(-loss))} · rank ${rank}`;
+    const { loss, wholeLoss, rank, likeliest } = look.prediction.at(i);
+    const before = wholeLoss === undefined ? "" : ` (with all parts on: ${wholeLoss.toFixed(4)})`;
+    const line = `loss ${loss.toFixed(4)}${before} · probability ${percent(Math.exp(-loss))} · rank ${rank}`;
     return make("div", {}, [make("div", { text: line }), listLikeliest(likeliest)]);
   });
   byId("card").replaceChildren(title, make("div", { className: "sides" }, parts));
@@ -232,9 +272,9 @@ function drawBlocks() {
 
 function rowOfBlock(block) {
   if (block.fault) return [block.name, `not shown: ${block.fault}`];
-  const { loss, likeliest } = predictionAt(block.prediction, state.token);
+  const { loss, likeliest } = block.prediction.at(state.token);
   const mean = meanOf(block.prediction);
-  const norm = unpack(block.norms, Float32Array)[state.token - 1];
+  const norm = block.norms[state.token - 1];
   const numbers = [percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(2), norm.toFixed(2)];
   return [block.name, listLikeliest(likeliest), ...numbers];
 }
@@ -254,7 +294,7 @@ function drawAttention() {
         part.append(make("p", { className: "note", text: `${title}: not shown, because ${call.fault}.` }));
         return;
       }
-      const buttons = call.heads.map((_, head) => makeHead(call, [run, c, head]));
+      const buttons = call.heads.map((_, head) => makeHead(look, call, [run, c, head]));
       part.append(make("div", { className: "quiet", text: title }));
       part.append(make("div", { className: "heads" }, buttons));
     });
@@ -262,32 +302,31 @@ function drawAttention() {
   }));
 }
 
-function makeHead(call, place) {
+function makeHead({ T }, call, place) {
   const head = place[2];
-  const weights = weightsOf(call, head);
+  const weights = call.heads[head];
   const button = make("button", { "aria-label": `block ${call.block}, head ${head + 1}` });
   const seen = make("div");
-  button.append(drawMatrix(weights, 96, -1), `head ${head + 1}`, seen);
+  button.append(drawMatrix(weights, T, 96, -1), `head ${head + 1}`, seen);
   button.addEventListener("click", () => choose({ head: place }));
-  heads.push({ button, seen, weights, place });
+  heads.push({ button, seen, weights, place, T });
   return button;
 }
 
 /** Writes below each head the token that the chosen one looks at most, and marks the chosen head. */
 function markHeads() {
-  for (const { button, seen, weights, place } of heads) {
+  for (const { button, seen, weights, place, T } of heads) {
     button.setAttribute("aria-pressed", String(`${place}` === `${state.head}`));
     seen.replaceChildren("–");
-    if (state.token < n - 1) {
-      const [column, weight] = largestOf(weights, state.token);
+    if (state.token < T) {
+      const [column, weight] = largestOf(weights, state.token, T);
       seen.replaceChildren(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
     }
   }
 }
 
 /** Draws the weights of a head. A pixel of a smaller picture is the largest weight in its square. */
-function drawMatrix(weights, largest, chosen) {
-  const T = n - 1;
+function drawMatrix(weights, T, largest, chosen) {
   const size = Math.min(T, largest);
   const canvas = make("canvas", { width: size, height: size, "aria-hidden": "true" });
   const [ink, frame] = ["color", "outline-color"].map((name) => rgbOf(name));
@@ -312,26 +351,27 @@ function rgbOf(name) {
 /** Shows the chosen head: the text coloured by its weights, and its picture. */
 function drawHead() {
   const [run, c, head] = state.head;
-  const call = looks()[run]?.calls?.[c];
+  const call = shown.looks[run]?.calls?.[c];
   const isShown = Boolean(call?.heads?.[head]);
   byId("head").hidden = !isShown;
   if (!isShown) return;
-  const weights = weightsOf(call, head);
+  const weights = call.heads[head];
+  const { T } = shown.looks[run];
   const name = `${data.runs.length > 1 ? `${names[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
-  const isLast = state.token === n - 1;
+  const isLast = state.token >= T;
   headText.title.textContent = name;
   headText.line.replaceChildren(...(isLast
     ? ["The last token is only predicted. The model does not read it, so it looks nowhere."]
     : [`From token ${state.token}, where token ${state.token + 1} is predicted, the weights are: `,
-      ...describeRow(weights)]));
+      ...describeRow(weights, T)]));
   // The square root shows small weights, too.
-  colour(headText.text, (i) => (isLast || i === n - 1 ? 0 : Math.sqrt(weights(state.token, i))));
-  headText.picture.replaceChildren(drawMatrix(weights, 512, state.token));
+  colour(headText.text, (i) => (isLast || i >= T ? 0 : Math.sqrt(weights(state.token, i))));
+  headText.picture.replaceChildren(drawMatrix(weights, T, 512, state.token));
 }
 
 /** Makes a list of the largest weights of the chosen token. */
-function describeRow(weights) {
-  const columns = Array.from({ length: n - 1 }, (_, column) => [weights(state.token, column), column]);
+function describeRow(weights, T) {
+  const columns = Array.from({ length: T }, (_, column) => [weights(state.token, column), column]);
   columns.sort((a, b) => b[0] - a[0]);
   const shown = columns.slice(0, 5).filter(([weight]) => weight > 0);
   return shown.map(([weight, i]) =>
@@ -341,7 +381,8 @@ function describeRow(weights) {
 /** Shows where the two runs differ. */
 function drawDifference() {
   if (data.runs.length < 2) return;
-  const [a, b] = looks().map((look) => lossesOf(look.prediction));
+  const [a, b] = shown.looks.map((look) => look.prediction.losses);
+  const counted = countedTokens();
   const differences = Array.from(b, (loss, i) => loss - a[i]);
   const sum = counted.reduce((x, i) => x + differences[i - 1], 0);
   byId("sum").textContent = `Loss of ${names[1]} minus loss of ${names[0]}: `
@@ -358,8 +399,8 @@ function drawDifference() {
 
 /** Makes a button with a token and its context, which chooses the token. */
 function contextOf(i) {
-  const before = onOneLine(data.tokens.slice(Math.max(1, i - 16), i).join("")).slice(-16);
-  const after = onOneLine(data.tokens.slice(i + 1, i + 17).join("")).slice(0, 16);
+  const before = onOneLine(shown.tokens.slice(Math.max(1, i - 16), i).join("")).slice(-16);
+  const after = onOneLine(shown.tokens.slice(i + 1, i + 17).join("")).slice(0, 16);
   const parts = [make("span", { className: "before", text: before }), tokenOf(nameOf(i)), after];
   const button = make("button", {}, parts);
   button.addEventListener("click", () => choose({ token: i }));
@@ -367,7 +408,7 @@ function contextOf(i) {
 }
 
 function drawChecks() {
-  const errors = looks().filter((look) => look.error !== null).map((look) => look.error.toExponential(1));
+  const errors = shown.looks.filter((look) => look.error !== null).map((look) => look.error.toExponential(1));
   const checked = errors.length
     ? "Attention is what F.scaled_dot_product_attention was given: for each head that is shown, "
       + `softmax(qkᵀ)·v was compared with its result. The largest difference is ${errors.join(" and ")}, `
@@ -376,21 +417,109 @@ function drawChecks() {
   byId("checks").textContent = `Losses are in nats, and probabilities are those of the model. ${checked}`;
 }
 
+// ---- arcs --------------------------------------------------------------------------------------
+
+const MOST_ARCS = 8;
+const LEAST_WEIGHT = 0.05;
+const ARC_COLOURS = 8;  // of page.css
+
+/** Makes an element of a picture. */
+function makeSvg(tag, attributes, text = "") {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(text);
+  return element;
+}
+
+/** Makes a text with arcs above it, and a list of them below. */
+function makeTextWithArcs(label) {
+  const element = makeText(label);
+  const svg = makeSvg("svg", { "aria-hidden": "true" });
+  const list = make("div", { className: "looks" });
+  arcs.push({ element, svg, list });
+  new ResizeObserver(drawArcs).observe(element);
+  return make("div", {}, [make("div", { className: "arcs" }, [element, svg]), list]);
+}
+
+/** Returns the largest weights of the chosen token, of all heads of a run, the largest first. */
+function findArcs({ calls, T }, run) {
+  const found = [];
+  let number = 0;  // of the head among all heads, which gives its colour
+  for (const [c, call] of (calls ?? []).entries()) {
+    for (const [head, weights] of (call.heads ?? []).entries()) {
+      for (let column = 0; column < T; column++) {
+        const weight = weights(state.token, column);
+        if (weight < LEAST_WEIGHT) continue;
+        const name = `block ${call.block}, head ${head + 1}`;
+        found.push({ place: [run, c, head], name, column, weight, colour: number % ARC_COLOURS });
+      }
+      number += 1;
+    }
+  }
+  return found.sort((a, b) => b.weight - a.weight).slice(0, MOST_ARCS);
+}
+
+/** Draws arcs from the chosen token to the tokens that it looks at. */
+function drawArcs() {
+  for (const [run, { element, svg, list }] of arcs.entries()) {
+    const look = shown.looks[run];
+    const isRead = state.token < look.T;
+    const found = isRead ? findArcs(look, run) : [];
+    const spans = spansOf(element);
+    const paths = found.map((arc, i) => makeArc(arc, i, spans, svg.getBoundingClientRect()));
+    svg.replaceChildren(...paths.flat());
+    const title = isRead
+      ? [`token ${state.token} `, tokenOf(nameOf(state.token)), " looks at"]
+      : ["The model does not read the last token, so it looks nowhere."];
+    list.hidden = !look.calls;
+    const buttons = found.map((arc, i) => makeArcButton(arc, paths[i]));
+    list.replaceChildren(make("span", {}, title), ...buttons);
+  }
+}
+
+/** Makes the path of an arc, and its number -> two elements. box: the place of the picture. */
+function makeArc({ column, weight, colour }, i, spans, box) {
+  const [x1, y1, x2, y2] = [state.token, column].flatMap((token) => {
+    const { left, width, top } = spans[token].getClientRects()[0];
+    return [left + width / 2 - box.left, top - box.top];
+  });
+  const height = Math.min(40, 12 + Math.abs(x1 - x2) / 5) + 2 * i;
+  const turn = column === state.token ? 12 : 0;  // a token that looks at itself has a loop
+  const d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - height}, ${x2 - turn} ${y2 - height}, ${x2} ${y2}`;
+  const path = makeSvg("path", { d, class: `arc${colour}`, "stroke-width": 1 + 3 * weight });
+  const number = makeSvg("text", { x: x2, y: y2 + 2 - 9 * (i % 2) }, String(i + 1));
+  return [path, number];
+}
+
+/** Makes a line of the list of arcs. A click chooses the head, and the pointer shows the arc. */
+function makeArcButton({ place, name, column, weight, colour }, [path]) {
+  const sample = makeSvg("svg", { viewBox: "0 0 20 6", width: 20, height: 6 });
+  sample.append(makeSvg("path", { d: "M 0 3 H 20", class: `arc${colour}`, "stroke-width": 1 + 3 * weight }));
+  const parts = [sample, ` ${weight.toFixed(2)} `, tokenOf(nameOf(column)), ` ${name}`];
+  const button = make("button", { title: `token ${column}` }, parts);
+  button.addEventListener("click", () => choose({ head: place }));
+  button.addEventListener("pointerenter", () => path.classList.add("pointed"));
+  button.addEventListener("pointerleave", () => path.classList.remove("pointed"));
+  return button;
+}
+
 // ---- what is chosen ----------------------------------------------------------------------------
 
 function drawToken() {
   for (const element of texts) {
-    Array.from(element.children).forEach((span, i) => {
-      span.setAttribute("aria-selected", String(i === state.token));
-    });
+    spansOf(element).forEach((span, i) => span.setAttribute("aria-selected", String(i === state.token)));
   }
   drawCard(state.token);
+  drawArcs();
   drawBlocks();
   markHeads();
   drawHead();
 }
 
 function drawAll() {
+  shown = play && state.snapshot === LAST ? play.shown() : recorded(data.snapshots[state.snapshot]);
+  state.token = Math.min(state.token, shown.tokens.length - 1);
+  fillTexts();
   drawFacts();
   drawSnapshot();
   drawLosses();
@@ -398,6 +527,7 @@ function drawAll() {
   drawAttention();
   drawToken();
   drawChecks();
+  if (play) drawPlay();
 }
 
 /** Chooses a token, a snapshot or a head. The address follows. */
@@ -415,20 +545,21 @@ function readAddress() {
   const token = Number(address.get("token") ?? NaN);
   const snapshot = Number(address.get("snapshot") ?? NaN);
   const head = (address.get("head") ?? "").split(".").map(Number);
-  if (Number.isInteger(token) && token >= 0 && token < n) state.token = token;
+  if (Number.isInteger(token) && token >= 0 && token < shown.tokens.length) state.token = token;
   if (data.snapshots[snapshot]) state.snapshot = snapshot;
   if (head.length === 3 && head.every(Number.isInteger)) state.head = head;
 }
 
+shown = recorded(data.snapshots[LAST]);
 readAddress();
-byId("texts").append(...sides((look, run) => makeText(`the text, losses of ${names[run]}`)));
+byId("texts").append(...sides((look, run) => makeTextWithArcs(`the text, losses of ${names[run]}`)));
 const differenceText = makeText("the text, differences");
 byId("differences").append(differenceText);
 const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };
 byId("head").append(headText.title, headText.line, headText.text, headText.picture);
 byId("compare").hidden = data.runs.length < 2;
 byId("outlined").hidden = !data.counted;
-byId("slider").max = data.snapshots.length - 1;
+byId("slider").max = LAST;
 byId("snapshots").hidden = data.snapshots.length < 2;
 byId("slider").addEventListener("input", (event) => choose({ snapshot: Number(event.target.value) }));
 byId("guess").textContent = `${GUESS.toFixed(2)}: a guess among ${data.vocabulary} tokens`;
@@ -436,4 +567,3 @@ byId("first").textContent = `${names[1]} is better by ${WIDEST} nats`;
 byId("second").textContent = `${names[0]} is better by ${WIDEST} nats`;
 addEventListener("hashchange", () => { readAddress(); drawAll(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-drawAll();

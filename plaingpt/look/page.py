@@ -1,7 +1,8 @@
 """Writes records of a text into one HTML file, which needs no network and no other file.
 
-page.html has the parts of the page, page.css their look, and page.js draws the numbers. Arrays are
-stored as base64: losses in float32, and attention in 8 bits, since the eye needs no more.
+page.html has the parts of the page, page.css their look, and page.js draws the numbers. With the
+weights of a small model, gpt.js computes them for a text that the reader types. Arrays are stored
+as base64: losses and weights in float32, and attention in 8 bits, since the eye needs no more.
 """
 
 import base64
@@ -17,6 +18,7 @@ import numpy as np
 
 # A page has so many bytes of attention at most, or the attention of the last snapshot only.
 LIMIT = 2**24
+SCRIPTS = ("gpt.js", "live.js", "page.js", "play.js")  # in the order in which they run
 
 
 def split_text(ids, tokenizer):
@@ -104,11 +106,11 @@ class Text:
         return float(losses.mean(dtype=np.float64))
 
 
-def build_page(text, snapshots, runs, tokenizer):
+def build_page(text, snapshots, runs, tokenizer, live):
     """Returns the HTML file, as bytes.
 
     text: a Text. snapshots: list of Snapshots. runs: names of the runs, one or two. tokenizer: that
-    of the ids.
+    of the ids. live: what pack_model returns, or {"why": the reason that the page has no model}.
     """
     n_bytes = sum(size_of_calls(look.record) for snapshot in snapshots for look in snapshot.looks)
     packed = []
@@ -119,20 +121,22 @@ def build_page(text, snapshots, runs, tokenizer):
     data = dict(
         runs=runs,
         note=text.note,
+        ids=text.ids,
         tokens=split_text(text.ids, tokenizer),
         counted=text.counted,
         names={i: name_token(i, tokenizer) for i in find_ids(text, snapshots)},
         vocabulary=tokenizer.n_vocab,
         snapshots=packed,
+        live=live,
     )
     return fill_template(" · ".join(runs), data)
 
 
 def fill_template(title, data):
-    """Puts the style, the script, the title and the data into page.html -> bytes."""
-    parts = {name: read_part(name) for name in ("page.html", "page.css", "page.js")}
-    page = parts["page.html"].replace("{{title}}", html.escape(title))
-    page = page.replace("{{style}}", parts["page.css"]).replace("{{script}}", parts["page.js"])
+    """Puts the style, the scripts, the title and the data into page.html -> bytes."""
+    script = "\n".join(map(read_part, SCRIPTS))
+    page = read_part("page.html").replace("{{title}}", html.escape(title))
+    page = page.replace("{{style}}", read_part("page.css")).replace("{{script}}", script)
     # Without "<", no text can end the element <script>. JSON reads the escape as "<". The data come
     # last, because a text may have any of these marks.
     written = json.dumps(data, allow_nan=False).replace("<", r"\u003c")

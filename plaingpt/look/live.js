@@ -1,0 +1,115 @@
+// What a live page computes: it reads a text of bytes with the GPT of gpt.js, and draws next tokens.
+
+const ALL_ON = new Set();  // no part of the model is omitted
+const TOLERANCE = 1e-4;  // relative to a loss above 1; float32 differs by less than 1e-5
+
+// ---- bytes -------------------------------------------------------------------------------------
+
+const encode = (text) => Array.from(new TextEncoder().encode(text));
+
+function decode(ids) {
+  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(ids.filter((id) => id < 256)));
+}
+
+/** Ids -> the text of each token. A character of several bytes is the text of its first byte. */
+function splitText(ids) {
+  const texts = [];
+  while (texts.length < ids.length) {
+    const first = ids[texts.length];
+    const length = first < 0xc0 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    const text = decode(ids.slice(texts.length, texts.length + length));
+    const isCharacter = [...text].length === 1 && text !== "\ufffd";
+    texts.push(isCharacter ? text : "\ufffd");
+    if (isCharacter) texts.push(...Array(length - 1).fill(""));
+  }
+  return texts;
+}
+
+/** The name of one byte. A byte that is no character is shown like <E4>. */
+function nameOfByte(id) {
+  if (id < 128) return String.fromCharCode(id);
+  return id < 256 ? `<${id.toString(16).toUpperCase()}>` : `<${id}>`;
+}
+
+// ---- the model ---------------------------------------------------------------------------------
+
+/** What a GPT makes of a text. A text that begins as the one before is read from there on. */
+class Reading {
+  /** off: a Set of the parts that are omitted, as in GPT.hidden. */
+  constructor(gpt, off) {
+    Object.assign(this, { gpt, off, ids: [] });
+    this.caches = gpt.h.map(() => new KVCache(gpt.config));
+    // For the embedding and each block: a list of the rows of all positions.
+    this.streams = [[], ...gpt.h.map(() => [])];  // rows (C)
+    this.logits = [[], ...gpt.h.map(() => [])];  // rows (vocab_size), as if the model ended there
+  }
+
+  /** Reads ids, at most block_size of them: a last one more is only predicted. */
+  read(ids) {
+    const { n_embd, block_size } = this.gpt.config;
+    const T = Math.min(ids.length, block_size);
+    let start = 0;  // position of the first id that is not in the caches
+    while (start < T && start < this.streams[0].length && ids[start] === this.ids[start]) start++;
+    for (const rows of [...this.streams, ...this.logits]) rows.length = start;
+    for (const cache of this.caches) cache.weights.forEach((rows) => rows.splice(start));
+    if (start < T) {
+      this.gpt.hidden(ids.slice(start, T), start, this.caches, this.off).forEach((x, i) => {
+        const logits = this.gpt.logits(x);  // (T - start, vocab_size)
+        this.streams[i].push(...splitRows(x, n_embd));
+        this.logits[i].push(...splitRows(logits, logits.length / (T - start)));
+      });
+    }
+    this.ids = ids;
+  }
+
+  /** The losses of the ids after the first one, from the logits after a block or the embedding. */
+  losses(logits = this.logits.at(-1)) {
+    return Float32Array.from(this.ids.slice(1), (id, t) => crossEntropy(logits[t], id));
+  }
+
+  /** The logits of the next id, (vocab_size); undefined if the context is full. */
+  next() {
+    return this.logits.at(-1)[this.ids.length - 1];
+  }
+}
+
+function splitRows(x, size) {
+  return Array.from({ length: x.length / size }, (_, t) => x.subarray(t * size, (t + 1) * size));
+}
+
+/** The probabilities of the next id, as sample() in plaingpt/ops/sampling.py: (vocab_size). */
+function probabilities(logits, temperature, topK) {
+  const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]);
+  if (temperature === 0) return Float32Array.from(logits, (_, id) => Number(id === order[0]));
+  const least = logits[order[Math.min(topK || Infinity, logits.length) - 1]];
+  return softmax(logits.map((logit) => (logit < least ? -Infinity : logit / temperature)));
+}
+
+/** Draws an id. */
+function draw(probs) {
+  let rest = Math.random() * probs.reduce((a, b) => a + b, 0);
+  const id = probs.findIndex((p) => (rest -= p) < 0);
+  return id < 0 ? probs.indexOf(Math.max(...probs)) : id;
+}
+
+/** Compares the losses of this page with PyTorch's -> {difference: of the losses, worst: relative}.
+ *
+ * The hidden states are also multiplied by 30, because a soft-cap shows only in large logits. */
+function compare(gpt, checks) {
+  let [difference, worst] = [0, 0];
+  for (const { ids, losses } of checks) {
+    const reading = new Reading(gpt, ALL_ON);
+    reading.read(ids);
+    const rows = reading.streams.at(-1).slice(0, ids.length - 1);
+    for (const [factor, expected] of Object.entries(losses)) {
+      rows.forEach((row, t) => {
+        const x = gpt.ln_f.forward(row).map((value) => value * factor);  // (C)
+        const loss = crossEntropy(gpt.lm_head.forward(x), ids[t + 1]);
+        const error = Math.abs(loss - expected[t]);
+        if (factor === "1") difference = Math.max(difference, error);
+        worst = Math.max(worst, error / Math.max(1, expected[t]));
+      });
+    }
+  }
+  return { difference, worst };
+}

@@ -1,0 +1,490 @@
+// What a reader does with a live page: types, lets the model write, switches parts off, and solves
+// riddles. live.js computes, and page.js draws what depends on the text.
+
+const BARS = 8;  // next tokens that are shown
+
+// ---- the text ----------------------------------------------------------------------------------
+
+/** The text of the reader, and what the model makes of it, as a whole and with parts switched off. */
+class Play {
+  constructor(gpt, ids) {
+    Object.assign(this, { gpt, ids, start: 0, off: new Set() });
+    this.whole = new Reading(gpt, ALL_ON);
+    this.part = this.whole;  // with the parts in `off` omitted
+    this.read();
+  }
+
+  /** The ids that the model reads: if the text is longer than the context, the last ones. */
+  window() {
+    return this.ids.slice(this.start);
+  }
+
+  read() {
+    this.whole.read(this.window());
+    this.part.read(this.window());
+  }
+
+  /** Takes another text, as ids with the end of text first. */
+  set(ids) {
+    const { block_size } = this.gpt.config;
+    // The last id is only predicted, so one more than block_size fits.
+    this.start = ids.length > block_size + 1 ? ids.length - block_size : 0;
+    this.ids = ids;
+    this.read();
+  }
+
+  /** Appends an id, as generate.py: the context has the last block_size ids. */
+  append(id) {
+    this.ids = [...this.ids, id];
+    this.start = Math.max(0, this.ids.length - this.gpt.config.block_size);
+    this.read();
+  }
+
+  /** The logits of the next id, (vocab_size). A context that is full loses its first id. */
+  next() {
+    if (!this.part.next()) {
+      this.start += 1;
+      this.read();
+    }
+    return this.part.next();
+  }
+
+  switchOff(off) {
+    this.off = off;
+    this.part = off.size ? new Reading(this.gpt, off) : this.whole;
+    this.read();
+  }
+
+  /** What page.js draws. The numbers of pairs count only as long as their text is unchanged. */
+  shown() {
+    const isFirst = String(this.ids) === String(data.ids);
+    return {
+      tokens: splitText(this.window()),
+      counted: isFirst ? data.counted : null,
+      looks: [liveLook(this.part, this.whole)],
+    };
+  }
+}
+
+/** What a model makes of a text now, as unpackLook in page.js. whole: with all parts on. */
+function liveLook(reading, whole) {
+  const { off, streams, caches, ids } = reading;
+  const T = streams[0].length;
+  const wholeLosses = whole.losses();
+  const predictions = reading.logits.map((logits) => {
+    const losses = reading.losses(logits);
+    const at = (i) => {
+      const wholeLoss = off.size ? wholeLosses[i - 1] : undefined;
+      return { loss: losses[i - 1], wholeLoss, ...predict(logits[i - 1], ids[i]) };
+    };
+    return { losses, at };
+  });
+  const blocks = predictions.map((prediction, i) => ({
+    name: i ? `block ${i}` : "embedding",
+    prediction,
+    norms: streams[i].map((row) => Math.hypot(...row)),
+  }));
+  const calls = caches.map(({ weights }, i) => {
+    if (off.has(`h.${i}`)) return { block: i + 1, fault: "the block is switched off" };
+    const heads = weights.map((rows) => (row, column) => rows[row][column] ?? 0);
+    return { block: i + 1, heads };
+  });
+  const { facts, sample } = data.snapshots[LAST].looks[0];
+  return { facts, sample, T, prediction: predictions.at(-1), blocks, calls, error: null };
+}
+
+/** Returns the rank of an id, and the likeliest ids with their probabilities. */
+function predict(logits, id) {
+  const probs = softmax(logits);
+  const order = Array.from(probs.keys()).sort((a, b) => logits[b] - logits[a]);
+  const rank = 1 + logits.filter((logit) => logit > logits[id]).length;
+  return { rank, likeliest: order.slice(0, 5).map((i) => [nameOfByte(i), probs[i]]) };
+}
+
+// ---- typing and writing ------------------------------------------------------------------------
+
+const typed = byId("typed");
+let timer = null;  // while the model writes
+
+const textOf = (ids) => decode(ids.slice(1));  // without the end of text that stands first
+
+/** Reads what is typed. The token before the cursor is chosen. */
+function type() {
+  play.set([data.ids[0], ...encode(typed.value)]);
+  state.token = tokenAtCursor();
+  drawAll();
+}
+
+function tokenAtCursor() {
+  const n = encode(typed.value.slice(0, typed.selectionStart)).length;
+  return Math.max(0, Math.min(n, play.ids.length - 1) - play.start);
+}
+
+/** Appends a token, which is chosen. */
+function appendToken(id) {
+  play.append(id);
+  typed.value = textOf(play.ids);
+  typed.scrollTop = typed.scrollHeight;
+  state.token = play.window().length - 1;
+  drawAll();
+}
+
+/** Returns the probabilities of the next token at the chosen temperature and top-k. */
+function nextProbabilities(logits) {
+  return probabilities(logits, Number(byId("temperature").value), Number(byId("top_k").value));
+}
+
+function writeToken() {
+  appendToken(draw(nextProbabilities(play.next())));
+  timer = setTimeout(writeToken, 30);  // ms: a person can follow
+}
+
+function stopWriting() {
+  clearTimeout(timer);
+  timer = null;
+  byId("write").textContent = "write";
+}
+
+function startWriting() {
+  byId("write").textContent = "stop";
+  writeToken();
+}
+
+/** Draws the likeliest next tokens as bars. The buttons stay, so that the focus stays. */
+function drawNext() {
+  const logits = play.part.next();
+  byId("full").hidden = Boolean(logits);
+  byId("next").hidden = !logits;
+  byId("degree").textContent = Number(byId("temperature").value).toFixed(2);
+  if (!logits) return;
+  const probs = nextProbabilities(logits);
+  const order = Array.from(probs.keys()).sort((a, b) => probs[b] - probs[a] || logits[b] - logits[a]);
+  for (const [i, button] of Array.from(byId("next").children).entries()) {
+    const id = order[i];
+    button.dataset.id = id;
+    button.style.setProperty("--p", `${100 * probs[id]}%`);
+    const bar = make("span", { className: "bar" });
+    button.replaceChildren(tokenOf(nameOfByte(id)), bar, make("span", { text: percent(probs[id]) }));
+    button.disabled = probs[id] === 0;
+  }
+}
+
+// ---- switches ----------------------------------------------------------------------------------
+
+/** Returns the rows of the path of a text through the model: lists of [part, label, switch]. */
+function pathRows({ n_layer, n_head }) {
+  const rows = [[["wte", "tokens"], ["wpe", "positions", "wpe"]]];
+  for (let i = 0; i < n_layer; i++) {
+    const heads = Array.from({ length: n_head }, (_, head) => ["head", `head ${head + 1}`, `h.${i}.attn.${head}`]);
+    rows.push([
+      ["block", `block ${i + 1}`, `h.${i}`],
+      ["ln_1", "ln_1"], ["c_attn", "c_attn"], ...heads, ["attn.c_proj", "c_proj"],
+      ["ln_2", "ln_2"], ["mlp", "MLP", `h.${i}.mlp`],
+      ["c_fc", "c_fc"], ["gelu", "gelu"], ["mlp.c_proj", "c_proj"],
+    ]);
+  }
+  rows.push([["ln_f", "ln_f"], ["lm_head", "lm_head"], ["loss", "loss"]]);
+  return rows;
+}
+
+/** Returns the shapes of what a part reads and returns, as in model.py. */
+function shapesOf(part, T) {
+  const { n_head, n_embd: C } = data.live.config;
+  const V = play.gpt.lm_head.n_out;
+  const x = `(1, ${T}, ${C})`;
+  const shapes = {
+    wte: [`(1, ${T})`, x],
+    wpe: [`(1, ${T})`, x],
+    c_attn: [x, `(1, ${T}, ${3 * C})`],
+    head: [`q, k, v of all heads (1, ${n_head}, ${T}, ${C / n_head}), weights (1, ${n_head}, ${T}, ${T})`,
+      `(1, ${n_head}, ${T}, ${C / n_head})`],
+    c_fc: [x, `(1, ${T}, ${4 * C})`],
+    gelu: [`(1, ${T}, ${4 * C})`, `(1, ${T}, ${4 * C})`],
+    "mlp.c_proj": [`(1, ${T}, ${4 * C})`, x],
+    lm_head: [x, `(1, ${T}, ${V})`],
+    loss: [`(1, ${T}, ${V}), and the right tokens (1, ${T})`, "one number"],
+  };
+  return shapes[part] ?? [x, x];
+}
+
+/** Shows the shapes of a part, and the line of model.py that computes it. */
+function drawPart(part, label) {
+  const [before, after] = shapesOf(part, shown.looks[0].T);
+  const [number, line] = data.live.lines[part] ?? [];
+  const code = line ? [make("code", { text: line }), ` model.py, line ${number}`] : [];
+  byId("part").replaceChildren(make("b", { text: label }), ` ${before} → ${after} `, make("br"), ...code);
+}
+
+/** Makes the path: a button for each part that can be switched off, and a word for the others. */
+function makePath() {
+  for (const row of pathRows(data.live.config)) {
+    const parts = row.map(([part, label, name]) => {
+      const element = name
+        ? make("button", { text: label, role: "switch", "data-part": name })
+        : make("span", { text: label, tabindex: "0" });
+      for (const event of ["pointerenter", "focus"]) {
+        element.addEventListener(event, () => drawPart(part, label));
+      }
+      if (name) element.addEventListener("click", () => toggle(name));
+      return element;
+    });
+    byId("path").append(make("div", {}, parts));
+  }
+}
+
+/** Switches a part off or on. */
+function toggle(name) {
+  const off = new Set(play.off);
+  if (!off.delete(name)) off.add(name);
+  play.switchOff(off);
+  drawAll();
+}
+
+/** The name of a part for a reader: "h.0.attn.1" is "block 1, head 2". */
+function nameOfPart(name) {
+  if (name === "wpe") return "positions";
+  const [, block, part, head] = name.split(".");
+  const inBlock = { attn: `, head ${Number(head) + 1}`, mlp: ", MLP" }[part] ?? "";
+  return `block ${Number(block) + 1}${inBlock}`;
+}
+
+const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(4)}`;
+
+/** Shows the mean loss, and how much the parts that are off change it. */
+function drawCost() {
+  const off = Array.from(play.off, nameOfPart).join("; ");
+  const mean = meanOf({ losses: play.part.losses() });
+  const whole = meanOf({ losses: play.whole.losses() });
+  const what = play.start ? `the last ${play.window().length} tokens, the context` : "the text";
+  const change = off ? `. Without ${off}: ${mean.toFixed(4)}, which is ${signed(mean - whole)}` : "";
+  const isEmpty = countedTokens().length === 0;
+  const line = isEmpty ? "No token is predicted yet." : `Mean loss of ${what} ${whole.toFixed(4)}${change}`;
+  byId("mean").textContent = line;
+  byId("cost").textContent = off ? line : "All parts are on.";
+  byId("all_on").hidden = !off;
+  byId("restore").hidden = String(play.ids) === String(data.ids);
+  for (const button of byId("path").querySelectorAll("button")) {
+    button.setAttribute("aria-checked", String(!play.off.has(button.dataset.part)));
+  }
+}
+
+// ---- riddles -----------------------------------------------------------------------------------
+
+const HIGH_LOSS = 6;  // nats
+const SURE = 0.9;
+
+/** Returns the names of all heads, and those of all MLPs. */
+function namesOfHeads() {
+  const { n_layer, n_head } = data.live.config;
+  return Array.from({ length: n_layer * n_head }, (_, i) => `h.${Math.floor(i / n_head)}.attn.${i % n_head}`);
+}
+const namesOfBlocks = () => play.gpt.h.map((_, i) => `h.${i}`);
+const namesOfMLPs = () => play.gpt.h.map((_, i) => `h.${i}.mlp`);
+
+/** Returns the mean weight that a head gives to the token before. */
+function weightBefore(name) {
+  const [, block, , head] = name.split(".");
+  const rows = play.whole.caches[block].weights[head].slice(1);
+  return rows.reduce((sum, row, t) => sum + row[t], 0) / rows.length;
+}
+
+/** Returns how much the mean loss of the tokens `from` to `to` rises without a part. */
+function riseWithout(name, from, to) {
+  const reading = new Reading(play.gpt, new Set([name]));
+  reading.read(play.window());
+  const [without, whole] = [reading, play.whole].map((each) => each.losses().slice(from - 1, to));
+  return without.reduce((sum, loss, i) => sum + loss - whole[i], 0) / whole.length;
+}
+
+/** Returns the word that a riddle asks for, as [first, last token]: who speaks, or the longest. */
+function findWord() {
+  const text = shown.tokens.slice(1).map((token) => token || "\0").join("");
+  const words = Array.from(text.matchAll(/[\p{L}\0]+/gu)).filter((found) => found[0].length > 1);
+  const isSpeaker = ({ 0: word, index }) => text[index + word.length] === ":";
+  const found = words.find(isSpeaker) ?? words.sort((a, b) => b[0].length - a[0].length)[0];
+  return found && [found.index + 1, found.index + found[0].length];
+}
+
+/** Returns the word of findWord as a text. */
+function word() {
+  const [first, last] = findWord() ?? [1, 0];
+  return shown.tokens.slice(first, last + 1).join("");
+}
+
+/** Returns [whether the answer has the largest number of all, its number]. */
+function judge(answer, names, measure) {
+  const own = measure(answer);
+  return [names.every((name) => measure(name) <= own), own];
+}
+
+function checkHead(answer) {
+  const [isRight, weight] = judge(answer, namesOfHeads(), weightBefore);
+  const sentence = `On average, it gives the token before it a weight of ${weight.toFixed(2)}.`;
+  return [isRight, isRight ? sentence : `${sentence} Another head gives more: follow the arcs.`];
+}
+
+function checkLetter() {
+  const [first, now] = [data.ids, play.ids];
+  const changed = first.map((_, i) => i).filter((i) => first[i] !== now[i]);
+  if (first.length !== now.length || changed.length !== 1) {
+    return [false, "Replace one letter of the first text by another one, and nothing else."];
+  }
+  const losses = play.whole.losses();
+  const others = Array.from(losses.keys()).filter((t) => t + 1 !== changed[0]);
+  const t = others.reduce((a, b) => (losses[b] > losses[a] ? b : a));
+  const found = `token ${t + 1} has the largest loss of the others, ${losses[t].toFixed(2)}`;
+  if (losses[t] <= HIGH_LOSS) return [false, `Not yet: ${found}. Where is the model sure what follows?`];
+  return [true, `${found}: the model was sure of something else, and that is worse than a guess.`];
+}
+
+function checkBlock(answer) {
+  const [first, last] = findWord() ?? [];
+  if (!first) return [false, "Type a word of several letters first."];
+  const [isRight, rise] = judge(answer, namesOfBlocks(), (name) => riseWithout(name, first + 1, last));
+  const sentence = `Without it, the letters after the first lose ${signed(rise)} nats each.`;
+  return [isRight, isRight ? sentence : `${sentence} They need another block more.`];
+}
+
+function checkTemperature() {
+  const temperature = Number(byId("temperature").value);
+  const logits = play.part.next();
+  if (!logits) return [false, "The context is full: delete some of the text first."];
+  const [own, now] = [1, temperature].map((degree) => Math.max(...probabilities(logits, degree, 0)));
+  if (own >= SURE) return [false, "The model is already sure here. Type on, until it is not."];
+  if (temperature === 0) return [false, "0 is no temperature: it always takes the likeliest token."];
+  if (now < SURE) return [false, `At ${temperature}, the likeliest token has ${percent(now)}.`];
+  return [true, `At 1 it has ${percent(own)}, at ${temperature} ${percent(now)}: the logits are divided by ${temperature}, `
+    + "so their differences grow."];
+}
+
+function checkCheapest(answer) {
+  const names = [...namesOfHeads(), ...namesOfMLPs()];
+  const rise = (name) => riseWithout(name, 1, Infinity);
+  const [isRight, least] = judge(answer, names, (name) => -rise(name));
+  const sentence = `Without it, the mean loss changes by ${signed(-least)}.`;
+  return [isRight, isRight ? sentence : `${sentence} Another part costs less.`];
+}
+
+/** The riddles: question(); choices(), names of parts; check(answer): [is right, a sentence]. */
+const RIDDLES = [
+  {
+    question: () => "Which head looks at the token just before?",
+    choices: namesOfHeads,
+    check: checkHead,
+  },
+  {
+    question: () => `Replace one letter of the first text, so that the loss of another token rises above ${HIGH_LOSS}.`,
+    check: checkLetter,
+  },
+  {
+    question: () => `Which block knows how “${word()}” goes on? Switch off one block at a time, and `
+      + "watch the letters after the first.",
+    choices: namesOfBlocks,
+    check: checkBlock,
+  },
+  {
+    question: () => `With the temperature alone, give the likeliest next token at least ${100 * SURE} %.`,
+    check: checkTemperature,
+  },
+  {
+    question: () => "Which head or MLP can be omitted at the least loss?",
+    choices: () => [...namesOfHeads(), ...namesOfMLPs()],
+    check: checkCheapest,
+  },
+];
+
+/** Makes a riddle: its question, the choices if there are any, and a button that checks. */
+function makeRiddle({ choices, check }) {
+  const select = make("select", { "aria-label": "answer" });
+  for (const name of choices?.() ?? []) select.append(make("option", { text: nameOfPart(name), value: name }));
+  const button = make("button", { text: "check" });
+  const answer = make("output");
+  button.addEventListener("click", () => {
+    if (play.window().length < 3) return;
+    const [isRight, sentence] = check(select.value);
+    answer.textContent = `${isRight ? "✓ Right. " : ""}${sentence}`;
+    answer.classList.toggle("right", isRight);
+  });
+  return make("li", {}, [make("span", { className: "question" }), " ", ...(choices ? [select, " "] : []), button, " ", answer]);
+}
+
+function drawQuestions() {
+  const questions = byId("riddles").querySelectorAll(".question");
+  RIDDLES.forEach(({ question }, i) => { questions[i].textContent = question(); });
+}
+
+// ---- the start ---------------------------------------------------------------------------------
+
+/** Draws what only a live page has. page.js calls it after the rest. */
+function drawPlay() {
+  const isLive = state.snapshot === LAST;
+  for (const element of document.querySelectorAll(".play")) element.hidden = !isLive;
+  byId("live").textContent = isLive
+    ? `Live: this page computes the model. Its losses differ from PyTorch's by at most ${play.difference}.`
+    : `These numbers were stored by look.py. The page computes ${data.snapshots[LAST].name} only.`;
+  if (!isLive) {
+    stopWriting();
+    return;
+  }
+  drawCost();
+  drawNext();
+  drawQuestions();
+}
+
+/** Unpacks the model, and compares it with PyTorch -> Play, or the reason that there is none. */
+function unpackModel({ config, weights, checks, why }) {
+  if (why) return why;
+  const arrays = Object.entries(weights).map(([name, text]) => [name, unpack(text, Float32Array)]);
+  const gpt = new GPT(config, Object.fromEntries(arrays));
+  const unpacked = checks.map(({ ids, losses }) => {
+    const pairs = Object.entries(losses).map(([factor, text]) => [factor, unpack(text, Float32Array)]);
+    return { ids, losses: Object.fromEntries(pairs) };
+  });
+  const { difference, worst } = compare(gpt, unpacked);
+  if (!(worst <= TOLERANCE)) {  // also if it is NaN
+    return `its losses differ from PyTorch's by up to ${worst.toPrecision(2)}, relative: model.py was changed`;
+  }
+  const made = new Play(gpt, data.ids);
+  made.difference = difference.toExponential(0);
+  return made;
+}
+
+function startPlay() {
+  const made = unpackModel(data.live);
+  if (!(made instanceof Play)) {
+    byId("live").textContent = `This page shows numbers that look.py has stored, and does not compute the model: ${made}.`;
+    return;
+  }
+  play = made;
+  typed.value = textOf(play.ids);
+  for (let i = 0; i < BARS; i++) {
+    const button = make("button");
+    button.addEventListener("click", () => appendToken(Number(button.dataset.id)));
+    byId("next").append(button);
+  }
+  const ks = [0, 1, 2, 3, 5, 10, 20, 50].filter((k) => k < data.vocabulary);
+  for (const k of ks) byId("top_k").append(make("option", { text: k || "all", value: k }));
+  makePath();
+  byId("riddles").append(...RIDDLES.map(makeRiddle));
+  typed.addEventListener("input", () => { stopWriting(); type(); });
+  document.addEventListener("selectionchange", () => {
+    if (document.activeElement !== typed || timer || tokenAtCursor() === state.token) return;
+    state.token = tokenAtCursor();
+    drawToken();
+  });
+  byId("restore").addEventListener("click", () => {
+    stopWriting();
+    typed.value = textOf(data.ids);
+    type();
+  });
+  byId("temperature").addEventListener("input", drawNext);
+  byId("top_k").addEventListener("change", drawNext);
+  byId("write").addEventListener("click", () => (timer ? stopWriting() : startWriting()));
+  byId("all_on").addEventListener("click", () => {
+    play.switchOff(new Set());
+    drawAll();
+  });
+}
+
+startPlay();
+drawAll();
