@@ -88,7 +88,7 @@ function meanOf({ losses }) {
 }
 
 /** Returns [column, weight] of the token that a row looks at most. */
-function largestOf(weights, row, T) {
+function mostSeen(weights, row, T) {
   let best = 0;
   for (let column = 1; column < T; column++) {
     if (weights(row, column) > weights(row, best)) best = column;
@@ -319,7 +319,7 @@ function markHeads() {
     button.setAttribute("aria-pressed", String(`${place}` === `${state.head}`));
     seen.replaceChildren("–");
     if (state.token < T) {
-      const [column, weight] = largestOf(weights, state.token, T);
+      const [column, weight] = mostSeen(weights, state.token, T);
       seen.replaceChildren(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
     }
   }
@@ -419,87 +419,93 @@ function drawChecks() {
 
 // ---- arcs --------------------------------------------------------------------------------------
 
-const MOST_ARCS = 8;
-const LEAST_WEIGHT = 0.05;
-const ARC_COLOURS = 8;  // of page.css
+const MOST_HEADS = 8;  // whose arcs are drawn; page.css has as many colours
+const MOST_ARCS = 3;  // of a head
+const LEAST_WEIGHT = 0.1;  // of all arcs but the first one of a head
 
 /** Makes an element of a picture. */
-function makeSvg(tag, attributes, text = "") {
+function makeSvg(tag, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(text);
   return element;
 }
 
-/** Makes a text with arcs above it, and a list of them below. */
+/** Makes a text with arcs above it. */
 function makeTextWithArcs(label) {
   const element = makeText(label);
   const svg = makeSvg("svg", { "aria-hidden": "true" });
-  const list = make("div", { className: "looks" });
+  const list = make("div");
   arcs.push({ element, svg, list });
   new ResizeObserver(drawArcs).observe(element);
-  return make("div", {}, [make("div", { className: "arcs" }, [element, svg]), list]);
+  return make("div", { className: "arcs" }, [element, svg]);
 }
 
-/** Returns the largest weights of the chosen token, of all heads of a run, the largest first. */
+/** Returns where each head looks from the chosen token, the surest head first.
+ *
+ * A head is {place, name, colour, arcs: [[column, weight], ...]}. */
 function findArcs({ calls, T }, run) {
   const found = [];
-  let number = 0;  // of the head among all heads, which gives its colour
   for (const [c, call] of (calls ?? []).entries()) {
     for (const [head, weights] of (call.heads ?? []).entries()) {
-      for (let column = 0; column < T; column++) {
-        const weight = weights(state.token, column);
-        if (weight < LEAST_WEIGHT) continue;
-        const name = `block ${call.block}, head ${head + 1}`;
-        found.push({ place: [run, c, head], name, column, weight, colour: number % ARC_COLOURS });
-      }
-      number += 1;
+      const columns = Array.from({ length: T }, (_, column) => [column, weights(state.token, column)]);
+      columns.sort((a, b) => b[1] - a[1]);
+      found.push({
+        place: [run, c, head],
+        name: `block ${call.block}, head ${head + 1}`,
+        colour: found.length % MOST_HEADS,
+        arcs: columns.slice(0, MOST_ARCS).filter(([, weight], i) => !i || weight >= LEAST_WEIGHT),
+      });
     }
   }
-  return found.sort((a, b) => b.weight - a.weight).slice(0, MOST_ARCS);
+  return found.sort((a, b) => b.arcs[0][1] - a.arcs[0][1]).slice(0, MOST_HEADS);
 }
 
-/** Draws arcs from the chosen token to the tokens that it looks at. */
+/** Draws arcs from the chosen token to the tokens that it looks at, and lists them. */
 function drawArcs() {
   for (const [run, { element, svg, list }] of arcs.entries()) {
     const look = shown.looks[run];
     const isRead = state.token < look.T;
     const found = isRead ? findArcs(look, run) : [];
-    const spans = spansOf(element);
-    const paths = found.map((arc, i) => makeArc(arc, i, spans, svg.getBoundingClientRect()));
+    const middles = middlesOf(spansOf(element), svg);
+    const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i, middles)));
     svg.replaceChildren(...paths.flat());
     const title = isRead
-      ? [`token ${state.token} `, tokenOf(nameOf(state.token)), " looks at"]
+      ? [`From token ${state.token} `, tokenOf(nameOf(state.token)), ", the heads look at:"]
       : ["The model does not read the last token, so it looks nowhere."];
+    const buttons = found.map((head, i) => makeArcButton(head, paths[i]));
     list.hidden = !look.calls;
-    const buttons = found.map((arc, i) => makeArcButton(arc, paths[i]));
-    list.replaceChildren(make("span", {}, title), ...buttons);
+    list.replaceChildren(make("p", {}, title), ...buttons);
   }
 }
 
-/** Makes the path of an arc, and its number -> two elements. box: the place of the picture. */
-function makeArc({ column, weight, colour }, i, spans, box) {
-  const [x1, y1, x2, y2] = [state.token, column].flatMap((token) => {
-    const { left, width, top } = spans[token].getClientRects()[0];
+/** Returns where the middle of the upper edge of each token is in a picture: (x, y). */
+function middlesOf(spans, svg) {
+  const box = svg.getBoundingClientRect();
+  return spans.map((span) => {
+    const { left, width, top } = span.getClientRects()[0];
     return [left + width / 2 - box.left, top - box.top];
   });
-  const height = Math.min(40, 12 + Math.abs(x1 - x2) / 5) + 2 * i;
-  const turn = column === state.token ? 12 : 0;  // a token that looks at itself has a loop
-  const d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - height}, ${x2 - turn} ${y2 - height}, ${x2} ${y2}`;
-  const path = makeSvg("path", { d, class: `arc${colour}`, "stroke-width": 1 + 3 * weight });
-  const number = makeSvg("text", { x: x2, y: y2 + 2 - 9 * (i % 2) }, String(i + 1));
-  return [path, number];
 }
 
-/** Makes a line of the list of arcs. A click chooses the head, and the pointer shows the arc. */
-function makeArcButton({ place, name, column, weight, colour }, [path]) {
-  const sample = makeSvg("svg", { viewBox: "0 0 20 6", width: 20, height: 6 });
-  sample.append(makeSvg("path", { d: "M 0 3 H 20", class: `arc${colour}`, "stroke-width": 1 + 3 * weight }));
-  const parts = [sample, ` ${weight.toFixed(2)} `, tokenOf(nameOf(column)), ` ${name}`];
-  const button = make("button", { title: `token ${column}` }, parts);
+/** Makes an arc. i: the number of its head in the list. */
+function makeArc([column, weight], colour, i, middles) {
+  const [[x1, y1], [x2, y2]] = [middles[state.token], middles[column]];
+  const height = Math.min(34, 10 + Math.abs(x1 - x2) / 6) + 5 * i;
+  const turn = column === state.token ? 12 : 0;  // a token that looks at itself has a loop
+  const d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - height}, ${x2 - turn} ${y2 - height}, ${x2} ${y2}`;
+  return makeSvg("path", { d, class: `arc${colour}`, "stroke-width": 1 + 3 * weight });
+}
+
+/** Makes a line of the list. A click chooses the head, and the pointer shows its arcs. */
+function makeArcButton({ place, name, colour, arcs: found }, paths) {
+  const sample = makeSvg("svg", { viewBox: "0 0 24 6", width: 24, height: 6 });
+  sample.append(makeSvg("path", { d: "M 0 3 H 24", class: `arc${colour}`, "stroke-width": 3 }));
+  const parts = found.flatMap(([column, weight]) => [tokenOf(nameOf(column)), ` ${weight.toFixed(2)} `]);
+  const button = make("button", {}, [sample, ` ${name} `, ...parts]);
   button.addEventListener("click", () => choose({ head: place }));
-  button.addEventListener("pointerenter", () => path.classList.add("pointed"));
-  button.addEventListener("pointerleave", () => path.classList.remove("pointed"));
+  for (const [event, isPointed] of [["pointerenter", true], ["pointerleave", false]]) {
+    button.addEventListener(event, () => paths.forEach((path) => path.classList.toggle("pointed", isPointed)));
+  }
   return button;
 }
 
@@ -553,6 +559,7 @@ function readAddress() {
 shown = recorded(data.snapshots[LAST]);
 readAddress();
 byId("texts").append(...sides((look, run) => makeTextWithArcs(`the text, losses of ${names[run]}`)));
+byId("looks").append(...sides((look, run) => arcs[run].list));
 const differenceText = makeText("the text, differences");
 byId("differences").append(differenceText);
 const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };

@@ -75,7 +75,8 @@ function liveLook(reading, whole) {
     const losses = reading.losses(logits);
     const at = (i) => {
       const wholeLoss = off.size ? wholeLosses[i - 1] : undefined;
-      return { loss: losses[i - 1], wholeLoss, ...predict(logits[i - 1], ids[i]) };
+      const k = logits === reading.logits.at(-1) ? 5 : 3;
+      return { loss: losses[i - 1], wholeLoss, ...predict(logits[i - 1], ids[i], k) };
     };
     return { losses, at };
   });
@@ -93,12 +94,12 @@ function liveLook(reading, whole) {
   return { facts, sample, T, prediction: predictions.at(-1), blocks, calls, error: null };
 }
 
-/** Returns the rank of an id, and the likeliest ids with their probabilities. */
-function predict(logits, id) {
+/** Returns the rank of an id, and the k likeliest ids with their probabilities. */
+function predict(logits, id, k) {
   const probs = softmax(logits);
   const order = Array.from(probs.keys()).sort((a, b) => logits[b] - logits[a]);
   const rank = 1 + logits.filter((logit) => logit > logits[id]).length;
-  return { rank, likeliest: order.slice(0, 5).map((i) => [nameOfByte(i), probs[i]]) };
+  return { rank, likeliest: order.slice(0, k).map((i) => [nameOfByte(i), probs[i]]) };
 }
 
 // ---- typing and writing ------------------------------------------------------------------------
