@@ -13,7 +13,8 @@ from dataclasses import asdict
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.look.page import fill_template, name_token, split_text
+from plaingpt.look.live import LINES, find_lines, find_reason, gpt2_shapes
+from plaingpt.look.page import build_page, fill_template, name_token, split_text
 from plaingpt.look.record import attention_weights, record_text
 from plaingpt.run.directory import prepare_run_directory
 from plaingpt.scoring.benchmark import load_examples
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from browser import CHROMIUM, Browser
 from conftest import ALONE, MODEL, ROOT, apply_patch, fresh, randomise, write_lines
 
 import look
@@ -32,7 +34,6 @@ import wikitext
 
 TEXT = "MARLOW: The boats 船 came.\n"  # 28 bytes
 BYTES = get_tokenizer("bytes")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def ids_of(text):
@@ -486,7 +487,10 @@ def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
 def test_the_output_may_be_a_pipe(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
-        look_at(run, "--text", "a", "--max_checkpoints", 1, "--output", tmp_path / "pipe")
+        # Without the model, the page fits into the pipe.
+        look_at(
+            run, "--text", "a", "--max_checkpoints", 1, "--no-live", "--output", tmp_path / "pipe"
+        )
         assert reader.read().startswith("<!doctype html>")
 
 
@@ -510,27 +514,23 @@ def test_a_new_run_moves_the_page_of_the_old_one_aside(tmp_path):
     assert (tmp_path / "run/old-1/look-b.html").read_text() == "old"
 
 
-def dump(path, fragment):
-    """Opens a page in chromium, without a network -> (text of the page, by id; the console)."""
-    done = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",  # root has none
-            "--disable-gpu",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            f"--user-data-dir={path.parent}/chromium",
-            "--enable-logging=stderr",
-            "--dump-dom",
-            f"{path.as_uri()}#{fragment}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, console
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+def open_page(browser, path, fragment):
+    """Opens a page -> its elements, as a text. The console must be empty."""
+    browser.open(path, fragment)
+    assert browser.console == []
+    return browser.run("document.documentElement.outerHTML")
+
+
+needs_chromium = pytest.mark.skipif(
+    not CHROMIUM, reason="needs chromium: apt-get install -y chromium"
+)
 
 
 def text_of(dom, name):
@@ -541,16 +541,16 @@ def text_of(dom, name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
-def test_a_browser_shows_the_numbers(run, tmp_path):
+@needs_chromium
+def test_a_browser_shows_the_numbers(browser, run, tmp_path):
     """The address chooses a token, a checkpoint and a head."""
     evil = "x</script><b>'\"&\x07\u202e" + "船"
     look_at(run, "--text", evil, "--output", tmp_path / "a.html")
     tokens = read_page(tmp_path / "a.html")["tokens"]
     seen = set()
     for snapshot, token in ((0, 3), (1, 7), (2, len(tokens) - 2)):
-        dom, console = dump(tmp_path / "a.html", f"token={token}&snapshot={snapshot}&head=0.1.0")
-        assert console == []
+        fragment = f"token={token}&snapshot={snapshot}&head=0.1.0"
+        dom = open_page(browser, tmp_path / "a.html", fragment)
         gpt, _ = model.GPT.load(run / f"model_{(5, 10, 20)[snapshot]:06d}.pt")
         record = record_text(gpt.eval(), ids_of(evil))
         prediction = record.prediction
@@ -570,14 +570,12 @@ def test_a_browser_shows_the_numbers(run, tmp_path):
         assert abs(float(found[1]) - largest) < 0.5 / 255 + 1e-3
         seen.add(card)
     assert len(seen) == 3
-    dom, console = dump(tmp_path / "a.html", "token=999&snapshot=-1&head=7.x")  # is ignored
-    assert (
-        console == [] and f"token {len(tokens) // 2} " in text_of(dom, "card") and "step 20" in dom
-    )
+    dom = open_page(browser, tmp_path / "a.html", "token=999&snapshot=-1&head=7.x")  # is ignored
+    assert f"token {len(tokens) // 2} " in text_of(dom, "card") and "step 20" in dom
 
 
 # What a user does: chooses the next token, moves the slider, clicks a head, points at a token.
-ACTIONS = """<script>
+ACTIONS = """
 const text = document.querySelector(".text");
 text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
 text.children[9].click();
@@ -585,20 +583,18 @@ text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
 byId("slider").value = 0;
 byId("slider").dispatchEvent(new Event("input"));
 document.querySelectorAll(".heads button")[3].click();
-document.title = location.hash;
 text.children[2].dispatchEvent(new Event("pointerenter"));
-</script>"""
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
-def test_keys_and_clicks(run, tmp_path):
+@needs_chromium
+def test_keys_and_clicks(browser, run, tmp_path):
     look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    with open(tmp_path / "a.html", "a") as file:
-        file.write(ACTIONS)
-    dom, console = dump(tmp_path / "a.html", "")
-    assert console == []
-    assert "<title>#token=8&amp;snapshot=0&amp;head=0.1.1</title>" in dom
+    browser.open(tmp_path / "a.html")
+    browser.run(ACTIONS)
+    assert browser.run("location.hash") == "#token=8&snapshot=0&head=0.1.1"
+    dom = browser.run("document.documentElement.outerHTML")
     assert "token 2 A" in text_of(dom, "card")  # that under the pointer
     gpt, _ = model.GPT.load(run / "model_000005.pt")
     losses = record_text(gpt.eval(), ids_of(TEXT)).prediction.losses
@@ -608,34 +604,216 @@ def test_keys_and_clicks(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
-def test_a_browser_shows_pairs(run, tmp_path):
+@needs_chromium
+def test_a_browser_shows_pairs(browser, run, tmp_path):
     """The first token of a response is chosen, and prompts have no colour."""
     path = write_lines(tmp_path / "pairs.jsonl", [dict(prompt="12+3=", response="15")])
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
-    dom, console = dump(tmp_path / "a.html", "")
-    assert console == [] and "token 6 1 " in text_of(dom, "card")
+    dom = open_page(browser, tmp_path / "a.html", "")
+    assert "token 6 1 " in text_of(dom, "card")
     gpt, _ = model.GPT.load(run / "model_000020.pt")
     mean = record_text(gpt.eval(), ids_of("12+3=15\n")).prediction.losses[-3:].mean()
     assert f"Mean loss {mean:.4f} nats per token over 3 tokens of the" in text_of(dom, "facts")
     text = dom.partition('aria-label="the text, losses of run"')[2].partition("</div>")[0]
     colours = [weight != "0" for weight in re.findall(r"--weight: (\d+)%", text)]
     assert colours == [False] * 6 + [True] * 3
-    dom, console = dump(tmp_path / "a.html", "token=0")
-    assert console == [] and "Nothing stands before it" in text_of(dom, "blocks")
+    dom = open_page(browser, tmp_path / "a.html", "token=0")
+    assert "Nothing stands before it" in text_of(dom, "blocks")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install -y chromium")
-def test_a_browser_shows_the_difference_of_two_runs(run, tmp_path):
+@needs_chromium
+def test_a_browser_shows_the_difference_of_two_runs(browser, run, tmp_path):
     save_model(tmp_path / "b", 20, randomise(fresh(MODEL)))
     look_at(run, tmp_path / "b", "--text", TEXT, "--output", tmp_path / "a.html")
     (snapshot,) = read_page(tmp_path / "a.html")["snapshots"]
     a, b = (losses_of(packed).astype(float) for packed in snapshot["looks"])
-    dom, console = dump(tmp_path / "a.html", "token=2")
-    assert console == []
+    dom = open_page(browser, tmp_path / "a.html", "token=2")
     assert f"{b.sum() - a.sum():.4f} nats over the text" in text_of(dom, "sum")
     rows = re.findall(r"<tr>.*?</tr>", dom.partition('id="largest"')[2].partition("</table>")[0])
     shown = [float(re.sub("<[^>]*>", " ", row).split()[0]) for row in rows[1:]]
     order = np.argsort(-np.abs(b - a), kind="stable")[:20]
     assert shown == pytest.approx((b - a)[order], abs=1e-4)
+
+
+def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path):
+    gpt = fresh(MODEL)
+    assert gpt2_shapes(MODEL) == {name: p.shape for name, p in gpt.state_dict().items()}
+    assert find_reason(gpt, BYTES, 1) == ""
+    assert find_reason(gpt, BYTES, 2) == "it has two runs"
+    assert find_reason(gpt, get_tokenizer("gpt2"), 1) == "its tokens are not bytes"
+    large = fresh(model.GPTConfig(1, 1, 8, 130_000, 256))
+    reason = "the model has 1,042,920 parameters, more than 1,000,000"
+    assert find_reason(large, BYTES, 1) == reason
+    long = fresh(model.GPTConfig(1, 1, 8, 1025, 256))
+    assert find_reason(long, BYTES, 1) == "its context has 1,025 tokens, more than 1,024"
+    rotary = patched_model("rotary", tmp_path / "code").GPT(MODEL)
+    reason = "model.py was changed: transformer.wpe.weight is missing, in GPT-2 (32, 32)"
+    assert find_reason(rotary, BYTES, 1) == reason
+    look_at(run, "--text", TEXT, "--no-live", "--output", tmp_path / "a.html")
+    assert read_page(tmp_path / "a.html")["live"] == dict(why="--no-live was given")
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    weights = read_page(tmp_path / "a.html")["live"]["weights"]
+    loaded, _ = model.GPT.load(run)
+    assert weights.keys() == loaded.state_dict().keys() - {"lm_head.weight"}  # it is tied
+    for name, p in loaded.named_parameters():
+        assert (unpack(weights[name], "<f4") == p.detach().numpy().ravel()).all()
+
+
+def test_each_part_has_its_line_of_the_model():
+    lines = (ROOT / "model.py").read_text().splitlines()
+    found = find_lines(model.GPT)
+    assert found.keys() == LINES.keys()
+    for part, (number, line) in found.items():
+        assert lines[number - 1].strip() == line and LINES[part] in line
+
+
+def omit(gpt, name):
+    """Registers a hook that omits a part, named as in gpt.js -> the hook."""
+    _, *place = name.split(".")
+    if not place:
+        return gpt.transformer.wpe.register_forward_hook(lambda wpe, args, x: torch.zeros_like(x))
+    block = gpt.transformer.h[int(place[0])]
+    if len(place) == 1:
+        return block.register_forward_hook(lambda block, args, x: args[0])
+    if place[1] == "mlp":
+        return block.mlp.register_forward_hook(lambda mlp, args, x: torch.zeros_like(x))
+    channels = torch.arange(32) // 16 == int(place[2])
+    return block.attn.c_proj.register_forward_pre_hook(
+        lambda c_proj, args: (args[0].masked_fill(channels, 0),)
+    )
+
+
+@torch.no_grad()
+def logits_of(gpt, ids):
+    return gpt(torch.tensor([ids]))[0][0].numpy()  # (T, vocab_size)
+
+
+LOGITS = "play.part.logits.at(-1).map((row) => Array.from(row))"  # (T, vocab_size)
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_page_computes_the_model(browser, run, tmp_path):
+    """Logits, parts that are off, and generation are those of PyTorch."""
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    dom = open_page(browser, tmp_path / "a.html", "")
+    found = re.search(r"differ from PyTorch's by at most (\S+)\.", text_of(dom, "live"))
+    assert float(found[1]) < 1e-4
+    gpt = model.GPT.load(run)[0].eval()
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(256, size=n).tolist() for n in rng.integers(1, 33, size=20)]
+    texts += [texts[-1][:n] for n in (3, 1)]  # the cache is used
+    texts += [texts[0] + [65], texts[0][:-1] + [66, 67]]
+    script = f"{json.dumps(texts)}.map((ids) => {{ play.set(ids); return {LOGITS}; }})"
+    for ids, logits in zip(texts, browser.run(script), strict=True):
+        assert np.allclose(logits, logits_of(gpt, ids[:32]), atol=1e-4)
+
+    ids = ids_of(TEXT)
+    targets = torch.tensor(ids[1:])
+    browser.run("byId('restore').click()")
+    whole = logits_of(gpt, ids)
+    parts = browser.run(
+        "Array.from(document.querySelectorAll('#path button'), (button) => button.dataset.part)"
+    )
+    assert len(parts) == 1 + 2 * 4
+    for part in parts:
+        click = f"document.querySelector('#path [data-part=\"{part}\"]').click();"
+        logits = browser.run(click + LOGITS)
+        hook = omit(gpt, part)
+        expected = logits_of(gpt, ids)
+        hook.remove()
+        assert np.allclose(logits, expected, atol=1e-4)
+        assert np.abs(expected - whole).max() > 0.01
+        change = [F.cross_entropy(torch.tensor(x[:-1]), targets).item() for x in (whole, expected)]
+        shown = browser.run("byId('mean').textContent").replace("−", "-")
+        numbers = [float(x) for x in re.findall(r"[+-]?\d+\.\d+", shown)]
+        assert numbers == pytest.approx([*change, change[1] - change[0]], abs=2e-4)
+        browser.run(click)
+
+    prompt = ids_of("MARLOW")
+    expected = gpt.generate(torch.tensor([prompt]), 60, temperature=0)[0].tolist()
+    written = browser.run(f"""
+    byId("temperature").value = 0;
+    play.set({prompt});
+    for (let i = 0; i < 60; i++) appendToken(draw(nextProbabilities(play.next())));
+    play.ids""")
+    assert written == expected and browser.console == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    open_page(browser, tmp_path / "a.html", "")
+    gpt = model.GPT.load(run)[0].eval()
+    text = "Boats 船"
+    browser.run(f"typed.value = {json.dumps(text)}; typed.dispatchEvent(new Event('input'))")
+    assert browser.run("document.querySelector('.text').textContent") == "⏎\nBoats 船··"
+    probs = torch.tensor(logits_of(gpt, ids_of(text))[-1]).softmax(-1)
+    bars = [
+        button.split()[-2]
+        for button in browser.run(
+            "Array.from(byId('next').children, (button) => button.textContent)"
+        )
+    ]
+    expected = [f"{100 * p:.1f}" for p in probs.topk(8).values]
+    assert [bar.lstrip("<")[-len(p) :] for bar, p in zip(bars, expected)] == expected
+    browser.run("byId('top_k').value = 2; byId('top_k').dispatchEvent(new Event('change'))")
+    assert (
+        browser.run("Array.from(byId('next').children, (b) => b.disabled)")
+        == [False] * 2 + [True] * 6
+    )
+    browser.run("byId('next').children[1].click()")
+    assert browser.run("play.ids") == [*ids_of(text), probs.topk(2).indices[1].item()]
+    looks = browser.run("byId('looks').textContent")
+    assert looks.startswith("From token 10 ") and looks.count("head ") == 4
+    browser.run("byId('write').click()")
+    assert browser.run("byId('write').textContent") == "stop"
+    browser.run("byId('write').click()")
+    assert browser.run("byId('write').textContent") == "write" and browser.run("timer") is None
+    browser.run("document.querySelector('#path button').focus()")
+    assert "model.py, line " in browser.run("byId('part').textContent")
+    # One answer to each riddle is right. The third letter is changed, and the temperature is low.
+    browser.run("""
+    typed.value = textOf(data.ids).replace("R", "Q");
+    type();
+    byId("temperature").value = 0.05;""")
+    for i, n_right in enumerate((1, 1, 1, 1, 1)):
+        answers = browser.run(f"""
+        (() => {{
+          const riddle = byId("riddles").children[{i}];
+          const select = riddle.querySelector("select");
+          const options = select ? Array.from(select.options).slice(1) : [{{}}];
+          return options.map((option) => {{
+            if (select) select.value = option.value;
+            riddle.querySelector("button").click();
+            return riddle.querySelector("output").textContent;
+          }});
+        }})()""")
+        assert sum(answer.startswith("✓ Right.") for answer in answers) == n_right, answers
+    # An earlier checkpoint is as it was stored.
+    browser.run("byId('slider').value = 0; byId('slider').dispatchEvent(new Event('input'))")
+    assert "The page computes step 20 only." in browser.run("byId('live').textContent")
+    assert browser.run("byId('next').checkVisibility()") is False
+    assert browser.console == []
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("name", ["soft-cap", "sliding-window"])
+def test_a_changed_model_is_not_computed(browser, tmp_path, name):
+    """The weights have the names and shapes of GPT-2's, and the losses differ."""
+    changed = patched_model(name, tmp_path / "code")
+    directory = save_model(tmp_path / "run", 20, randomise(changed.GPT(MODEL)))
+    changed_run = look.Run(
+        "run", {"step 20": directory / "model_000020.pt"}, directory, changed.GPT
+    )
+    config = look.LookConfig(text="abc", sample_tokens=1)
+    text, snapshots, newest = look.look_at_all([changed_run], config, ALONE)
+    live = look.describe_live(config, newest, text)
+    (tmp_path / "a.html").write_bytes(build_page(text, snapshots, ["run"], BYTES, live))
+    dom = open_page(browser, tmp_path / "a.html", "")
+    assert "does not compute the model: its losses differ from PyTorch's by" in text_of(dom, "live")
+    assert f"loss {snapshots[0].looks[0].record.prediction.losses[1]:.4f}" in text_of(dom, "card")
+    assert browser.run("byId('typed').checkVisibility()") is False

@@ -63,7 +63,10 @@ def find_reason(model, tokenizer, n_runs):
 def gpt2_shapes(c):
     """Returns {name: shape} of all weights of a GPT-2. c: a GPTConfig."""
     C = c.n_embd
-    shapes = {"transformer.wte.weight": (c.vocab_size, C), "transformer.wpe.weight": (c.block_size, C)}
+    shapes = {
+        "transformer.wte.weight": (c.vocab_size, C),
+        "transformer.wpe.weight": (c.block_size, C),
+    }
     for i in range(c.n_layer):
         h = f"transformer.h.{i}"
         for norm in ("ln_1", "ln_2"):

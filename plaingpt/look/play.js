@@ -397,11 +397,12 @@ const RIDDLES = [
 /** Makes a riddle: its question, the choices if there are any, and a button that checks. */
 function makeRiddle({ choices, check }) {
   const select = make("select", { "aria-label": "answer" });
+  select.append(make("option", { text: "?", value: "" }));
   for (const name of choices?.() ?? []) select.append(make("option", { text: nameOfPart(name), value: name }));
   const button = make("button", { text: "check" });
   const answer = make("output");
   button.addEventListener("click", () => {
-    if (play.window().length < 3) return;
+    if (play.window().length < 3 || (choices && !select.value)) return;
     const [isRight, sentence] = check(select.value);
     answer.textContent = `${isRight ? "✓ Right. " : ""}${sentence}`;
     answer.classList.toggle("right", isRight);
