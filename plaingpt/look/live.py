@@ -83,7 +83,7 @@ def gpt2_shapes(c):
 
 
 def pack_model(model, ids):
-    """GPT with the weights of GPT-2 -> dict for JSON: weights, losses to compare, lines of model.py.
+    """GPT -> dict for JSON: its weights, losses to compare, and lines of model.py.
 
     model: on the CPU, in float32, in eval mode. ids: those of the text.
     """
