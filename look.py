@@ -1,5 +1,6 @@
 """Shows what your own model does with a text, in one HTML file.
 
+  python look.py log/baby                               a text that it writes
   python look.py log/baby --text "MARLOW: The boats came home."
   python look.py log/baby log/wide --text held.txt      two runs, the same text
   python look.py log/sums --text pairs.jsonl            prompts and responses
@@ -45,10 +46,12 @@ import torch
 from generate import GenerateConfig, decode_new
 from model import GPT
 
+N_OWN_TEXT = 40  # tokens of a text that the model writes, without --text
+
 
 @dataclass
 class LookConfig:
-    text: str | None = flag(None, "text, or file with a text or pairs")
+    text: str | None = flag(None, "text, or file with a text or pairs [one that the model writes]")
     model: str | None = flag(None, "GPT-2 of Hugging Face: name or directory")
     output: str | None = flag(None, "file to write [look.html in the first run]")
     max_tokens: int = flag(256, "longest text; a page grows with its square", at_least=1)
@@ -253,7 +256,9 @@ def look_at_all(runs, config, process):
         names = " and ".join(run.name for run in runs)
         raise UserError(f"{names}: have different tokenizers; give runs with the same one")
     contexts = [model.config.block_size for model, _ in newest]
-    text = read_text(config.text, tokenizer, min(config.max_tokens, *contexts))
+    nothing = Text([tokenizer.end_of_text], None)
+    given = config.text or write_sample(newest[0][0], tokenizer, nothing, N_OWN_TEXT)
+    text = read_text(given, tokenizer, min(config.max_tokens, *contexts))
     names = choose_snapshots(runs, config.max_checkpoints)
     snapshots = []
     for i, name in enumerate(names, start=1):
@@ -292,8 +297,6 @@ def main(argv=None):
     given = parse_flags(__doc__, LookConfig, argv=argv, rest="RUN")
     places = given.pop("RUN")
     config = LookConfig(**given)
-    if not config.text:
-        raise UserError('no text; give --text "a text", or --text FILE')
     runs = find_runs(places, config.model)
     output = config.output or default_output(runs)
     inputs = [config.text]

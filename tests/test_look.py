@@ -427,6 +427,14 @@ def test_checkpoints_are_chosen_evenly():
     assert look.choose_snapshots([first, look.Run("c", {"x": None}, None)], 8) == [None]
 
 
+def test_without_a_text_the_model_writes_one(run, tmp_path):
+    look_at(run, "--output", tmp_path / "a.html")
+    data = read_page(tmp_path / "a.html")
+    assert len(data["ids"]) == 33  # the context is full
+    sample = data["snapshots"][-1]["looks"][0]["sample"]
+    assert "".join(data["tokens"][1:]).startswith(sample[:2])
+
+
 def test_a_large_page_has_the_attention_of_the_last_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.setattr("plaingpt.look.page.LIMIT", 1000)
     look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
@@ -456,7 +464,6 @@ def test_own_code(run, tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("RUN", 'no text; give --text "a text", or --text FILE'),
         ("nowhere --text a", "nowhere: has no checkpoint; give a run, such as log/baby"),
         ("RUN RUN RUN --text a", "3 runs are given; give one or two"),
         ("RUN --text held.txt", "--text held.txt: no such file; give another one, or a text"),
@@ -767,7 +774,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
     browser.run("byId('next').children[1].click()")
     assert browser.run("play.ids") == [*ids_of(text), probs.topk(2).indices[1].item()]
     looks = browser.run("byId('looks').textContent")
-    assert looks.startswith("From token 10 ") and looks.count("head ") == 4
+    assert looks.startswith("To predict what follows token 10 ") and looks.count("head ") == 4
     browser.run("byId('write').click()")
     assert browser.run("byId('write').textContent") == "stop"
     browser.run("byId('write').click()")

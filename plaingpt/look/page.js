@@ -250,7 +250,7 @@ function drawCard(i) {
     const { loss, wholeLoss, rank, likeliest } = look.prediction.at(i);
     const before = wholeLoss === undefined ? "" : ` (with all parts on: ${wholeLoss.toFixed(4)})`;
     const line = `loss ${loss.toFixed(4)}${before} · probability ${percent(Math.exp(-loss))} · rank ${rank}`;
-    return make("div", {}, [make("div", { text: line }), listLikeliest(likeliest)]);
+    return make("div", {}, [make("div", { text: line }), "The model predicted:", listLikeliest(likeliest)]);
   });
   byId("card").replaceChildren(title, make("div", { className: "sides" }, parts));
 }
@@ -453,11 +453,12 @@ function findArcs({ calls, T }, run) {
         place: [run, c, head],
         name: `block ${call.block}, head ${head + 1}`,
         colour: found.length % MOST_HEADS,
-        arcs: columns.slice(0, MOST_ARCS).filter(([, weight], i) => !i || weight >= LEAST_WEIGHT),
+        arcs: columns.slice(0, MOST_ARCS).filter(([, weight], i) => weight >= (i ? LEAST_WEIGHT : 1e-9)),
       });
     }
   }
-  return found.sort((a, b) => b.arcs[0][1] - a.arcs[0][1]).slice(0, MOST_HEADS);
+  const seeing = found.filter((head) => head.arcs.length > 0);  // a head that is off sees nothing
+  return seeing.sort((a, b) => b.arcs[0][1] - a.arcs[0][1]).slice(0, MOST_HEADS);
 }
 
 /** Draws arcs from the chosen token to the tokens that it looks at, and lists them. */
@@ -470,7 +471,8 @@ function drawArcs() {
     const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i, middles)));
     svg.replaceChildren(...paths.flat());
     const title = isRead
-      ? [`From token ${state.token} `, tokenOf(nameOf(state.token)), ", the heads look at:"]
+      ? [`To predict what follows token ${state.token} `, tokenOf(nameOf(state.token)),
+        ", the heads look at these tokens, with these weights:"]
       : ["The model does not read the last token, so it looks nowhere."];
     const buttons = found.map((head, i) => makeArcButton(head, paths[i]));
     list.hidden = !look.calls;

@@ -87,7 +87,10 @@ function liveLook(reading, whole) {
   }));
   const calls = caches.map(({ weights }, i) => {
     if (off.has(`h.${i}`)) return { block: i + 1, fault: "the block is switched off" };
-    const heads = weights.map((rows) => (row, column) => rows[row][column] ?? 0);
+    const heads = weights.map((rows, head) => {
+      const isOff = off.has(`h.${i}.attn.${head}`);
+      return (row, column) => (isOff ? 0 : rows[row][column] ?? 0);
+    });
     return { block: i + 1, heads };
   });
   const { facts, sample } = data.snapshots[LAST].looks[0];
@@ -208,12 +211,16 @@ function shapesOf(part, T) {
   return shapes[part] ?? [x, x];
 }
 
-/** Shows the shapes of a part, and the line of model.py that computes it. */
-function drawPart(part, label) {
+let pointed = null;  // [part, label] of the part whose shapes are shown
+
+/** Shows the shapes of the part that is pointed at, and the line of model.py that computes it. */
+function drawPart() {
+  if (!pointed) return;
+  const [part, label] = pointed;
   const [before, after] = shapesOf(part, shown.looks[0].T);
   const [number, line] = data.live.lines[part] ?? [];
   const code = line ? [make("code", { text: line }), ` model.py, line ${number}`] : [];
-  byId("part").replaceChildren(make("b", { text: label }), ` ${before} → ${after} `, make("br"), ...code);
+  byId("part").replaceChildren(make("b", { text: label }), `: ${before} → ${after}`, make("br"), ...code);
 }
 
 /** Makes the path: a button for each part that can be switched off, and a word for the others. */
@@ -224,7 +231,10 @@ function makePath() {
         ? make("button", { text: label, role: "switch", "data-part": name })
         : make("span", { text: label, tabindex: "0" });
       for (const event of ["pointerenter", "focus"]) {
-        element.addEventListener(event, () => drawPart(part, label));
+        element.addEventListener(event, () => {
+          pointed = [part, label];
+          drawPart();
+        });
       }
       if (name) element.addEventListener("click", () => toggle(name));
       return element;
@@ -256,10 +266,10 @@ function drawCost() {
   const off = Array.from(play.off, nameOfPart).join("; ");
   const mean = meanOf({ losses: play.part.losses() });
   const whole = meanOf({ losses: play.whole.losses() });
-  const what = play.start ? `the last ${play.window().length} tokens, the context` : "the text";
-  const change = off ? `. Without ${off}: ${mean.toFixed(4)}, which is ${signed(mean - whole)}` : "";
+  const what = play.start ? ` of the last ${play.window().length} tokens, which fill the context` : "";
+  const change = off ? `. Without ${off}: ${mean.toFixed(4)} (${signed(mean - whole)})` : "";
   const isEmpty = countedTokens().length === 0;
-  const line = isEmpty ? "No token is predicted yet." : `Mean loss of ${what} ${whole.toFixed(4)}${change}`;
+  const line = isEmpty ? "No token is predicted yet." : `Mean loss${what}: ${whole.toFixed(4)}${change}`;
   byId("mean").textContent = line;
   byId("cost").textContent = off ? line : "All parts are on.";
   byId("all_on").hidden = !off;
@@ -328,7 +338,7 @@ function checkLetter() {
   const [first, now] = [data.ids, play.ids];
   const changed = first.map((_, i) => i).filter((i) => first[i] !== now[i]);
   if (first.length !== now.length || changed.length !== 1) {
-    return [false, "Replace one letter of the first text by another one, and nothing else."];
+    return [false, "The text must be the first text with one letter replaced."];
   }
   const losses = play.whole.losses();
   const others = Array.from(losses.keys()).filter((t) => t + 1 !== changed[0]);
@@ -342,7 +352,7 @@ function checkBlock(answer) {
   const [first, last] = findWord() ?? [];
   if (!first) return [false, "Type a word of several letters first."];
   const [isRight, rise] = judge(answer, namesOfBlocks(), (name) => riseWithout(name, first + 1, last));
-  const sentence = `Without it, the letters after the first lose ${signed(rise)} nats each.`;
+  const sentence = `Without it, their mean loss changes by ${signed(rise)}.`;
   return [isRight, isRight ? sentence : `${sentence} They need another block more.`];
 }
 
@@ -429,6 +439,7 @@ function drawPlay() {
     return;
   }
   drawCost();
+  drawPart();
   drawNext();
   drawQuestions();
 }
