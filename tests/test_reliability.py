@@ -92,11 +92,11 @@ def test_resume_after_kills_at_random_times(tmp_path):
         for _ in range(rng.randrange(1, 6)):
             wait_for(process, "step ")
         in_a_save = rng.random() < 0.8
-        while in_a_save and not list((tmp_path / "run").glob("model_*.tmp")):
+        while in_a_save and not list((tmp_path / "run").glob("*.tmp")):
             time.sleep(0.0005)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        n_torn += any((tmp_path / "run").glob("model_*.tmp"))
+        n_torn += any((tmp_path / "run").glob("*.tmp"))
     out, _ = train(*flags, "--log_dir", "run", "--resume", cwd=tmp_path)
     assert "resumed from step" in out
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
