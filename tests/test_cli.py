@@ -149,7 +149,7 @@ def test_arguments_without_a_flag():
             "--name: expected one argument (write --name=VALUE if it begins with a dash); see "
             "--help",
         ),
-        ("--name=", "--name: is empty; give a value, or leave out this flag"),
+        ("--name=", "--name: is empty; give a value, or remove this flag"),
         ("--start a --name b", "--name: not allowed with argument --start; see --help"),
         ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),
         ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (not here); see --help"),
@@ -163,7 +163,7 @@ def test_arguments_without_a_flag():
         (
             "--n 0 --p -1 --name= --files a",
             "--n 0: must be above 0 and at most 9; --p -1.0: must be at least 0; "
-            "--name: is empty; give a value, or leave out this flag",
+            "--name: is empty; give a value, or remove this flag",
         ),
         (
             "--n 0 --zzz 1",

@@ -112,5 +112,5 @@ def test_a_clone_whose_git_does_not_work(tmp_path, monkeypatch, capsys):
     (tmp_path / ".git").write_text("gitdir: elsewhere\n")
     monkeypatch.setattr("plaingpt.base.source.CLONE", tmp_path)
     assert read_git() == ("", [], b"")
-    note = r"note: git does not work here \(fatal: .*elsewhere\), so run.json lacks facts of it\n"
+    note = r"note: git does not work here \(fatal: .*elsewhere\), so run.json lacks the commit\n"
     assert re.fullmatch(note, capsys.readouterr().out)

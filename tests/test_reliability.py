@@ -589,7 +589,10 @@ def test_a_process_whose_rank_is_wrong_changes_nothing(world):
     flags = ["--preset", "baby", "--log_dir", "log/baby"]
     for variables, sentence in (
         (dict(RANK="1"), "RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset RANK"),
-        (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2, without RANK; use torchrun, or unset it"),
+        (
+            dict(WORLD_SIZE="2"),
+            "WORLD_SIZE is 2, but RANK is missing; use torchrun, or unset WORLD_SIZE",
+        ),
     ):
         _, err = program(*flags, cwd=world, env=variables, status=2)
         assert err == f"error: {sentence}\n"
@@ -896,7 +899,7 @@ CASES = {
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
         ("--init_from scratch", "--init_from scratch: leave it out for a new run"),
-        ("--init_from=", "--init_from: is empty; give a value, or leave out this flag"),
+        ("--init_from=", "--init_from: is empty; give a value, or remove this flag"),
         ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3"),
         ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),

@@ -10,7 +10,7 @@ import sys
 
 from plaingpt.base.terminal import visible
 
-# What a user can do about an error of the system.
+# What a user can do about an error of the operating system.
 REMEDIES = {
     errno.EACCES: "change the permissions",
     errno.EPERM: "change the permissions",
@@ -25,7 +25,7 @@ class UserError(Exception):
 def run_program(main):
     """Calls main(). Prints a UserError as one line; any other error keeps its traceback.
 
-    An error of REMEDIES is one line, too: it names the file, and the program cannot correct it.
+    An OSError in REMEDIES is also one line, because it names the file and only the user can help.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
@@ -52,17 +52,17 @@ def require(module):
     """Imports a module of an optional package. Raises UserError with the command to install it."""
     try:
         imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:  # the package is missing, or another one that it needs
+    except ModuleNotFoundError as error:  # the package is missing, or a package that it imports
         raise missing_package(error.name) from error
     package = sys.modules[module.partition(".")[0]]
-    # Python also imports a folder that has the name of a missing package. It has no __file__.
+    # Python also imports a folder with the name of a missing package. A folder has no __file__.
     if getattr(package, "__file__", None) is None:
         raise missing_package(module)
     return imported
 
 
 def missing_package(module):
-    """Makes the UserError for a module whose package is missing."""
+    """Returns the UserError for a module whose package is missing."""
     name = module.partition(".")[0]
     return UserError(f"the package {name} is missing: pip install {name}")
 
@@ -86,9 +86,9 @@ def first_line(error):
     text = str(error)
     if isinstance(error, KeyError):  # its text is only the key
         text = f"no field {text}"
-    if getattr(error, "strerror", None):  # an OSError has its text also without its number
+    if getattr(error, "strerror", None):  # the text of an OSError, without the error number
         text = error.strerror
-    if getattr(error, "stderr", None):  # a CalledProcessError has what git has printed, as bytes
+    if getattr(error, "stderr", None):  # a CalledProcessError contains git's output, as bytes
         text = error.stderr.decode(errors="replace")
     # Removes the escape codes of colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()

@@ -1,6 +1,6 @@
-"""Files: atomic replacement, locks on directories, JSON, and checks before the work.
+"""Files: atomic replacement, locks on directories, JSON, and checks of output paths.
 
-Also reads the files of a run. log.txt has a line "{step} {name} {value}" for each number.
+Also reads the files of a run. log.txt contains a line "{step} {name} {value}" for each number.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
 
-# checksum_of_places reads so many bytes at each place, and at most so many places.
+# checksum_of_places reads PLACE bytes at each of at most N_PLACES places.
 PLACE = 2**16
 N_PLACES = 64
 # A line of log.txt: step, stream, value.
@@ -30,13 +30,12 @@ def writing(path, remedy="choose another place, or free some space"):
 def reading(path, remedy="correct it", what="is damaged"):
     """If the contents of `path` make the block fail, raises a UserError that ends with `remedy`.
 
-    If the file cannot be opened, the contents may be good, so the UserError has another remedy.
-    Reasons are a missing permission, too many open files, or a name that is not UTF-8, which
+    If the system cannot open the file, the contents may be good, so the UserError has another
+    remedy. Causes are a missing permission, too many open files, or a name that is not UTF-8, which
     PyTorch cannot encode.
 
-    The block only takes what it needs from a file that a hand or another program may have written.
-    Its libraries raise exceptions of many kinds. Other code stays outside, so that its bugs keep
-    their traceback.
+    The block only reads a file that a user or another program may have written, with libraries that
+    raise exceptions of many kinds. Other code stays outside, so that bugs keep their traceback.
     """
     unopened = (OSError, UnicodeEncodeError)
     with (
@@ -48,8 +47,8 @@ def reading(path, remedy="correct it", what="is damaged"):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yields a new binary file. It replaces `path` after the block, and is deleted on failure."""
-    # No other process has this name, and it fits wherever that of the file does.
+    """Yields a new binary file, which replaces `path` after the block, or is deleted on failure."""
+    # No other process uses this name, and the name is short even if the file has a long one.
     temporary = Path(path).with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -64,7 +63,7 @@ def replacing(path):
 def open_output(path):
     """Opens the file that a flag names, to write bytes in a `with` block.
 
-    A symbolic link stays one. What is no file, such as /dev/stdout, is written to as it is.
+    Keeps symbolic links. Writes directly to a device, such as /dev/stdout.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -74,8 +73,7 @@ def open_output(path):
 
 def lock(directory, flag, remedy="wait for it"):
     """Locks a directory until the returned file descriptor is closed. Raises UserError."""
-    # Locks the directory itself, so that no lock file stays behind. On Windows, a directory cannot
-    # be opened.
+    # Locks the directory itself, so that no lock file remains. Windows cannot open a directory.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:
         import fcntl
@@ -85,7 +83,7 @@ def lock(directory, flag, remedy="wait for it"):
         os.close(descriptor)
         raise UserError(f"{flag} {directory}: another process uses it; {remedy}") from error
     except (ImportError, OSError) as error:  # Windows and some network disks have no locks
-        print0(f"note: {directory} cannot be locked ({error}); start no second run there")
+        print0(f"note: {directory} cannot be locked ({error}); start only one run there")
     return descriptor
 
 
@@ -97,10 +95,10 @@ def delete_temporary_files(directory):
 
 
 def check_output(flag, path, inputs=()):
-    """Raises UserError if a file cannot be written, or is an input. Call it before the work.
+    """Raises UserError if a program cannot write a file, or also reads it. Call this at the start.
 
     flag: the flag that names the file. path: the file, or None. inputs: other files, or None. A
-    directory stands for all files that it has now.
+    directory stands for all files that it contains now.
     """
     if not path:
         return
@@ -110,7 +108,7 @@ def check_output(flag, path, inputs=()):
             if each and Path(each).resolve() in (output, *output.parents):
                 raise UserError(f"{flag} {path}: is also an input; give another file")
     is_device = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/stdout
-    # A path with a slash at its end must be a directory.
+    # The slash at the end requires that the parent is a directory.
     must_allow = path if is_device else os.path.join(output.parent, "")
     if output.is_dir() or not os.access(must_allow, os.W_OK):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
@@ -135,9 +133,9 @@ def read_json(path):
 def checksum_of_places(paths):
     """Returns a CRC-32 of 64 places of each file, as a text. Raises OSError.
 
-    The places have 64 KiB each. The first one is the start of the file, the last one is its end,
-    and the others lie evenly between them. A file of up to 4 MiB is read whole. So this does not
-    find an edit between two places of a larger file that keeps its size, but it takes no time.
+    Each place has 64 KiB. The first place is the start of the file, the last place is its end, and
+    the others lie evenly between them. The places cover all of a file of up to 4 MiB. In a larger
+    file, this misses an edit between two places that keeps the size, but reading takes no time.
     """
     crc = 0
     for path in paths:
@@ -172,7 +170,7 @@ def read_streams(path):
 def read_facts(path):
     """Reads run.json -> dict, in which three fields are dicts. Raises UserError.
 
-    Without the file, these are empty: build-nanogpt writes none.
+    Without the file, as in a run of build-nanogpt, these three are empty.
     """
     facts = read_json(path)
     with reading(path, "restore it"):

@@ -1,6 +1,6 @@
 """Command-line flags, which are the fields of dataclasses.
 
-A field has a type, and a default, a help text and a range, which `flag` takes:
+A field has a type. The arguments of `flag` are its default, its help text and its range:
 
   max_lr: float = flag(6e-4, "peak learning rate", above=0)
   tp: int = flag(1, "tensor parallel processes", above=0)
@@ -16,7 +16,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
 
-# Our flags, each with what nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer call it.
+# Our flags, each with its names in nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer.
 OTHER_NAMES = {
     "--batch_size": ["per_device_train_batch_size"],
     "--total_batch_size": ["gradient_accumulation_steps"],
@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "--prompt": ["start"],
     "code in model.py": ["beta1", "beta2", "bias"],
 }
-# No program needs a larger number, which may overflow as a float or as a time.
+# Larger numbers may overflow as a float or as a time, and no program needs them.
 LARGEST = 1e12
 
 
@@ -47,7 +47,7 @@ LARGEST = 1e12
 class Flag:
     """What a flag means, and which values it takes.
 
-    A number that has a lower bound and no upper one must be below LARGEST.
+    A number that has only a lower bound must be below LARGEST.
     """
 
     help: str
@@ -56,7 +56,7 @@ class Flag:
     at_least: float | None = None
     at_most: float | None = None
     empty: bool = False  # an empty value means something; for other flags, it is a mistake
-    either: bool = False  # either this flag can be given, or the one before it
+    either: bool = False  # users can give either this flag or the flag before it
     line_breaks: bool = False  # in a text, a backslash and an n are a line break
 
     def allows(self, value):
@@ -69,7 +69,7 @@ class Flag:
         return " and ".join(f"{words} {write_bound(bound)}" for words, _, bound in bounds)
 
     def bounds(self, value):
-        """Returns the bounds: (words, comparison, bound) of each. LARGEST only if it matters."""
+        """Returns [(words, comparison, bound)], with LARGEST only if the value exceeds it."""
         bounds = [
             ("above", gt, self.above),
             ("at least", ge, self.at_least),
@@ -83,7 +83,7 @@ class Flag:
 
 
 def flag(default, help, **settings):
-    """Makes a field of a dataclass that is a flag. help, settings: the fields of Flag."""
+    """Returns a field of a dataclass that is a flag. help, settings: the fields of Flag."""
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **settings)})
 
 
@@ -98,8 +98,8 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
     """Parses argv (default: sys.argv) into a dict of the flags that are given.
 
     doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
-    groups: {first flag of a group: its title}, in the order of --help. Raises a UserError that has
-    all problems, up to the first argument that cannot be read.
+    groups: {first flag of a group: its title}, in the order of --help. Raises one UserError with
+    all problems, up to the first argument that argparse cannot read.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
@@ -121,11 +121,11 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
     try:
         _, unknown = parser.parse_known_args(argv, given)
         if unknown:
-            # Values of unknown flags are left out, but not nanoGPT's config/train_gpt2.py.
+            # Omits the values of unknown flags, but names nanoGPT's config/train_gpt2.py.
             named = [text for text in unknown if text.startswith("-") or text.endswith(".py")]
             hints = [advise(text, parser._option_string_actions) for text in named or unknown]
             unreadable.append(f"unknown flags: {', '.join(hints)}; see --help")
-    except argparse.ArgumentError as error:  # argparse stops, and `given` has what it read before
+    except argparse.ArgumentError as error:  # argparse stops; `given` contains what it has read
         text = str(error).removeprefix("argument ").replace("ignored explicit", "takes no")
         if "expected" in text:
             text += f" (write {error.argument_name}=VALUE if it begins with a dash)"
@@ -139,13 +139,13 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 def read_version():
     """Returns the version in pyproject.toml, such as "1.0"."""
     path = Path(__file__).parents[2] / "pyproject.toml"
-    if not path.exists():  # only the Python files were copied
+    if not path.exists():  # the user has copied only the Python files
         return "unknown"
     return re.search(r'^version = "(.+)"$', path.read_text("utf-8"), re.M)[1]
 
 
 def advise(text, flags):
-    """Returns an unknown argument with what to use instead. flags: those of this program."""
+    """Returns an unknown argument with what to use instead. flags: the flags of this program."""
     if not text.startswith("-"):
         return f"{text} (settings are flags; quote a value with spaces)"
     known = {name.lstrip("-"): name for name in flags}  # {name without dashes: what to use}
@@ -159,7 +159,7 @@ def advise(text, flags):
 
 def add_flags(parser, configs, groups):
     """Adds a flag to the parser for each field of the dataclasses. See parse_flags."""
-    made = {}  # argparse prints the groups in the order in which they are made
+    made = {}  # argparse prints the groups in the order of their creation
     for name, title in (groups or {}).items():
         made[name] = parser.add_argument_group(title)
     group = parser
@@ -177,7 +177,7 @@ def add_flags(parser, configs, groups):
 
 
 def problems_of_values(configs, given):
-    """Returns a sentence for each value that its flag does not take. given: {name: value}."""
+    """Returns a sentence for each value that its flag rejects. given: {name: value}."""
     problems = []
     for config in configs:
         for name, flag in flags_of(config).items():
@@ -186,14 +186,14 @@ def problems_of_values(configs, given):
                 values = [values]
             for value in values:
                 if value == "" and not flag.empty:
-                    problems.append(f"--{name}: is empty; give a value, or leave out this flag")
+                    problems.append(f"--{name}: is empty; give a value, or remove this flag")
                 elif not flag.allows(value):
                     problems.append(f"--{name} {value}: must be {flag.range(value)}")
     return problems
 
 
 def pick(kind, values):
-    """Makes a dataclass from a dict, which may have other keys, too."""
+    """Builds a dataclass from a dict, and ignores the other keys of the dict."""
     names = {field.name for field in dataclasses.fields(kind)} & values.keys()
     return kind(**{name: values[name] for name in names})
 
@@ -204,9 +204,9 @@ def flags_of(config):
 
 
 def types_of(config):
-    """Returns {name: type} of a dataclass's fields, also if its file postpones annotations.
+    """Returns {name: type} of a dataclass's fields, even if its file postpones annotations.
 
-    With `from __future__ import annotations`, dataclasses.fields has the text of an annotation.
+    With `from __future__ import annotations`, dataclasses.fields returns annotations as texts.
     """
     # Without localns, the field `list` of experiment.py would hide the type.
     return get_type_hints(config, localns={})

@@ -1,4 +1,4 @@
-"""What this machine has, the place that torchrun gives a process, and Python's garbage."""
+"""Cores and GPUs of this machine, the ranks that torchrun assigns, and garbage collection."""
 
 import contextlib
 import gc
@@ -9,9 +9,10 @@ from plaingpt.base.errors import UserError
 
 @contextlib.contextmanager
 def frozen_gc():
-    """A context in which Python's garbage collector leaves out all objects that exist before it.
+    """A context in which Python's garbage collector skips all objects that exist before it.
 
-    Otherwise it looks at all objects of the modules, now and then. The GPU waits 0.1 s or longer.
+    Otherwise, the collector sometimes scans all objects of the modules, and the GPU waits 0.1 s or
+    longer.
     """
     gc.freeze()
     try:
@@ -27,7 +28,7 @@ def count_cores():
 
 def count_gpus():
     """Returns the number of CUDA GPUs that this process may use."""
-    import torch  # only here: a program that never counts GPUs starts a second earlier
+    import torch  # here, so that a program that never counts GPUs starts a second earlier
 
     return torch.cuda.device_count()
 
@@ -35,13 +36,15 @@ def count_gpus():
 def read_ranks():
     """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size). Raises UserError.
 
-    Without them, a program has one process. LOCAL_RANK may be missing: then each machine has one.
+    Without them, a program has one process. Without LOCAL_RANK, each machine has one process.
 
-    Rank 0 alone prints and saves. So a process whose rank is wrong would run in vain.
+    Only rank 0 prints and saves, so a process with a wrong rank would run in vain.
     """
     world_size = read_number("WORLD_SIZE", default=1)
     if world_size > 1 and "RANK" not in os.environ:
-        raise UserError(f"WORLD_SIZE is {world_size}, without RANK; use torchrun, or unset it")
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, but RANK is missing; use torchrun, or unset WORLD_SIZE"
+        )
     if world_size < 1:
         raise UserError(f"WORLD_SIZE is {world_size}; use torchrun, or unset WORLD_SIZE")
     ranks = []
@@ -56,9 +59,9 @@ def read_ranks():
 
 
 def read_number(name, default):
-    """Returns the integer in a variable of the environment. Raises UserError."""
+    """Returns the integer in an environment variable."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name} is {text!r}, no integer; use torchrun, or unset it") from None
+        raise UserError(f"{name} is {text!r}, not an integer; use torchrun, or unset it") from None

@@ -1,4 +1,4 @@
-"""What a program does when it is told to stop: it ends in good order, or at once."""
+"""What a program does after a signal to stop: it saves and ends, or it ends at once."""
 
 import contextlib
 import math
@@ -9,11 +9,11 @@ import time
 
 
 class Stopped(Exception):
-    """Ends a validation, a benchmark or a sample without a result, because a signal has come."""
+    """Ends a validation, a benchmark or a sample without a result after a signal."""
 
 
 class StopRequest:
-    """Whether a run is told to stop, by a signal or because its time is over."""
+    """Whether a run should stop, because of a signal or because its time is over."""
 
     def __init__(self):
         self.has_signal = False
@@ -26,14 +26,14 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, max_minutes=None):
-        """In this block, a signal asks the run to save and end, and does nothing else.
+        """In this block, a signal only asks the run to save and end.
 
-        The signals are SIGTERM, SIGINT and SIGHUP. They may come several times: a terminal that is
-        closed often sends SIGHUP twice, and torchrun sends its processes the signal that a service
-        manager has already sent to all of them. Only a second Ctrl-C (SIGINT) ends the program at
-        once. In a thread that is not the main one, Python has no signals.
+        The signals are SIGTERM, SIGINT and SIGHUP. They may arrive several times: a closing
+        terminal often sends SIGHUP twice, and torchrun sends its processes the signal that a
+        service manager has already sent to all of them. Only a second Ctrl-C (SIGINT) ends the
+        program at once. Python handles signals only in the main thread.
 
-        max_minutes: the time of the run, from now on, or None.
+        max_minutes: the time limit of the run, from now on, or None.
         """
         self.deadline = time.monotonic() + 60 * (max_minutes or math.inf)
         old_handlers = {}
@@ -50,7 +50,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def handle(self, number, frame):
-        """Is called by Python when a signal comes."""
+        """Python calls this when a signal arrives."""
         is_first = not self.has_signal
         self.has_signal = True
         how_often = "twice"
@@ -64,8 +64,8 @@ class StopRequest:
 
 
 def end_at_once_on_ctrl_c():
-    """Lets Ctrl-C end the program at once, for programs that need not end in good order.
+    """Lets Ctrl-C end the program at once, for programs that have nothing to save.
 
-    Otherwise, a library answers Ctrl-C only when it returns, perhaps after minutes.
+    Otherwise, Python handles Ctrl-C only after a library returns, perhaps minutes later.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The source code of the programs: what git says of it, and hashes that tell whether it changed."""
+"""The source code of the programs: its state in git, and hashes that show whether it changed."""
 
 import hashlib
 import os
@@ -10,9 +10,8 @@ from plaingpt.base.errors import UserError, explaining, first_line
 from plaingpt.base.terminal import print0
 
 CLONE = Path(__file__).parents[2]
-# The user's settings of git may want colors, other prefixes, another program, fewer lines around a
-# change, an order of the files, or a description instead of a difference. `git apply` cannot read
-# such a patch.
+# The user's git settings may ask for colors, other prefixes, another program, fewer context lines,
+# an order of the files, or a description instead of a diff. `git apply` cannot read such a patch.
 DIFF = (
     "--binary",
     "--no-color",
@@ -25,20 +24,20 @@ DIFF = (
     "-O/dev/null",
     "--submodule=short",
 )
-# `git apply` must apply a patch as it is. Without the first one, it may stop at white space at the
-# end of a line, or remove it.
+# `git apply` must not change a patch. Without the first setting, it may reject or remove white
+# space at the end of a line.
 SETTINGS = ("-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no")
-# Only the repository of the directory itself counts. Without this, git also takes one around it, or
-# the one that GIT_DIR names, and it refuses one of another user.
+# git must use the repository of the directory itself. Without these options, git also uses the
+# repository of a parent directory or of GIT_DIR, and refuses a repository of another user.
 PLACE = ("--git-dir=.git", "--work-tree=.")
 
 
 def run_git(*command, place=None, data=None):
-    """Runs a command of git in a directory -> its output, as bytes. Raises UserError.
+    """Runs a git command in a directory -> its output, as bytes. Raises UserError.
 
     place: the directory; by default this clone. data: the input of the command.
     """
-    # A hook of another repository sets GIT_INDEX_FILE, and git would read and write that file.
+    # A hook of another repository sets GIT_INDEX_FILE, and git would use that index.
     env = {name: value for name, value in os.environ.items() if name != "GIT_INDEX_FILE"}
     with explaining(f"git {command[0]}", "see --help", (OSError, subprocess.CalledProcessError)):
         return subprocess.run(
@@ -59,7 +58,7 @@ def diff_since(commit):
 def read_git():
     """Returns what git says about this clone: (commit, names of untracked files, changes).
 
-    All are empty in a copy of the files without git. If git does not work, prints a note.
+    All three are empty in a copy of the files without git. If git fails, this prints a note.
     """
     commit = b""
     untracked = b""
@@ -74,7 +73,7 @@ def read_git():
             reason = first_line(error.__cause__)
             if isinstance(error.__cause__, FileNotFoundError):
                 reason = "it is not installed"
-            print0(f"note: git does not work here ({reason}), so run.json lacks facts of it")
+            print0(f"note: git does not work here ({reason}), so run.json lacks the commit")
     names = [name for name in untracked.decode(errors="replace").split("\0") if name]
     return commit.decode().strip(), names, changes
 
@@ -91,7 +90,7 @@ def hash_of_program():
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None) or "/"
         if not name.startswith(str(CLONE)):
-            continue  # most modules are of torch; to make a Path of each would take 0.05 s
+            continue  # most modules belong to torch; a Path for each would take 0.05 s
         file = Path(name)
         # Python itself and its packages may be in the clone, too.
         is_foreign = library in file.parents or "site-packages" in file.parts

@@ -9,8 +9,8 @@ import sys
 def visible(text, stream=None):
     """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
 
-    These characters could change the state of the terminal. stream: where the text goes. The
-    default is stdout.
+    These characters could change the state of the terminal. stream: where the text goes, by default
+    stdout.
     """
     if not (stream or sys.stdout).isatty():
         return text
@@ -38,5 +38,5 @@ def shorten_line(line):
 def show_progress(done, total, text):
     """Shows a progress bar in the last line of a terminal, until the next print0."""
     if sys.stdout.isatty():
-        bar = "#" * (20 * done // total)  # 20 of them are the whole
+        bar = "#" * (20 * done // total)  # at the end, 20 characters
         print0(shorten_line(f"{done}/{total} [{bar:<20}] {text}"), end="")
