@@ -7,7 +7,7 @@ def is_dtensor(tensor):
 
 
 def count_tp(tensor):
-    """Returns over how many processes tensor parallelism splits a tensor."""
+    """Returns the number of processes over which tensor parallelism splits a tensor."""
     mesh = getattr(tensor, "device_mesh", None)
     return mesh["tp"].size() if mesh is not None and "tp" in mesh.mesh_dim_names else 1
 
@@ -15,7 +15,8 @@ def count_tp(tensor):
 def reorder_rows(x, n_stacked, tp, back=False):
     """Reorders the rows of matrices that lie one below the other into tp parts of whole heads.
 
-    A part has some heads of each matrix. x: (n_stacked * rows, ...). back: does the inverse.
+    A part contains some heads of each matrix. x: (n_stacked * rows, ...). back: whether to do the
+    inverse.
     """
     shape = (tp, n_stacked, -1) if back else (n_stacked, tp, -1)
     return x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)

@@ -1,8 +1,8 @@
 """Computes the head and its cross-entropy in one function, a chunk of positions at a time.
 
-The logits are never all in memory. If the head is a weight, the loss and the gradient of a chunk
-are computed before the next chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
-If the head is a function, the backward pass computes the logits of a chunk again.
+Only the logits of one chunk are in memory. If the head is a weight, each chunk computes its loss
+and its gradient at once (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2). If the
+head is a function, the backward pass computes the logits of a chunk again.
 """
 
 import math
@@ -19,7 +19,7 @@ CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
 class ChunkedCrossEntropy(torch.nn.Module):
-    """Cross-entropy of the logits of a head, in nats. vocab_size: V, the number of ids."""
+    """Cross-entropy of the logits of a head, in nats. vocab_size: V."""
 
     def __init__(self, vocab_size):
         super().__init__()
@@ -28,11 +28,11 @@ class ChunkedCrossEntropy(torch.nn.Module):
     def forward(self, x, targets, head, reduction="mean"):
         """x: (B, T, C). targets: (B, T).
 
-        head: a weight (V, C), or a DTensor sharded by rows, for logits that are x @ head.T. Or a
-        function (N, C) -> (N, V) for any other logits. The function is called for each chunk, and
-        in the backward pass once more. This takes longer, and needs no formula of its gradient.
+        head: a weight (V, C), or a DTensor sharded by rows, if the logits are x @ head.T. For any
+        other logits, a function (N, C) -> (N, V). The forward pass calls the function for each
+        chunk, and the backward pass calls it again, which takes longer, but needs no formula.
 
-        Positions with target -100 are ignored. Any other target must be in the vocabulary.
+        The loss ignores positions with target -100. Other targets must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
         """
         shape = targets.shape
@@ -55,7 +55,7 @@ class ChunkedCrossEntropy(torch.nn.Module):
 def recomputed_losses(x, logits, targets, vocab_size):
     """x (N, C), targets (N) -> losses (N). Only one chunk of logits is in memory at a time.
 
-    With tensor parallelism, logits gives all logits to each process.
+    With tensor parallelism, `logits` returns all logits on each process.
     """
 
     def losses_of_chunk(x, targets):
@@ -74,7 +74,7 @@ def fused_losses(x, weight, targets, counted):
     if is_dtensor(weight):  # with tensor parallelism
         group = weight.device_mesh.get_group()
         rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
-        # Target 0 is now the first row that this process has.
+        # Now target 0 means the first row of this process.
         targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
         weight = weight.to_local()
     with_gradient = torch.is_grad_enabled()
@@ -82,7 +82,7 @@ def fused_losses(x, weight, targets, counted):
 
 
 def rows_of_chunk(device, dtype, V):
-    """Returns how many positions a chunk has."""
+    """Returns the number of positions in a chunk."""
     rows = CHUNK_SIZE[device]
     if device == "cpu" and torch.compiler.is_compiling():
         # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
@@ -90,19 +90,19 @@ def rows_of_chunk(device, dtype, V):
     if dtype == torch.float16:
         # p.t() @ x_chunk would overflow if all positions of a large chunk have one target.
         rows = min(rows, 2048)
-    # With more than 65,536 ids, a chunk has fewer positions, so that it needs no more memory.
+    # With more than 65,536 ids, a chunk has fewer positions, so that its size stays the same.
     return max(1, rows * 2**16 // max(V, 2**16))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
 
-    The matrix products follow autocast. The sums are float32, because sums of 50,000 terms would be
-    inexact in bfloat16. backward divides by n, the number of counted targets. In forward, the
-    division would underflow in float16.
+    Matrix multiplications follow autocast. The sums are float32, because sums of 50,000 terms would
+    be inexact in bfloat16. backward divides by n, the number of counted targets, because this
+    division would underflow in float16 in forward.
 
-    group: the processes that have the other rows of the weight, or None. Then target 0 means the
-    first row of this process (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+    group: the processes that hold the other rows of the weight, or None. With a group, target 0 is
+    the first row of this process (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         device = x.device.type
         V = weight.size(0)
         dtype = matmul_dtype(x)
-        # The weight is padded to a multiple of 128 rows, because matrix products work in tiles.
+        # Pads the weight to a multiple of 128 rows, because matrix multiplications use tiles.
         w = weight.new_zeros(V + -V % 128, weight.size(1), dtype=dtype)  # (padded V, C)
         w[:V] = weight
         losses = torch.zeros(len(x), device=x.device)
@@ -139,9 +139,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                     p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:
                     p.scatter_add_(1, y, -local.float())
-                p = logits.copy_(p)  # (rows, padded V), in the dtype of the products
+                p = logits.copy_(p)  # (rows, padded V), in the dtype of the logits
                 dx[start : start + rows] = p @ w
-                # += first converts its operand to float32. In parts, this needs less memory.
+                # += first converts its operand to float32, which needs less memory in parts.
                 for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
                     total += part
         n = counted.sum().clamp(min=1)  # without targets, the mean is 0

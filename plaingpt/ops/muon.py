@@ -1,4 +1,4 @@
-"""Muon, which is SGD with momentum that makes its updates orthogonal (Jordan et al. 2024)."""
+"""Muon: SGD with momentum and orthogonalized updates (Jordan et al. 2024)."""
 
 import math
 
@@ -15,19 +15,19 @@ class Muon(torch.optim.Optimizer):
     """Like torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but fast on every device and in
     several processes.
 
-    torch.optim.Muon computes in bfloat16. On a device without instructions for bfloat16, that takes
-    about ten times as long as float32. This class uses float32 there. It computes matrices of one
-    shape together, because a GPU needs longer to start a multiplication of small matrices than to
-    compute it.
+    torch.optim.Muon always uses bfloat16. On a device without instructions for bfloat16, this takes
+    about ten times as long as float32, so this class uses float32 there. The class also computes
+    matrices of one shape together, because a GPU needs longer to start a multiplication of small
+    matrices than to compute it.
 
     params: as for any optimizer of PyTorch: parameters, pairs of a name and a parameter, or groups.
-    All are matrices. n_stacked is the number of matrices that lie one below the other in each
-    parameter of a group, and each of them is made orthogonal by itself. It is 3 for query, key and
-    value. All processes must make a Muon.
+    All parameters are matrices. n_stacked is the number of matrices that lie one below the other in
+    each parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
+    matrices by itself. All processes must create a Muon.
 
-    With DDP, each process makes its share of the matrices orthogonal and sends it to the others,
-    because this takes most of the time. All processes keep the momentum of all matrices, so that a
-    checkpoint fits any number of processes.
+    With DDP, each process orthogonalizes its share of the matrices and sends it to the others,
+    because this work takes most of the time. All processes keep the momentum of all matrices, so
+    that a checkpoint fits any number of processes.
     """
 
     def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_stacked=1):
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
                 self.step_stack(members[start : start + n])
 
     def step_stack(self, members):
-        """Takes the step of parameters whose matrices have one shape. members: [(p, group)]."""
+        """Takes a step for parameters whose matrices have one shape. members: [(p, group)]."""
         parameters = [p for p, _ in members]
         gradients = [p.grad for p in parameters]
         for p in parameters:
@@ -67,16 +67,16 @@ class Muon(torch.optim.Optimizer):
         decays = [1 - group["lr"] * group["weight_decay"] for _, group in members]
         torch._foreach_mul_(parameters, decays)
         for (p, group), part in zip(members, stack.split([len(each) for each in matrices])):
-            # The mean square of an orthogonal matrix is 1 / its longer side. So the root mean
-            # square of the update is 0.2 lr, about that of AdamW.
+            # The mean square of an orthogonal matrix is 1 / its longer side, so the root mean
+            # square of this update is 0.2 lr, as large as AdamW's.
             alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
             p.add_(from_matrices(part, p), alpha=alpha)
 
     def orthogonalize(self, stack):
-        """Makes the matrices of a stack (n, rows, columns) orthogonal. Processes share the work."""
+        """Orthogonalizes the matrices of a stack (n, rows, columns). Processes share the work."""
         if self.n_processes == 1:
             return orthogonalize(stack)
-        n = math.ceil(len(stack) / self.n_processes)  # of each process
+        n = math.ceil(len(stack) / self.n_processes)  # matrices per process
         own = stack[n * dist.get_rank() :][:n]  # the last processes may have fewer
         done = stack.new_zeros(n, *stack.shape[1:])
         done[: len(own)] = orthogonalize(own)
@@ -86,10 +86,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def count_copies(groups):
-    """Returns how many processes have a copy of these parameters: all with DDP, otherwise one."""
+    """Returns the number of processes with a copy of these parameters: all with DDP, else one."""
     if not dist.is_initialized():
         return 1
-    # The stages of a pipeline have parameters of other names. Without names, nothing is shared.
+    # The stages of a pipeline have parameters with other names. Without names, assumes one copy.
     own = [group.get("param_names") for group in groups]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, own)
@@ -101,9 +101,9 @@ def count_copies(groups):
 def to_matrices(x, n_stacked):
     """Returns the matrices of a parameter, (n_stacked, rows, columns), with rows <= columns.
 
-    Orthogonal together, query, key and value would share their directions, and get smaller updates
-    than Muon's authors give them. x: (n_stacked * rows, columns); of a DTensor, this takes the
-    whole.
+    Orthogonalized as one matrix, query, key and value would share their directions, and their
+    updates would be smaller than in the code of Muon's authors. x: (n_stacked * rows, columns). A
+    DTensor is gathered first.
     """
     tp = count_tp(x)
     if is_dtensor(x):
@@ -130,12 +130,12 @@ def from_matrices(x, p):
 
 
 def orthogonalize(x):
-    """Makes matrices nearly orthogonal, by five steps of Newton-Schulz.
+    """Makes matrices nearly orthogonal with five Newton-Schulz iterations.
 
-    They keep the singular vectors and bring the singular values near 1. x: (n, rows, columns), with
-    rows <= columns. The source is kellerjordan.github.io/posts/muon.
+    These keep the singular vectors and bring the singular values near 1. x: (n, rows, columns),
+    with rows <= columns. The source is kellerjordan.github.io/posts/muon.
     """
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # singular values are now at most 1
     for _ in range(5):
         gram = x @ x.mT  # (n, rows, rows)
         factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)

@@ -1,10 +1,10 @@
-"""The dtypes of matrix products and of the residual stream."""
+"""The dtypes of matrix multiplications and of the residual stream."""
 
 import torch
 
 
 def matmul_dtype(x):
-    """Returns the dtype of a matrix product of x: autocast's if it is on, otherwise that of x."""
+    """Returns the dtype of a matrix multiplication of x: autocast's if autocast is on, or x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -12,7 +12,7 @@ def matmul_dtype(x):
 def stream_dtype(x):
     """Returns the dtype of the residual stream x.
 
-    On CUDA, it is bfloat16 if matrix products are in bfloat16. Otherwise it is that of x.
+    On CUDA, this is bfloat16 if matrix multiplications use bfloat16. Otherwise, it is x's dtype.
     """
     return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
 

@@ -1,4 +1,4 @@
-"""What generation needs besides the model: a cache of keys and values, and drawing of tokens."""
+"""What generation needs besides the model: a cache of keys and values, and sampling of tokens."""
 
 import contextlib
 import math
@@ -6,8 +6,8 @@ import math
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# All kernels but cuDNN's. With a mask, it gives gradients of NaN if T % 128 is 64
-# (pytorch/pytorch#196678). And it prepares a plan for each new shape.
+# All attention kernels except cuDNN's, which prepares a plan for each new shape. With a mask and
+# T % 128 == 64, cuDNN's kernel also computes gradients of NaN (pytorch/pytorch#196678).
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -39,10 +39,10 @@ class KVCache:
 
 
 def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
-    """Draws one id for each row: (B, vocab_size) -> (B, 1).
+    """Samples one token id per row: (B, vocab_size) -> (B, 1).
 
-    temperature 0 takes the most likely token. top_k keeps the k most likely tokens, and 0 keeps
-    all. top_p keeps the most likely tokens, until the sum of their probabilities reaches p
+    temperature 0 selects the most likely token. top_k keeps the k most likely tokens; 0 keeps all
+    tokens. top_p keeps the most likely tokens, until the sum of their probabilities reaches p
     (Holtzman et al. 2020, arXiv:1904.09751).
     """
     if temperature == 0:
@@ -54,7 +54,7 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)  # (B, vocab_size)
-        # A token is dropped if the sum of the tokens before it reaches p. The first always stays.
+        # Drops a token if the probabilities before it add up to p, so the first token stays.
         drop = probs.cumsum(dim=-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
@@ -62,7 +62,7 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
 
 @torch.no_grad()
 def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
-    """Samples ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
+    """Samples token ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
 
     options: temperature, top_k and top_p, as in sample().
     """
