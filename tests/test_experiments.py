@@ -320,7 +320,7 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
             "        norm = self.transformer.h[0].attn.c_attn.weight.square().mean()\n"
             "        return None, self.loss(x, targets), {'size': norm}\n",
         ),
-        "model.py cannot run in stages (no field '0'); use no --pp",
+        "model.py cannot run in stages (no field '0'); remove --pp",
     ),
     "a figure": (
         (
@@ -502,7 +502,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
         (
             dict(mlp=", Scale()"),
             "the processes have different gradients of "
-            "transformer.h.0.mlp.gelu.1.weight; use no --tp",
+            "transformer.h.0.mlp.gelu.1.weight; remove --tp",
         ),
     ],
     ids=["direct", "MLP"],

@@ -1,4 +1,4 @@
 """Processes, their devices and their memory, and models that are split over processes.
 
-To import PyTorch's parallel modules takes two seconds. So functions import what they need of them.
+PyTorch's parallel modules take two seconds to import, so only the functions that need them do so.
 """

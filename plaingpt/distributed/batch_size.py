@@ -1,4 +1,4 @@
-"""How many sequences a step and a micro-batch have. On a GPU, as many as fit into its memory."""
+"""Chooses the number of sequences in a step and in a micro-batch. On a GPU, these must fit."""
 
 import contextlib
 
@@ -18,13 +18,13 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     n: sequences in a step, on all processes. In the ramp, it rises linearly to
     total_batch_size / T, in multiples of the first n.
 
-    B: sequences in a micro-batch of one process. It is batch_size, or less if a process has too few
-    sequences for that, or for pp micro-batches. In a ramp n grows and B stays: small enough for the
-    first step, so that torch.compile compiles one shape.
+    B: sequences in a micro-batch of one process: batch_size, or less if a process has too few
+    sequences for batch_size, or for pp micro-batches. In a ramp, n grows, but B keeps its value of
+    the first step, so that torch.compile compiles one shape.
 
-    n_sequences: those of the training data. keeps_batch_size: whether batch_size must be a divisor
-    of the sequences that a process has in a step, because a user has given it. Otherwise, B is the
-    next smaller divisor. Raises UserError unless every process gets whole micro-batches.
+    n_sequences: sequences in the training data. keeps_batch_size: whether batch_size must divide
+    the sequences of a process in a step, because the user has given the flag. Otherwise, B is the
+    next smaller divisor. Raises UserError unless every process reads whole micro-batches.
     """
     limits = (T, n_sequences, dp_size, keeps_batch_size)
     n, B = step_size(config, "total_batch_size", *limits)
@@ -46,9 +46,9 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
 
 
 def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
-    """Returns (n, B) of a step that has as many tokens as the flag says. Raises UserError.
+    """Returns (n, B) of a step with the number of tokens that the flag says.
 
-    flag: "total_batch_size" or "rampup_batch_size". The other arguments are those of plan_steps.
+    flag: "total_batch_size" or "rampup_batch_size". The other arguments are as in plan_steps.
     """
     size = getattr(config, flag)  # in tokens
     unit = T * dp_size  # in tokens: a sequence on every process
@@ -77,20 +77,20 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
 
 
 def fit_batch_size(training, config, T, plan, process):
-    """Finds the largest micro-batch that all GPUs have memory for -> (B, plan).
+    """Finds the largest micro-batch that fits into the memory of all GPUs -> (B, plan).
 
     All processes must call this before the first step. plan: from plan_steps. The result is the
     same plan, with at most B sequences in a micro-batch. The search begins with the largest B of
-    `plan`, and halves it. On a CPU, and for a split model, it tries nothing and changes nothing: a
-    process of a split model that runs out of memory would leave the others waiting. Raises
-    UserError if not even one sequence fits.
+    `plan`, and halves B. On a CPU, or with a split model, this changes nothing: if one process of
+    a split model ran out of memory, the others would wait for it. Raises UserError if even one
+    sequence does not fit.
     """
     if process.device.type != "cuda" or is_split(config, process):
         return config.batch_size, plan
     candidates = halved_batch_sizes(plan, process.dp_size)
     found = 0  # index in candidates
-    # To compile takes a minute for each size, so eager code searches first. Compiled code needs
-    # less memory, so it begins with the last size for which eager code has too little.
+    # torch.compile takes a minute per size, so eager code searches first. Compiled code needs less
+    # memory, so its search begins with the last size that did not fit in eager mode.
     for stance in ("force_eager", "default") if config.compile else ("default",):
         found = max(0, found - 1)
         with torch.compiler.set_stance(stance):
@@ -117,9 +117,8 @@ def limit_plan(plan, B):
 def halved_batch_sizes(plan, dp_size):
     """Returns the micro-batches to try, from large to small.
 
-    The first one is the largest B of `plan`, which is from plan_steps. Each of the others is at
-    most half of the one before, and the largest that divides the sequences of a process in each of
-    the steps.
+    The first B is the largest B of `plan`, which is from plan_steps. Each later B is at most half
+    of the B before, and the largest that divides the sequences of a process in every step.
     """
     found = []
     B = max(B for _, B in plan)
@@ -134,32 +133,32 @@ def halved_batch_sizes(plan, dp_size):
 def has_memory(training, B, T, process):
     """Returns whether all processes have memory to train with micro-batches of (B, T).
 
-    It runs two of them, beside as much memory as AdamW's moments will take, and some more. It
-    leaves the gradients, the buffers and the random state as they are before a step.
+    Runs two micro-batches while the memory of AdamW's moments, and some more, is allocated. Keeps
+    the gradients, the buffers and the random state as they are before a step.
     """
-    # (module, name, buffer, its values): forward may change, replace or make a buffer.
+    # (module, name, buffer, its values): forward may change, replace or create a buffer.
     buffers = []
     for module in training.raw_model.modules():
         for name, buffer in module._buffers.items():
             buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
-    torch.cuda.empty_cache()  # frees what the attempt before this one has left
+    torch.cuda.empty_cache()  # frees the memory of the attempt before
     n_fit = torch.zeros(())  # 1 if this process has memory
     set_gradient_sync(training.model, False)  # one process may fail, so none may wait
     if isinstance(training.model, DDP):
-        training.model.require_forward_param_sync = False  # does not broadcast buffers, either
-    # batch_size_advice turns an error of missing memory into a UserError.
+        training.model.require_forward_param_sync = False  # DDP would also broadcast buffers
+    # batch_size_advice turns an out-of-memory error into a UserError.
     with (
         contextlib.suppress(UserError),
         batch_size_advice(B),
         torch.random.fork_rng(range(torch.cuda.device_count())),
     ):
-        # AdamW's moments take 8 bytes a parameter. The first step puts them between activations,
-        # which leaves gaps that are too small for others. These took up to 2 bytes a parameter.
+        # AdamW's moments take 8 bytes per parameter. The first step allocates them between
+        # activations. The gaps, too small for other tensors, took up to 2 bytes per parameter.
         moments = [
             p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
         ]
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
-        for _ in range(2):  # the second one begins when there are gradients, as in a step
+        for _ in range(2):  # during the second forward pass, gradients exist, as in a step
             with process.autocast:
                 loss = training.model(x, y)[1]
             loss.backward()

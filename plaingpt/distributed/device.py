@@ -1,9 +1,9 @@
-"""Chooses the device of a process, its dtype, and whether torch.compile is used.
+"""Chooses the device of a process, its dtype, and whether to use torch.compile.
 
 The dtypes have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
 FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler enlarges them.
 
-Also names and peak speeds of hardware.
+Also contains names and peak FLOP/s of hardware.
 """
 
 import os
@@ -24,12 +24,12 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
 
 
 def find_device(name, local_rank=0, world_size=1):
-    """--device -> the torch.device of this process. Raises UserError if it cannot be used."""
+    """--device -> the torch.device of this process. Raises UserError if torch cannot use it."""
     n_gpus = torch.cuda.device_count()
     if name == "auto":
         name = choose_device(n_gpus, world_size)
     if name.startswith("cuda") and world_size > 1:
-        # Each process needs a GPU of its own. If there is none at all, the error below says why.
+        # Each process needs its own GPU. Without any GPU, the error below gives the reason.
         if ":" in name or local_rank >= n_gpus > 0:
             raise UserError(
                 f"--device {name}: each process needs its own GPU, and torch has {n_gpus}; use "
@@ -38,30 +38,30 @@ def find_device(name, local_rank=0, world_size=1):
     what = f"--device {name}: torch {torch.__version__} cannot use it"
     with explaining(what, "try --device cpu", (RuntimeError, AssertionError)):
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        torch.ones(1, device=device)  # starts a kernel, and fails if the GPU is too old for torch
+        torch.ones(1, device=device)  # starts a kernel, which fails if the GPU is too old for torch
     return device
 
 
 def set_deterministic():
-    """Makes PyTorch use algorithms that give the same bits in each run, or raise an error.
+    """Makes PyTorch use algorithms that return the same bits in each run, or raise an error.
 
-    On a GPU, others are faster: some sums depend on the order in which threads finish. Call this
-    before the GPU is used.
+    On a GPU, nondeterministic algorithms are faster: their sums depend on the order in which
+    threads finish. Call this before any code uses the GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # this would find bugs, and is slow
+    torch.utils.deterministic.fill_uninitialized_memory = False  # True is slow, and only for bugs
 
 
 def choose_device(n_gpus, world_size):
     """Makes the choice of --device auto -> "cuda", "mps" or "cpu".
 
-    n_gpus: how many GPUs torch can use.
+    n_gpus: number of GPUs that torch can use.
     """
     if n_gpus > 0:
         return "cuda"
-    # If there is a GPU that this CUDA build of torch cannot use, chooses cuda all the same: then
-    # find_device fails and says why. Otherwise, the program would silently use the CPU.
+    # Chooses cuda even if this CUDA build of torch cannot use the GPU, so that find_device fails
+    # and gives the reason. Otherwise, the program would silently use the CPU.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda and not is_hidden and Path("/dev/nvidia0").exists():
         return "cuda"
@@ -71,10 +71,10 @@ def choose_device(n_gpus, world_size):
 
 
 def choose_compile(wanted, device):
-    """Turns --compile into a bool. Raises UserError if a compiler is needed and missing.
+    """Turns --compile into a bool. Raises UserError if torch.compile needs a missing compiler.
 
-    wanted: True, False, or None for the default, which is True on CUDA. On Windows it is False:
-    Triton is missing there. torch.compile needs a C++ compiler and Python's headers.
+    wanted: True, False, or None for the default, which is True on CUDA, but False on Windows, where
+    Triton is missing. torch.compile needs a C++ compiler and Python's headers.
     """
     if wanted is None:
         wanted = device.type == "cuda" and sys.platform != "win32"
@@ -91,7 +91,7 @@ def choose_compile(wanted, device):
 def choose_dtype(name, device):
     """Turns --dtype into a torch.dtype.
 
-    auto is bfloat16 where it is fast. Otherwise, it is float16 on CUDA, and float32 elsewhere.
+    auto is bfloat16 where bfloat16 is fast. Otherwise, auto is float16 on CUDA, else float32.
     """
     if name == "auto":
         if has_bfloat16(device):
@@ -106,22 +106,22 @@ def choose_dtype(name, device):
 def set_matmul_precision(dtype, device):
     """Sets the precision of float32 matrix multiplications.
 
-    dtype: that of the other matrix multiplications. Unless it is float32, those in float32 may
-    round their inputs, too. Their sums stay float32.
+    dtype: the dtype of the other matrix multiplications. If dtype is not float32, float32 matrix
+    multiplications may also round their inputs. Their sums stay float32.
     """
     if dtype == torch.float32:
         precision = "highest"  # rounds nothing
     elif device.type == "cuda":
         precision = "high"  # rounds to TF32
     else:
-        # Rounds to bfloat16. A CPU without bfloat16 rounds nothing, but oneDNN replaces MKL and is
-        # twice as fast.
+        # Rounds to bfloat16. A CPU without bfloat16 rounds nothing, but uses oneDNN instead of MKL,
+        # which is twice as fast.
         precision = "medium"
     torch.set_float32_matmul_precision(precision)
 
 
-# These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. The first name that matches
-# counts.
+# These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. peak_flops uses the first name
+# that matches.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -138,7 +138,7 @@ PEAK_FLOPS = {
 
 
 def hardware_name(device):
-    """Returns the type and the name of the hardware, as people read them."""
+    """Returns the type and the name of the hardware, as a text for people."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"
@@ -147,7 +147,7 @@ def hardware_name(device):
 def peak_flops(process):
     """Returns the peak FLOP/s of all processes together.
 
-    Returns None if it is unknown, or if the dtype is float32.
+    Returns None if the peak is unknown, or if the dtype is float32.
     """
     if process.dtype == torch.float32:
         return None

@@ -10,13 +10,13 @@ import torch.nn as nn
 
 
 def grad_scaler(process):
-    """Returns the gradient scaler of a run. It does nothing unless the dtype is float16."""
+    """Returns the gradient scaler of a run, which does nothing unless the dtype is float16."""
     is_float16 = process.dtype == torch.float16
     if not is_float16 or process.world_size == 1:
         return torch.amp.GradScaler(process.device.type, enabled=is_float16)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    # If one process finds an overflow in its part of the gradient, all lower their scale.
+    # If one process finds an overflow in its part of the gradient, all processes lower their scale.
     return ShardedGradScaler(process.device.type)
 
 
@@ -29,10 +29,10 @@ def set_gradient_sync(model, is_on):
 
 
 class GradientClipper:
-    """Clips the gradients of a model, which may be split. With TP, it also compares them once.
+    """Clips the gradients of a model, which may be split. With TP, also compares gradients once.
 
-    model: what is trained: a GPT, which may be compiled and in DDP, or a Pipeline. tp: how many
-    processes compute one layer.
+    model: the trained model: a GPT, which may be compiled and in DDP, or a Pipeline. tp: number of
+    processes that compute one layer.
     """
 
     def __init__(self, model, tp):
@@ -47,8 +47,8 @@ class GradientClipper:
         model = self.model
         parameters = [p for p in model.parameters() if p.grad is not None]
         for p in parameters:
-            # RowwiseParallel gives a gradient with all rows, but the parameter has only some of
-            # them. With torch 2.11, a gradient may also be a part of a sum over the TP group.
+            # RowwiseParallel returns a gradient with all rows, but the parameter has only some
+            # rows. With torch 2.11, a gradient may also be one term of a sum over the TP group.
             if is_dtensor(p) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         if isinstance(model, Pipeline):
@@ -70,9 +70,9 @@ def norm_of(parameters):
 
 
 def sum_tied_gradients(model):
-    """Gives both copies of the tied matrix the sum of their gradients, in a Pipeline.
+    """Sets the gradients of both copies of the tied matrix to their sum, in a Pipeline.
 
-    The first stage has the matrix as the embedding, and the last stage as the head.
+    The matrix is the embedding on the first stage, and the head on the last stage.
     """
     if model.has_tied:
         tied = model.part.transformer.wte.weight
@@ -81,10 +81,10 @@ def sum_tied_gradients(model):
 
 
 def norm_of_pipeline(model, parameters):
-    """Returns the norm of the gradient of all stages. parameters: those of this stage."""
+    """Returns the norm of the gradient of all stages. parameters: the parameters of this stage."""
     if model.has_tied and model.is_last:
-        # Its copy of the tied matrix has the same gradient as that of the first stage. It counts
-        # once.
+        # The copies of the tied matrix on the first and the last stage have the same gradient,
+        # which counts once.
         tied = model.part.transformer.wte.weight
         parameters = [p for p in parameters if p is not tied]
     squares = norm_of(parameters) ** 2
@@ -95,18 +95,18 @@ def norm_of_pipeline(model, parameters):
 def compare_gradients(model):
     """Raises UserError if TP gives different gradients to the copies of a whole parameter.
 
-    The copies would drift apart. An edited model can cause that.
+    With an edited model, the gradients can differ, and the copies would drift apart.
     """
     norms = []  # [(name, norm)] of this process
     for name, p in model.named_parameters():
         if p.grad is not None and p.placements[-1].is_replicate():  # -1 is the dimension of TP
             norms.append((name, p.grad.full_tensor().norm().item()))
     norms_of_processes = [None] * dist.get_world_size()
-    dist.all_gather_object(norms_of_processes, norms)  # all get all norms, so that all of them stop
+    dist.all_gather_object(norms_of_processes, norms)  # all norms on all processes, so that all end
     found = []
     for each in norms_of_processes:
         found += each
     found.sort()  # norms of one parameter are now neighbours, the smallest first
     for (name, norm), (next_name, next_norm) in zip(found, found[1:]):
         if name == next_name and next_norm - norm > 1e-4 * next_norm:
-            raise UserError(f"--tp: the processes have different gradients of {name}; use no --tp")
+            raise UserError(f"--tp: the processes have different gradients of {name}; remove --tp")

@@ -1,4 +1,4 @@
-"""Memory: how glibc keeps it, and what to say when there is too little."""
+"""Memory: how long glibc keeps freed memory, and what to advise when memory is too small."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,7 @@ import sys
 
 from plaingpt.base.errors import UserError
 
-# These numbers are from glibc's malloc.h. The options take a number of bytes.
+# These numbers are from glibc's malloc.h. The values of the options are in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest int
@@ -16,14 +16,14 @@ MOST = 2**31 - 1  # the largest int
 def set_malloc(keep_memory):
     """Sets whether glibc keeps large freed blocks.
 
-    By default, glibc gives them back to the system. To get them again, zeroed, takes a third of a
-    step, so they should be kept. FSDP is the exception: it frees whole tensors all the time, and
-    kept blocks would fragment the memory.
+    By default, glibc returns these blocks to the system. Allocating them again, zeroed, takes a
+    third of a step, so glibc should keep them. FSDP is the exception, because FSDP often frees
+    whole tensors, and kept blocks would fragment the memory.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # another libc than glibc
+    if not hasattr(libc, "mallopt"):  # libc is not glibc
         return
     if keep_memory:
         libc.mallopt(M_TRIM_THRESHOLD, MOST)
@@ -38,7 +38,7 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # Not all are a torch.OutOfMemoryError: CPU, MPS, Triton and cuBLAS have no class for this.
+        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so matches the text.
         if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise

@@ -1,6 +1,6 @@
-"""The parts of a split model: makes them, fills them with values, and gathers them for checkpoints.
+"""The parts of a split model: creates, initializes, and gathers them for checkpoints.
 
-They are DTensors: tensors of which each process has a part.
+The parts are DTensors: tensors of which each process has a part.
 """
 
 from plaingpt.distributed.memory import memory_advice
@@ -13,11 +13,11 @@ import torch
 def slice_like(p, name, whole, device, tp_plan):
     """Returns this process's part of a whole tensor, on the device, split as parameter p is split.
 
-    name: of p, or of a value of an optimizer, which begins with it. tp_plan: that of GPT. Nothing
-    is sent.
+    name: the name of p, or of an optimizer's value for p, which begins with the name of p. tp_plan:
+    GPT.tp_plan. Processes exchange nothing.
     """
     if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
-        return whole.to(device, copy=True)  # a copy lets the file of the checkpoint go
+        return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint
     from torch.distributed.tensor import distribute_tensor
 
     whole = by_heads(name, whole, count_tp(p), tp_plan)
@@ -27,7 +27,7 @@ def slice_like(p, name, whole, device, tp_plan):
 def by_heads(name, tensor, tp, tp_plan, back=False):
     """Reorders the rows of a "qkv" layer (first q, then k, then v) into tp parts of whole heads.
 
-    back: does the inverse. Other tensors stay as they are.
+    back: whether to do the inverse. Returns other tensors unchanged.
     """
     is_qkv = any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
     if not is_qkv or tp == 1:
@@ -36,10 +36,10 @@ def by_heads(name, tensor, tp, tp_plan, back=False):
 
 
 def map_tensors(value, function):
-    """Returns a value in which each tensor is replaced by function(tensor).
+    """Returns the value with function(tensor) in place of each tensor.
 
     value: a tensor, a number, a text or None, or a list, tuple or dict of these. Raises TypeError
-    if it is, or has, something else.
+    if the value is, or contains, anything else.
     """
     if torch.is_tensor(value):
         return function(value)
@@ -49,17 +49,17 @@ def map_tensors(value, function):
         return {key: map_tensors(each, function) for key, each in value.items()}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    # This includes NumPy's numbers: torch.load with weights_only=True cannot read them.
+    # NumPy's numbers also end here, because torch.load with weights_only=True cannot read them.
     raise TypeError(f"it is a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def gather(model, parts, process):
     """The inverse of slice_like: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
 
-    A part may also be another value, see map_tensors. It stays as it is, but on the CPU.
+    A part may also be another value of map_tensors, whose tensors only move to the CPU.
 
-    Gathers the split tensors on the device one at a time, and moves each to the CPU before the next
-    one, to save memory. All processes must call this.
+    To save memory, gathers one split tensor at a time on the device, and moves it to the CPU before
+    the next one. All processes must call this.
     """
     n_stages, index = (model.n_stages, model.index) if isinstance(model, Pipeline) else (1, 0)
     found = {}
@@ -69,7 +69,7 @@ def gather(model, parts, process):
             whole = None
             if stage == index:
                 whole = join_parts(name, parts[name], own_gpt(model).tp_plan)
-                if not torch.is_tensor(whole):  # it will be pickled, which is for CPU tensors
+                if not torch.is_tensor(whole):  # from_stage pickles this, so tensors must be on CPU
                     whole = map_tensors(whole, torch.Tensor.cpu)
             whole = from_stage(stage, whole, model)
             if process.rank == 0:
@@ -88,7 +88,7 @@ def join_parts(name, part, tp_plan):
 
 
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
-    """Returns the whole GPT of this GPTConfig on the meta device: names and shapes, no memory.
+    """Returns the whole GPT of a GPTConfig on the meta device, where tensors need no memory.
 
     GPT: the class of model.py.
     """
@@ -97,7 +97,7 @@ def make_whole_gpt(GPT, config, activation_checkpointing=False):
 
 
 def whole_gpt(model):
-    """Returns the whole GPT of a Pipeline: names and shapes, no memory. A GPT is whole already."""
+    """Returns the whole GPT of a Pipeline, on the meta device. Returns a GPT unchanged."""
     if isinstance(model, Pipeline):
         return make_whole_gpt(type(model.part), model.config)
     return model
@@ -106,9 +106,9 @@ def whole_gpt(model):
 def fill_split_model(model, whole_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
-    Whole tensors are made one at a time, so no process ever has the whole model in memory. All
-    processes draw the numbers of all parameters, and each keeps its part. So the values depend only
-    on the seed, and not on how the model is split.
+    Creates one whole tensor at a time, so no process ever has the whole model in memory. All
+    processes draw the random numbers of all parameters, and each process keeps its part, so the
+    values depend only on the seed, not on how the model is split.
 
     model: from cut_model, on the meta device. whole_gpt: from make_whole_gpt. weights: a state
     dict, or None for random values. Raises UserError if the device has too little memory.
@@ -133,15 +133,15 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
     for name, buffer in list(part.named_buffers()):
         values = (weights or {}).get(name, others[name])
         layer, _, attribute = name.rpartition(".")
-        # A module keeps a tensor as a buffer if it has a buffer of this name.
+        # setattr keeps a tensor as a buffer if the module has a buffer of this name.
         setattr(part.get_submodule(layer), attribute, values.to(device, buffer.dtype, copy=True))
 
 
 def make_other_values(whole_gpt, weights, seed, device):
-    """Returns the values of what GPT-2 does not have: {name of a parameter or buffer: tensor}.
+    """Returns the parameters and buffers that GPT.initial_values does not have: {name: tensor}.
 
-    Only their constructors know them. So if there are any, this makes the whole GPT once, as one
-    process does. weights: as in fill_split_model.
+    Only their constructors can initialize these tensors. So if there are any, this creates the
+    whole GPT once, as one process does. weights: as in fill_split_model.
     """
     names = [name for name, _ in whole_gpt.named_buffers()]
     if not weights:

@@ -13,11 +13,10 @@ import torch.nn as nn
 
 
 class Pipeline(nn.Module):
-    """A GPT whose blocks are in several processes. `part` is the GPT that this process has.
+    """A GPT whose blocks are in several processes. `part` is the GPT of this process.
 
-    It is called with the micro-batches of a step, and computes their gradients, too. hidden,
-    logits and loss are for evaluation. On all processes, they return the same as the methods of
-    GPT.
+    A call with the micro-batches of a step also computes their gradients. hidden, logits and loss
+    are for evaluation. On all processes, they return the same as the methods of GPT.
     """
 
     def __init__(self, part, mesh, is_tied, process):
@@ -31,9 +30,9 @@ class Pipeline(nn.Module):
         self.is_first = self.index == 0
         self.is_last = self.index == self.n_stages - 1
         self.size = None  # (micro-batches, B, T) of the last step
-        self.schedule = None  # PyTorch's for this size; it keeps buffers for all its micro-batches
-        self.names = None  # of the metrics of a step, in the order in which they are sent
-        # Embedding and head are one matrix. The first and the last stage have a copy each.
+        self.schedule = None  # PyTorch's schedule for this size, with buffers for all micro-batches
+        self.names = None  # names of a step's metrics, in the order of their values in a message
+        # If embedding and head are one matrix, the first and the last stage have a copy each.
         self.has_tied = is_tied and (self.is_first or self.is_last)
         ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
         self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
@@ -59,12 +58,12 @@ class Pipeline(nn.Module):
         x = torch.cat([x for x, _, _ in micro_batches])  # (n_micro x B, T)
         y = torch.cat([y for _, y, _ in micro_batches])  # (n_micro x B, T)
         weights = torch.stack([weight for _, _, weight in micro_batches])  # (n_micro)
-        self.metrics = {}  # of the step; only the last stage adds some
+        self.metrics = {}  # metrics of the step, which only the last stage adds
         zero = torch.zeros((), device=x.device)
-        scaler.scale(zero)  # makes its scale, which stages without a loss need, too
+        scaler.scale(zero)  # creates the scale, which stages without a loss also need
         size = (n_micro, B, T)
         if size != self.size:  # in a ramp, the batch grows
-            self.schedule = None  # frees its buffers
+            self.schedule = None  # frees the buffers of the old schedule
             self.schedule = self.make_schedule(n_micro, B, T, scaler)
             self.size = size
         # `targets` is an argument of Stage.forward, and `target` is the second one of scaled_loss.
@@ -76,7 +75,7 @@ class Pipeline(nn.Module):
         return dict(zip(self.names, values))
 
     def make_schedule(self, n_micro, B, T, scaler):
-        """Makes the 1F1B schedule for n_micro micro-batches in a step, (B, T) each."""
+        """Returns the 1F1B schedule for n_micro micro-batches in a step, (B, T) each."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
@@ -132,9 +131,9 @@ class Pipeline(nn.Module):
 
 
 class Stage(nn.Module):
-    """PyTorch's schedule calls this module with ids or with the residual stream.
+    """Returns the residual stream, or on the last stage the loss.
 
-    It returns the residual stream, or on the last stage the loss.
+    PyTorch's schedule calls this module with token ids or with the residual stream.
     """
 
     def __init__(self, part, process, is_last):
@@ -149,17 +148,17 @@ class Stage(nn.Module):
         with self.process.autocast:
             if not self.is_last:
                 return self.part.hidden(x)
-            # A schedule takes only tensors. It calls scaled_loss next, which reads self.more.
+            # A schedule passes on only tensors. Next, it calls scaled_loss, which reads self.more.
             _, loss, *self.more = self.part(x, targets)
             return loss
 
     def call(self, method, *args, **kwargs):
-        """Calls a method of the part. Before that, FSDP all-gathers its parameters."""
+        """Calls a method of the part. Before the call, FSDP all-gathers the part's parameters."""
         return getattr(self.part, method)(*args, **kwargs)
 
 
 def add_metrics(metrics, loss, more, weight, n_micro):
-    """Adds what GPT.forward has returned for a micro-batch to the means of its step.
+    """Adds the loss and the metrics of a micro-batch to the means of its step.
 
     metrics: {name: mean}, which this changes. more: [{name: scalar tensor}], the third value of
     GPT.forward, or []. weight: of the micro-batch. n_micro: the number of micro-batches in a step.
@@ -170,21 +169,21 @@ def add_metrics(metrics, loss, more, weight, n_micro):
 
 
 def own_gpt(model):
-    """Returns the GPT of this process: the part that a Pipeline has, otherwise the model itself."""
+    """Returns the GPT of this process: the part in a Pipeline, otherwise the model itself."""
     return model.part if isinstance(model, Pipeline) else model
 
 
 def from_stage(stage, value, model):
-    """Returns the value that one stage of a Pipeline has. All stages must call this.
+    """Returns one stage's value on all stages of a Pipeline. All stages must call this.
 
-    stage: its index, or -1 for the last one. A tensor is returned on the device of each process.
-    Without a pipeline, the value is returned as it is.
+    stage: its index, or -1 for the last stage. A tensor is then on the device of each process.
+    Without a pipeline, returns the value unchanged.
     """
     if not isinstance(model, Pipeline):
         return value
     group, source = model.group, stage % model.n_stages
-    # A tensor without memory tells the other stages shape and dtype. To pickle the tensor itself
-    # takes several times as long.
+    # A tensor on the meta device tells the other stages the shape and the dtype. Pickling the
+    # tensor itself takes several times as long.
     outline = [value.to("meta") if torch.is_tensor(value) else value]
     dist.broadcast_object_list(outline, group=group, group_src=source)  # replaces outline[0]
     if not torch.is_tensor(outline[0]):
@@ -197,20 +196,20 @@ def from_stage(stage, value, model):
 
 
 class NoPositions(nn.Module):
-    """Replaces the position embedding of later stages. Their input already contains positions."""
+    """Replaces the position embedding of later stages, whose input already contains positions."""
 
     def forward(self, pos):
         return 0
 
 
 def keep_stage(model, stage, n_stages):
-    """Removes the modules of other stages from a GPT. The rest keeps its names."""
+    """Removes the modules of other stages from a GPT. The other modules keep their names."""
     t = model.transformer
     first = first_block(stage, n_stages, model.config)
-    last = first_block(stage + 1, n_stages, model.config)  # not in this stage
+    last = first_block(stage + 1, n_stages, model.config)  # the first block of the next stage
     for i in range(len(t.h)):
         if not first <= i < last:
-            delattr(t.h, str(i))  # unlike del t.h[i], this does not rename the others
+            delattr(t.h, str(i))  # del t.h[i] would rename the other blocks
     if stage > 0:
         t.wte = nn.Identity()
         t.wpe = NoPositions()
@@ -223,11 +222,11 @@ def keep_stage(model, stage, n_stages):
 def check_stages(model, n_stages):
     """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
 
-    A stage gives the residual stream to the next one, and nothing else. Only the last stage calls
-    GPT.forward. An edited model.py may need more than that. So this compares the training loss of a
-    small GPT with that of its stages. They are in this process, and nothing is sent.
+    A stage passes only the residual stream to the next stage, and only the last stage calls
+    GPT.forward, but an edited model.py may need more than that. So this compares the training loss
+    of a small GPT with the loss of its stages, all in this process.
 
-    model: the GPT that will be cut; its class and its config are used.
+    model: the GPT to split; this uses its class and its config.
     """
     config = model.config
     shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
@@ -238,13 +237,13 @@ def check_stages(model, n_stages):
         try:
             whole = type(model)(replace(config, **shape))
             for p in whole.parameters():
-                nn.init.normal_(p, std=0.3)  # with other values than the first ones, edits show
+                nn.init.normal_(p, std=0.3)  # large weights, because the initialization hides edits
             expected = metrics_of_forward(whole, x, y)
-        except Exception as error:  # such as an edit with the sizes of one model
+        except Exception as error:  # such as an edit that works for one model size only
             print0(f"note: the stages are not compared, because a small GPT fails: {error!r}")
             return
-        # A stage is not a whole GPT, and an edit may need one.
-        with explaining("--pp: model.py cannot run in stages", "use no --pp"):
+        # An edit may need a whole GPT, which a stage is not.
+        with explaining("--pp: model.py cannot run in stages", "remove --pp"):
             for stage in range(n_stages):
                 part = copy.deepcopy(whole)
                 keep_stage(part, stage, n_stages)
@@ -255,7 +254,7 @@ def check_stages(model, n_stages):
         if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
             raise UserError(
                 f"--pp: the stages of this model.py compute another {name} than the whole model: "
-                f"{found[name]:.6g}, not {value:.6g}; use no --pp"
+                f"{found[name]:.6g}, not {value:.6g}; remove --pp"
             )
 
 
@@ -271,7 +270,7 @@ def first_block(stage, n_stages, config):
     n = config.n_layer
     if stage == n_stages:
         return n
-    # The head takes as long as this many blocks. So the last stage has fewer of them.
+    # The head takes as long as this many blocks, so the last stage has fewer blocks.
     head = config.vocab_size / (12 * config.n_embd)
     even = round(stage * (n + head) / n_stages)
     return min(n - n_stages + stage, max(stage, even))  # each stage gets at least one block

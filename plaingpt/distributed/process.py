@@ -27,8 +27,8 @@ class Process:
     """This process among the processes of a program, its device and its dtype.
 
     The processes form a mesh of pp x dp x tp. They have dp_size replicas of the model, and each
-    replica reads sequences of its own. With TP or PP, several processes have one replica together,
-    and read the same sequences.
+    replica reads its own sequences. With TP or PP, several processes share one replica and read
+    the same sequences.
     """
 
     rank: int
@@ -47,14 +47,14 @@ class Process:
 
     @property
     def autocast(self):
-        """A context in which matrix multiplications are computed in dtype."""
+        """A context in which matrix multiplications use dtype."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, scalars):
         """Computes means over all processes: {name: scalar tensor} -> {name: float}.
 
-        All are in one message, so all processes need the same names in the same order. The CPU
-        waits here for the device.
+        One message contains all scalars, so all processes need the same names in the same order.
+        The CPU waits here for the device.
         """
         values = torch.stack(list(scalars.values()))  # (number of names)
         return dict(zip(scalars, (self.sum(values) / self.dp_size).tolist()))
@@ -63,13 +63,13 @@ class Process:
         """Sums a tensor over the replicas of the model."""
         if self.world_size == 1:
             return tensor
-        tensor = tensor.to(self.device, copy=True)  # all_reduce changes it
+        tensor = tensor.to(self.device, copy=True)  # a copy, because all_reduce works in place
         dist.all_reduce(tensor)
-        # The processes of one replica have the same values, and all_reduce has added them all.
+        # The processes of one replica have the same values, and all_reduce has added all of them.
         return tensor / (self.world_size // self.dp_size)
 
     def check_stop(self):
-        """Raises Stopped on all processes if a signal has come to one of them.
+        """Raises Stopped on all processes if one process has received a signal.
 
         Validation, benchmarks and samples call this before each batch, all processes together.
         """
@@ -86,8 +86,8 @@ def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
     """Prepares PyTorch, and joins the processes of a program -> Process. Raises UserError.
 
     Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
-    float32 matrix multiplications, and how glibc frees memory. Makes sure that all processes have
-    the same code. The arguments are the values of the flags of the same name.
+    float32 matrix multiplications, and how glibc frees memory. Checks that all processes run the
+    same code. The arguments are the values of the flags of the same name.
     """
     if deterministic:
         set_deterministic()
@@ -115,7 +115,7 @@ def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
 
 
 def join_processes(rank, world_size, device):
-    """Joins PyTorch's process group, and leaves it at exit. Raises UserError."""
+    """Joins PyTorch's process group, and leaves the group at exit."""
     is_cuda = device.type == "cuda"
     # Otherwise NCCL warns about the messages of PyTorch's pipelines.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -134,7 +134,7 @@ def join_processes(rank, world_size, device):
             device_id=device if is_cuda else None,
             timeout=timeout,
         )
-    # These two run at exit, also after an error, the last one first. gloo's threads need some time
+    # These two run at exit, even after an error, in reverse order. gloo's threads need some time
     # after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
     atexit.register(time.sleep, 0.5)
     atexit.register(dist.destroy_process_group)
@@ -142,7 +142,7 @@ def join_processes(rank, world_size, device):
 
 def on_rank0(function, *args, **kwargs):
     """Calls a function on rank 0. Returns its result, or raises its UserError, on all processes."""
-    results = [None]  # the result or the UserError; a broadcast replaces the element of this list
+    results = [None]  # [the result or the UserError], which the broadcast replaces
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             results = [function(*args, **kwargs)]

@@ -7,9 +7,8 @@
   --pp N           Pipeline parallelism: N processes have some blocks each. Micro-batches pass
                    through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
-The flags can be combined in a mesh of pp x dp x tp processes. TP communicates most, so its
-processes have consecutive ranks. The processes read different data only along dp. What a process
-has:
+Users can combine the flags in a mesh of pp x dp x tp processes. TP communicates most, so its
+processes have consecutive ranks. The processes read different data only along dp. A process has:
 
                      of the model           of the data
   --parallel ddp     all                    its own sequences; DDP averages the gradients
@@ -23,9 +22,8 @@ has:
 With --tp or --pp and --parallel ddp, FSDP averages the gradients and shards nothing.
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process has a part.
-full_tensor() gives the whole of a DTensor. All processes must call it. If some do not, the others
-wait for ever. With PP, each process has a Pipeline around a GPT with some of the blocks. Together
-they compute the whole.
+full_tensor() returns the whole tensor. All processes must call full_tensor(), otherwise those that
+do wait for ever. With PP, each process has a Pipeline around a GPT with some of the blocks.
 """
 
 import logging
@@ -46,10 +44,10 @@ def is_split(config, process):
 
 
 def split_model(GPT, gpt_config, weights, config, process):
-    """Makes the part of a GPT that this process has -> a GPT, or with --pp a Pipeline.
+    """Creates this process's part of a GPT -> a GPT, or with --pp a Pipeline.
 
-    The model is cut before it has memory, so no process ever holds all of it. All processes must
-    call hidden, logits and loss of their parts. All get the complete result.
+    The model is split before it allocates memory, so no process ever holds the whole model. All
+    processes must call hidden, logits and loss of their parts, which return the complete result.
 
     GPT: the class. weights: a state dict, or None for random values. Raises UserError if tp or pp
     do not fit the model.
@@ -74,9 +72,9 @@ def cut_model(model, config, process):
         check_stages(model, config.pp)
     if config.tp > 1:
         check_heads(model, config.tp)
-        for name, _ in model.named_buffers():  # with fewer heads, it may need other values
+        for name, _ in model.named_buffers():  # a buffer may need other values with fewer heads
             raise UserError(
-                f"--tp: {name} is a buffer, which cannot be split; one GPU and DDP train it"
+                f"--tp: {name} is a buffer, which --tp cannot split; use one GPU or DDP"
             )
     silence_warnings()
     n_shards = process.dp_size if config.parallel == "fsdp" else 1
@@ -94,8 +92,8 @@ def cut_model(model, config, process):
     if config.tp > 1:
         split_layers(model, mesh["tp"])
     if is_tied and model.lm_head is not None:
-        # TP splits both layers, so they are tied again. The last stage of a pipeline has the matrix
-        # under the name that it has on the first stage.
+        # Ties both layers again, which TP has split. On the last stage of a pipeline, the matrix
+        # has the same name as on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
     if config.compile:
         for module in (*model.blocks(), model.loss_fn):
@@ -106,15 +104,15 @@ def cut_model(model, config, process):
 
 
 def check_shared(model, config, process):
-    """Raises UserError if a parameter is in two parts of the model that are apart after the cut.
+    """Raises UserError if a parameter is in two parts of the model that the cut separates.
 
-    The matrix of embedding and head may be: PyTorch and Pipeline know how.
+    The matrix of embedding and head may be in two parts: PyTorch and Pipeline handle this case.
     """
-    blocks_of = {}  # {parameter: the blocks that have it}
+    blocks_of = {}  # {parameter: the blocks that contain it}
     for block in model.blocks():
         for p in block.parameters():
             blocks_of.setdefault(p, []).append(block)
-    layers_of = {}  # {parameter: the modules that have it}
+    layers_of = {}  # {parameter: the modules that contain it}
     for module in model.modules():
         for p in module.parameters(recurse=False):
             layers_of.setdefault(p, []).append(module)
@@ -124,7 +122,7 @@ def check_shared(model, config, process):
         in_two_stages = config.pp > 1 and name not in (first, "lm_head.weight")
         # FSDP, which averages the gradients of a split model, needs each parameter in one block.
         in_two_blocks = process.dp_size > 1 and len(blocks_of.get(p, [])) > 1
-        # TP gives each layer parameters of its own.
+        # TP gives each layer its own parameters.
         in_two_layers = config.tp > 1 and len(layers_of[p]) > 1 and name != "lm_head.weight"
         if first != name and (in_two_stages or in_two_blocks or in_two_layers):
             raise UserError(
@@ -134,8 +132,8 @@ def check_shared(model, config, process):
 
 
 def check_heads(model, tp):
-    """Raises UserError if tp processes cannot have equally many heads of a layer each."""
-    model.qkv_names()  # raises it if the heads of query, key and value are not equally many
+    """Raises UserError if tp processes cannot have the same number of heads of a layer."""
+    model.qkv_names()  # raises UserError if query, key and value differ in their number of heads
     hs = model.config.n_embd // model.config.n_head
     for name, module in model.named_modules():
         word = model.tp_plan.get(name.rpartition(".")[2])
@@ -148,7 +146,7 @@ def check_heads(model, tp):
 
 
 def silence_warnings():
-    """Turns off three warnings of PyTorch about things that do no harm here.
+    """Turns off three warnings of PyTorch that are harmless here.
 
     FSDP and TP gather a tensor in two steps. Training does not call lm_head, because loss_fn reads
     its weight. A module returns a view, which would be wrong only if GPT changed the view in place.
@@ -159,21 +157,21 @@ def silence_warnings():
 
 
 def apply_fsdp(root, blocks, mesh, is_fsdp, process):
-    """Applies FSDP. Without --parallel fsdp, it does what DDP does: one shard, several copies."""
+    """Applies FSDP. Without --parallel fsdp, FSDP works like DDP: one shard, several copies."""
     import torch.distributed.fsdp as fsdp
 
     mesh = mesh["dp_shard"] if is_fsdp else mesh["dp_replicate", "dp_shard"]
-    # Blocks are all-gathered in the dtype of their matrix multiplications, which also rounds the
-    # weights of their norms, but in float32 on a CPU. The CPU's layer_norm rejects bfloat16 weights
-    # with the float32 residual stream.
+    # FSDP all-gathers blocks in the dtype of their matrix multiplications, which also rounds the
+    # weights of norms. On a CPU, FSDP uses float32, because the CPU's layer_norm rejects bfloat16
+    # weights with the float32 residual stream.
     param_dtype = process.dtype if is_fsdp and process.device.type != "cpu" else None
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Embeddings, norm and head are one group, in float32. After forward it stays whole, for logits
-    # and loss, until a backward pass ends. Until then, named_parameters() gives whole tensors.
+    # Embeddings, norm and head are one group, in float32. After forward, the group stays whole for
+    # logits and loss, and named_parameters() returns whole tensors, until a backward pass ends.
     fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=False)
     # Validation and generation call this method and not forward.
     fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")
@@ -183,8 +181,8 @@ def split_layers(model, mesh):
     """Splits the layers in GPT.tp_plan over a mesh: each process computes its share of a layer.
 
     A block's forward has two all-reduces, after attention and MLP. The processes draw the same
-    random numbers, because dropout on the residual stream must be equal. So the attention dropout
-    of their heads is equal, too.
+    random numbers, because dropout on the residual stream must be equal. Therefore, the attention
+    dropout of their heads is also equal.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "weight"):
@@ -202,20 +200,20 @@ def split_layers(model, mesh):
 def split_layer(module, word, mesh):
     """Splits a layer over a mesh, as a word of GPT.tp_plan says.
 
-    - vocabulary: a process has the rows of some ids. The results of an nn.Embedding are summed, and
-      those of an nn.Linear gathered, so all processes have the whole.
+    - vocabulary: a process has the rows of some ids. The results of an nn.Embedding are summed, the
+      results of an nn.Linear are gathered, so all processes have the whole result.
     - colwise: a process computes some of the outputs.
     - heads: a process computes the outputs of some heads, which have n_embd / n_head each.
-    - qkv: the same, for an nn.Linear that gives first all queries, then all keys, then all values.
+    - qkv: the same, for an nn.Linear that returns all queries, then all keys, then all values.
     - rowwise: a process has some of the inputs, such as the outputs of a colwise layer. The results
-      are summed, so all processes have the whole.
+      are summed, so all processes have the whole result.
     """
     import torch.distributed.tensor.parallel as tp
     from torch.distributed.tensor import Replicate
 
     is_embedding = isinstance(module, torch.nn.Embedding)
     if is_embedding:
-        # For a short time, its backward holds the gradient of all rows.
+        # For a short time, the backward pass holds the gradient of all rows.
         rows = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     else:
         rows = tp.ColwiseParallel(output_layouts=Replicate())
@@ -226,16 +224,16 @@ def split_layer(module, word, mesh):
         qkv=tp.ColwiseParallel(),
         rowwise=tp.RowwiseParallel(),
     )
-    # The weights are on the meta device and have no values yet, so none are sent.
+    # The weights are on the meta device and have no values yet, so rank 0 sends none.
     tp.parallelize_module(module, mesh, styles[word], src_data_rank=None)
 
 
 def keep_whole(module, mesh):
     """Keeps a layer whole on every process: norms and positions.
 
-    In model.py as it is, their input is whole, too. If you add norms of q and k, their input
-    (B, nh, T, hs) has only the heads of this process. The gradient of such a norm is then the sum
-    of the gradients of all processes.
+    In the unchanged model.py, the input of these layers is also whole. If you add norms of q and k,
+    their input (B, nh, T, hs) has only the heads of this process, and the gradient of such a norm
+    is the sum of the gradients of all processes.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
