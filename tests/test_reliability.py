@@ -898,7 +898,7 @@ CASES = {
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
-        ("--init_from scratch", "--init_from scratch: leave it out for a new run"),
+        ("--init_from scratch", "--init_from scratch: remove it for a new run"),
         ("--init_from=", "--init_from: is empty; give a value, or remove this flag"),
         ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3"),
         ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),

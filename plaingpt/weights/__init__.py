@@ -1,1 +1,1 @@
-"""Checkpoints: reading, writing, and those of other programs."""
+"""Reads and writes checkpoints, and reads checkpoints of other programs."""

@@ -1,4 +1,4 @@
-"""Finds, checks and reads checkpoints: those of runs, of nanoGPT and of build-nanogpt."""
+"""Finds, checks and reads checkpoints of our runs, of nanoGPT and of build-nanogpt."""
 
 import inspect
 import re
@@ -33,9 +33,9 @@ MODEL_FILES = (
 
 
 def check_weights(weights, config, GPT):
-    """Raises an error of some kind unless a GPT of this GPTConfig can have these weights.
+    """Raises an error of some kind unless these weights fit a GPT of this GPTConfig.
 
-    weights: a state dict. It must have the right names and shapes, and finite values. GPT: the
+    weights: a state dict, which must have the right names and shapes, and finite values. GPT: the
     class of the model.
     """
     make_whole_gpt(GPT, config).load_state_dict(weights, assign=True)  # compares names and shapes
@@ -44,10 +44,9 @@ def check_weights(weights, config, GPT):
 
 
 def check_tied(weights, config, GPT):
-    """Raises ValueError if another program has not tied a matrix that a GPT ties.
+    """Raises ValueError if two weights differ that a GPT ties, such as embedding and head.
 
-    An example is the matrix of embedding and head. load_state_dict would take one of the two. The
-    arguments are those of check_weights.
+    load_state_dict would keep only one of the two. The arguments are as in check_weights.
     """
     first_names = {}  # {parameter: its first name}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
@@ -57,14 +56,13 @@ def check_tied(weights, config, GPT):
 
 
 def convert_nanogpt(found, GPT):
-    """Dict of a checkpoint of nanoGPT or build-nanogpt -> one with the model as we store it.
+    """Dict of a checkpoint of nanoGPT or build-nanogpt -> dict in our format.
 
-    Raises ValueError unless its ids are GPT-2's. Their vocabulary of 50,304 has unused ids, which
-    are cut off.
+    Raises ValueError unless the ids are GPT-2's. Removes the unused ids of a vocabulary of 50,304.
     """
-    settings = found.get("model_args")  # of nanoGPT
+    settings = found.get("model_args")  # in a checkpoint of nanoGPT
     if not settings:
-        settings = getattr(found.get("config"), "__dict__", {})  # of build-nanogpt
+        settings = getattr(found.get("config"), "__dict__", {})  # in one of build-nanogpt
     if settings.get("vocab_size") not in (50257, 50304):
         raise ValueError("another program wrote it, or its ids are not GPT-2's")
     config = GPT.config_class(
@@ -81,7 +79,7 @@ def convert_nanogpt(found, GPT):
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
         if name in given:
             weights[name] = given[name].float()[: len(p)]
-        elif name.endswith(".bias"):  # with nanoGPT's bias=False, they are missing
+        elif name.endswith(".bias"):  # nanoGPT's bias=False omits biases
             weights[name] = torch.zeros(p.shape)
     check_tied(weights, config, GPT)
     return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
@@ -90,9 +88,8 @@ def convert_nanogpt(found, GPT):
 def load_checkpoint(path, GPT, remedy="give another one"):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
 
-    All processes must call it. Only rank 0 reads the file from end to end, to check it.
-    GPT: the class of the model. remedy: what the user should do if the file is damaged, or is no
-    checkpoint of this program.
+    All processes must call this. Only rank 0 reads and checks the whole file. GPT: the class of the
+    model. remedy: what the user should do if the file is damaged, or another program wrote it.
     """
     on_rank0(check_file, path, GPT, remedy)
     return read_file(path, GPT)
@@ -100,7 +97,7 @@ def load_checkpoint(path, GPT, remedy="give another one"):
 
 def read_file(path, GPT):
     """Reads the dict in a checkpoint of this program, of nanoGPT or of build-nanogpt."""
-    # A file of build-nanogpt has a GPTConfig, whose fields are read into a SimpleNamespace.
+    # A file of build-nanogpt contains a GPTConfig, which torch reads as a SimpleNamespace.
     with torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
         checkpoint = map_file(path)
     return checkpoint if "model_config" in checkpoint else convert_nanogpt(checkpoint, GPT)
@@ -111,8 +108,7 @@ def map_file(path):
 
     Raises exceptions of many kinds if the file is damaged.
     """
-    # weights_only=True runs no code of the file. On Windows, a mapped file could not be deleted or
-    # moved.
+    # With weights_only=True, the file cannot run code. Windows cannot delete or move a mapped file.
     return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
 
 
@@ -130,26 +126,26 @@ def check_file(path, GPT, remedy):
         config = GPT.config_class(**checkpoint["model_config"])
         check_weights(checkpoint["model"], config, GPT)
         n_vocab = get_tokenizer(checkpoint["tokenizer"]).n_vocab
-        if n_vocab > config.vocab_size:  # a prompt could have an id that the model does not know
+        if n_vocab > config.vocab_size:  # a prompt could contain an id outside the vocabulary
             raise ValueError(f"its tokenizer has {n_vocab:,} ids, its model {config.vocab_size:,}")
 
 
 def check_checksums(path):
     """Raises ValueError if a checksum of a checkpoint is wrong. torch.save writes a zip file."""
     with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()  # the name of the first damaged file in it, or None
+        damaged = archive.testzip()  # the name of the first damaged file in the archive, or None
     if damaged:
         raise ValueError(f"the checksum of {damaged} is wrong")
 
 
 def hash_of_model(GPT):
     """Returns a hash of model.py. GPT: the class of the model, or a model."""
-    # FSDP gives a model another class, but not its config.
+    # FSDP replaces the class of a model, but not the class of its config.
     return hash_of_files([Path(inspect.getsourcefile(GPT.config_class))])
 
 
 def find_checkpoints(directory):
-    """Lists the checkpoints of a run directory, oldest first, but not those like model_best.pt."""
+    """Lists the checkpoints of a run directory, oldest first, without model_best.pt."""
     paths = [path for path in Path(directory).glob("model_*.pt") if path.stem[6:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[6:]))  # without "model_"
 
@@ -157,7 +153,7 @@ def find_checkpoints(directory):
 def list_model_files(source):
     """Lists a checkpoint and the other files of its run or export, which no output may replace.
 
-    source: from find_newest_model, or a name of the hub, which may have no files here.
+    source: from find_newest_model, or a name on the hub, which may have no local files.
     """
     path = Path(source)
     if not path.exists():
@@ -192,8 +188,8 @@ def unpack(checkpoint, GPT):
 def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
-    place: a file, a run, a directory of runs, or an export. The default is log. A file or an export
-    is returned as it is. If place is a run, its old runs in old-1 and so on do not count.
+    place: a file, a run, a directory of runs, or an export. The default is log. Returns a file or
+    an export unchanged. If place is a run, this skips the old runs in old-1 and so on.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():

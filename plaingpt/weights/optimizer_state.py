@@ -1,11 +1,11 @@
 """What a checkpoint contains of an optimizer: its state, and what steps change in its groups.
 
 Each value has a key: the name of a parameter and the name of the value, such as
-"transformer.wte.weight.exp_avg". A value of a group is saved with each of its parameters, such as
+"transformer.wte.weight.exp_avg". Each parameter of a group saves the values of the group, such as
 "transformer.wte.weight.group:k".
 
-A value is a tensor of any shape, a number, a text, None, or a list, tuple or dict of these. If its
-parameter is split, a tensor must have the shape of the parameter, or none.
+A value is a tensor of any shape, a number, a text, None, or a list, tuple or dict of these. If the
+parameter is split, a tensor must have the shape of the parameter, or be a scalar.
 """
 
 import copy
@@ -16,14 +16,14 @@ from plaingpt.ops.dtensors import is_dtensor
 
 import torch
 
-# Values of a group that are no state: flags, model.py and the number of the step decide them.
+# Values of a group that are not state: flags, model.py and the step determine these values.
 NO_STATE = ("params", "param_names", "lr", "peak_lr", "weight_decay", "momentum", "betas")
 
 
 class OptimizerState:
     """The state of one optimizer, for a checkpoint.
 
-    optimizer: before its first step. model: the GPT of this process, which has its parameters.
+    optimizer: before its first step. model: the GPT of this process.
     """
 
     def __init__(self, optimizer, model):
@@ -31,7 +31,7 @@ class OptimizerState:
         self.kind = type(optimizer).__name__.lower()
         self.names = {p: name for name, p in model.named_parameters()}
         self.tp_plan = model.tp_plan
-        # What a step changes in a group is state. The rest comes from the flags and model.py.
+        # What a step changes in a group is state. Flags and model.py determine the other values.
         self.initial_groups = [
             copy.deepcopy(group_values(group)) for group in optimizer.param_groups
         ]
@@ -42,10 +42,10 @@ class OptimizerState:
         return [self.names[p] for group in groups for p in group["params"]]
 
     def values(self):
-        """Returns {key: value} for a checkpoint. Raises UserError if it cannot hold a value."""
+        """Returns {key: value} for a checkpoint. Raises UserError if a value does not fit there."""
         found = {}
         for group, initial in zip(self.optimizer.param_groups, self.initial_groups):
-            changed = {}  # each parameter keeps them, because a stage of a pipeline has only some
+            changed = {}  # all parameters get these: a pipeline stage has only some parameters
             for value_name, value in group_values(group).items():
                 if torch.is_tensor(value) or value != initial.get(value_name):
                     changed[f"group:{value_name}"] = value
@@ -74,8 +74,8 @@ class OptimizerState:
     def restore(self, saved):
         """Sets the state to the values of a checkpoint. Raises UserError.
 
-        saved: {name of a parameter: {name of a value: value}}. Learning rates and weight decay come
-        from the flags, not from here.
+        saved: {name of a parameter: {name of a value: value}}. The flags determine learning rates
+        and weight decay.
         """
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -88,7 +88,7 @@ class OptimizerState:
                         )
 
     def place(self, value_name, value, p, group):
-        """Returns a value of a checkpoint on the device of p, and split as p is."""
+        """Returns a value of a checkpoint on the device of p, split as p is split."""
         key = f"{self.names[p]}.{value_name}"
         self.check(key, value, p)
         is_count = value_name == "step"
@@ -96,7 +96,7 @@ class OptimizerState:
         if self.kind in ("adamw", "muon") and torch.is_tensor(value):
             if value.shape != (() if is_count else p.shape):
                 raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
-        # PyTorch has the same rule: only these kernels need the count of steps on the device.
+        # As in PyTorch, only these kernels need the count of steps on the device.
         on_cpu = is_count and not (group.get("fused") or group.get("capturable"))
         device = "cpu" if on_cpu else p.device
         return map_tensors(value, lambda whole: slice_like(p, key, whole, device, self.tp_plan))

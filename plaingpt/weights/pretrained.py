@@ -1,4 +1,4 @@
-"""Loads trained weights from a checkpoint, a run, or a GPT-2 of Hugging Face, and saves one."""
+"""Loads trained weights from a checkpoint, a run, or a Hugging Face GPT-2. Saves such a GPT-2."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 
 # OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPT-2 has these settings. A model with others would load, too, and give wrong logits.
+# GPT-2 has these settings. A model with other settings would also load, but compute wrong logits.
 GPT2 = dict(
     model_type="gpt2",
     activation_function="gelu_new",
@@ -39,7 +39,7 @@ def read_gpt2(name, GPT):
     name: a name on the hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the class.
     """
     transformers = require("transformers")
-    transformers.utils.logging.disable_progress_bar()  # a download has a progress bar of its own
+    transformers.utils.logging.disable_progress_bar()  # a download has its own progress bar
     transformers.utils.logging.set_verbosity_error()
     # Transformers and its file formats raise exceptions of many kinds.
     with explaining(f"{name}: transformers cannot load it", "use gpt2, an export, or a .pt file"):
@@ -50,7 +50,7 @@ def read_gpt2(name, GPT):
                 raise ValueError(f"{key} is {found!r}, not {value!r}")
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         missing = sorted(info["missing_keys"])
-        if missing:  # transformers would leave them random
+        if missing:  # transformers would initialize these weights randomly
             raise ValueError(f"no weights for {', '.join(missing[:3])}")
         config = GPT.config_class(
             n_layer=hf_config.n_layer,
@@ -68,8 +68,8 @@ def read_gpt2(name, GPT):
 def save_gpt2(model, directory, tokenizer, dtype=None):
     """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
 
-    First compares logits, because a model.py that was changed may no longer compute GPT-2.
-    dtype: torch.dtype of the weights. The default is the model's.
+    First compares logits, because a changed model.py may no longer compute GPT-2. dtype:
+    torch.dtype of the weights. The default is the model's dtype.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -79,15 +79,15 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
     hf.generation_config.max_length = block_size  # transformers cannot move the window
     with explaining(f"{directory}: cannot write", "free some space"):
-        # Writes one file, because shards of an earlier export would stay beside those of this one.
+        # Writes one file, because shards of an earlier export could stay next to the new shards.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
-    for path in Path(directory).glob("*.safetensors"):  # so far, only its owner can read this file
+    for path in Path(directory).glob("*.safetensors"):  # until now, only the owner can read it
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
 def make_hf_config(config, tokenizer):
-    """Makes the GPT2Config of transformers for a model with this GPTConfig and Tokenizer."""
+    """Returns the GPT2Config of transformers for a model with this GPTConfig and Tokenizer."""
     transformers = require("transformers")
     end = tokenizer.end_of_text
     return transformers.GPT2Config(
@@ -100,8 +100,8 @@ def make_hf_config(config, tokenizer):
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        # Pipelines put the prefix before a prompt, as generate.py does. In bytes, no token means
-        # the end of a text, but after training on pairs ("lines"), a line break does.
+        # Pipelines put the prefix before a prompt, as generate.py does. With byte tokens, no token
+        # ends a text, but after training on pairs ("lines"), a line break does.
         bos_token_id=end,
         eos_token_id=None if tokenizer.source == "bytes" else end,
         prefix=tokenizer.decode([end]),
@@ -112,7 +112,7 @@ def make_hf_config(config, tokenizer):
 def same_logits(model, hf):
     """Loads the weights of a GPT into a GPT-2 of transformers, and compares their logits.
 
-    Returns whether both are the same, except for rounding.
+    Returns whether the logits are the same, except for rounding.
     """
     try:
         hf.load_state_dict(transpose_conv1d(model.state_dict()))
@@ -127,10 +127,11 @@ def same_logits(model, hf):
 def save_tokenizer(tokenizer, directory, block_size):
     """Writes a Tokenizer as two files, which AutoTokenizer of every version of transformers reads.
 
-    As in OpenAI's GPT-2, no token is added before a text. The key "end_of_text" is ours.
+    As with OpenAI's GPT-2, the tokenizer adds no token before a text. The key "end_of_text" is
+    ours.
     """
     if tokenizer.json:
-        settings = tokenizer.json.settings  # end_of_text has its own name in it
+        settings = tokenizer.json.settings  # here, end_of_text has its own name
     else:
         settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
     library = make_library(settings)
@@ -177,18 +178,18 @@ def read_weights(name, GPT):
         path = paths[-1]
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
-        if "model_args" in checkpoint:  # nanoGPT wrote it; build-nanogpt's GELU is ours
+        if "model_args" in checkpoint:  # nanoGPT wrote it; build-nanogpt's GELU is like ours
             print0("note: nanoGPT's GELU is exact, ours uses tanh: a logit may differ by 0.01")
         return unpack(checkpoint, GPT)
     if name in ("scratch", "resume"):  # nanoGPT's words
-        raise UserError(f"--init_from {name}: leave it out for a new run; --resume continues one")
-    # A name such as openai-community/gpt2 is on the hub, unless there is such a directory here.
+        raise UserError(f"--init_from {name}: remove it for a new run; --resume continues a run")
+    # A name such as openai-community/gpt2 is on the hub, unless this directory exists.
     is_local = path.parent.is_dir() and path.parent.name != ""
     if path.suffix == ".pt" or (is_local and not path.exists()):
         raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
     config, weights = read_gpt2(name, GPT)
     if path.exists():
-        # If there is only a vocab.json, its ids are unknown, and load_tokenizer raises.
+        # If there is only a vocab.json, its ids are unknown, so load_tokenizer raises UserError.
         has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
     else:
         has_tokenizer = name.removeprefix("openai-community/") not in OPENAI

@@ -34,7 +34,7 @@ class Saver:
             self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
         # model.py may be edited later, so hash it now.
         self.model_code = hash_of_model(own_gpt(self.model))
-        # A tied matrix has two names. Training has the first one, and a checkpoint has both.
+        # A tied matrix has two names. Training uses the first name, a checkpoint contains both.
         first_names = {}  # {parameter or buffer: its first name}
         self.saved_names = {}  # {name in a checkpoint: first name}
         for name, tensor in whole_gpt(self.model).state_dict(keep_vars=True).items():
@@ -47,8 +47,8 @@ class Saver:
     def save(self, step, position):
         """Writes model_{step}.pt, and deletes all but the newest `keep` checkpoints.
 
-        position: number of sequences that the run has consumed. Does nothing if this step is saved,
-        or is step 0. Raises UserError.
+        position: number of sequences that the run has consumed. Does nothing at step 0, or if this
+        step is already saved. Raises UserError.
         """
         if step == self.saved:
             return
@@ -65,11 +65,11 @@ class Saver:
         """
         model, process = self.model, self.process
         # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
-        # returns the shards. It has a tied matrix twice, of which one is enough.
+        # returns the shards. It contains a tied matrix twice, and one copy is enough.
         own = own_gpt(model).state_dict()
         firsts = {name: own[name] for name in own if self.saved_names[name] == name}
         gathered = gather(model, firsts, process)
-        # Stages of a pipeline may have other optimizers, so all values are gathered together.
+        # Pipeline stages may have different optimizers, so one call gathers all values.
         values = {}
         for optimizer in self.optimizers:
             for key, value in optimizer.values().items():
@@ -104,22 +104,22 @@ class Saver:
     def check(self):
         """Raises UserError if the optimizers have a state that no checkpoint can hold.
 
-        This is called after each step, and does nothing after two steps with the same values.
+        The trainer calls this after each step. After two steps with the same keys, it does nothing.
         """
         if self.is_checked:
             return
         keys = set()
         for optimizer in self.optimizers:
             keys.update(optimizer.values())
-        # Without a finite gradient, the first steps are skipped, and there is no state yet.
+        # If the first steps have no finite gradient, they are skipped, so there is no state yet.
         self.is_checked = len(keys) > 0 and keys == self.keys
         self.keys = keys
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
 
-        This comes before val is in log.txt. So if the disk is full, a resume measures it again, and
-        saves the file.
+        The trainer calls this before it writes val to log.txt. So if the disk is full, a resume
+        measures val again, and saves the file.
         """
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
@@ -128,9 +128,8 @@ class Saver:
     def restore(self, checkpoint):
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
 
-        checkpoint: from load_newest.
-        Prints which settings have changed. Raises UserError if the checkpoint is from other data or
-        another optimizer, or is beyond the last step.
+        checkpoint: from load_newest. Prints which settings have changed. Raises UserError if the
+        run had other data or another optimizer, or if the checkpoint is beyond the last step.
         """
         if checkpoint is None:
             return 0, 0
@@ -147,7 +146,7 @@ class Saver:
                     "use --init_from, not --resume"
                 )
         self.restore_optimizers(checkpoint["optimizer"])
-        if checkpoint["scaler"]:  # it is {} unless the dtype was float16
+        if checkpoint["scaler"]:  # {} unless the dtype was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         if config.keep_best:
             self.best_val = on_rank0(read_best_val, Path(place))
@@ -162,10 +161,10 @@ class Saver:
         return step, checkpoint["position"]
 
     def restore_optimizers(self, saved):
-        """Gives the optimizers their state from a checkpoint. Raises UserError.
+        """Restores the state of the optimizers from a checkpoint.
 
-        saved: {"adamw": {key: value}}. A process takes what belongs to its parameters. Which one of
-        two AdamW had a parameter does not matter.
+        saved: {"adamw": {key: value}}. A process restores the values of its own parameters. If
+        there are two AdamW, either may have saved a parameter.
         """
         values = {}  # {name of a parameter: {name of a value: value}}
         kinds = {}  # {name of a parameter: class of the optimizer that had it}
@@ -173,7 +172,7 @@ class Saver:
             for key, value in own.items():
                 parameter, _, value_name = key.rpartition(".")
                 values.setdefault(parameter, {})[value_name] = value
-                # Version 1.0 has written "adamw_2" for a second AdamW.
+                # Version 1.0 wrote "adamw_2" for a second AdamW.
                 kinds[parameter] = re.sub(r"_\d+$", "", name)
         for optimizer in self.optimizers:
             for name in optimizer.parameter_names():
@@ -188,7 +187,7 @@ class Saver:
 def read_best_val(directory):
     """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
 
-    The lowest loss in log.txt may be another one, because --keep_best may have been given late.
+    log.txt may contain a lower loss from a time without --keep_best.
     """
     path = directory / "model_best.pt"
     if not path.is_file():
@@ -197,5 +196,5 @@ def read_best_val(directory):
         best = map_file(path)
         if "val" in best:
             return best["val"]
-        # Version 1.0 has written the loss into log.txt only.
+        # Version 1.0 wrote this loss only to log.txt.
         return read_streams(directory / "log.txt").get("val", {}).get(best["step"], math.inf)
