@@ -166,8 +166,11 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--optimizer adamw --muon_lr 1", "--muon_lr: needs --optimizer muon; give both, or leave"),
-        ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or leave it out"),
+        (
+            "--optimizer adamw --muon_lr 1",
+            "--muon_lr: needs --optimizer muon; give both, or remove",
+        ),
+        ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or remove this flag"),
         ("--schedule constant --min_lr 0", "--min_lr: needs another --schedule than constant"),
         ("--rampup_batch_size 64", "--rampup_batch_size: needs --rampup_steps; give both"),
         ("--vocab_size 255", "--vocab_size 255: the tokenizer has 256 ids; give at least as many"),

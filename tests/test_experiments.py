@@ -427,7 +427,7 @@ def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
     _, err = run(tmp_path, "run", 3, status=1)
     message = f"got multiple values for keyword argument '{name}'"
     if name == "my own":
-        message = "the name of a figure must be one word, and not 'my own'"
+        message = "the name of a metric must be one word, and not 'my own'"
     assert message in err
 
 

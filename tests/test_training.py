@@ -314,7 +314,7 @@ def test_a_job_that_starts_while_the_last_one_saves(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_gpt2, "check_loss", other_job_ends)
     log = (tmp_path / "log.txt").read_text()
-    with pytest.raises(UserError, match="another process has changed the checkpoints"):
+    with pytest.raises(UserError, match="another process changed the checkpoints"):
         train_gpt2.main([*flags, "8", "--resume"])
     assert (tmp_path / "log.txt").read_text() == log
     assert names(tmp_path, "*.pt") == ["model_000002.pt", "model_000004.pt"]

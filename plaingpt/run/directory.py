@@ -14,8 +14,8 @@ from plaingpt.weights.checkpoint import find_checkpoints
 
 import torch
 
-# A training step writes these streams. At one step, evaluations come before them. What comes after
-# them is of the training step, too: it has streams that a user may add.
+# A training step writes these streams, after the evaluations of the same step. Later lines of the
+# step, which a user may add, also belong to the training step.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 RUN_FILES = (
     "log.txt",
@@ -29,15 +29,15 @@ RUN_FILES = (
 
 
 def check_newest(directory, resume, step):
-    """Raises UserError if another process has saved a checkpoint since this one read the newest.
+    """Raises UserError if another process saved a checkpoint after this one read the newest.
 
-    resume: whether it did. step: that of the newest checkpoint, or 0 if there was none.
+    resume: whether this process read a checkpoint. step: the step of that checkpoint, or 0.
     """
     paths = find_checkpoints(directory)
     newest = int(paths[-1].stem.removeprefix("model_")) if paths else 0
     if resume and newest != step:
         raise UserError(
-            f"{directory}: another process has changed the checkpoints since this one has read the "
+            f"{directory}: another process changed the checkpoints after this one had read the "
             "newest; start this one again"
         )
 
@@ -45,9 +45,9 @@ def check_newest(directory, resume, step):
 def prepare_run_directory(directory, step):
     """Prepares a directory for a run from this step on. Raises UserError.
 
-    A run that starts at step 0 moves an old run into a subdirectory. In a resumed run, log.txt
-    loses the lines of the steps that are computed again. It keeps the validation losses and the
-    scores of `step`. Returns these: {stream: value}.
+    At step 0, moves an old run into a subdirectory. In a resumed run, removes the lines of log.txt
+    whose steps the run computes again, but keeps the validation losses and the scores of `step`.
+    Returns these losses and scores: {stream: value}.
     """
     log_file = directory / "log.txt"
     known = {}
@@ -62,7 +62,7 @@ def prepare_run_directory(directory, step):
                     known[stream] = float(value)
                 if line_step < step or is_known:
                     file.write(format_log(line_step, stream, value).encode())
-            # This comes after the file was created, which fails in a read-only directory.
+            # Moves files only after creating log.txt, which fails in a read-only directory.
             if step == 0:
                 move_aside(directory)
     return known
@@ -71,8 +71,8 @@ def prepare_run_directory(directory, step):
 def move_aside(directory):
     """Moves the files of an old run into directory/old-1, or old-2, ... Raises OSError.
 
-    They stay in the directory, which may be a volume of its own. If one of them cannot be moved,
-    all are where they were.
+    The files stay below the directory, which may be a separate volume. If moving one file fails,
+    moves all of them back.
     """
     old = []
     for name in RUN_FILES:
@@ -98,13 +98,13 @@ def move_aside(directory):
 
 
 def write_facts(step, gpt, config, flags, data, process):
-    """Writes run.json and changes.patch, with which the run can be repeated.
+    """Writes run.json and changes.patch, with which a user can repeat the run.
 
-    changes.patch has the uncommitted changes of tracked files, if there are any. It does not have
-    the untracked files, but run.json lists their names.
+    changes.patch contains the uncommitted changes of tracked files, if there are any. run.json
+    lists the names of untracked files.
 
-    step: where the run starts. If this is max_steps, a finished run was resumed, and its files
-    stay as they are. gpt: the whole GPT. flags: {name: value} of those on the command line. Raises
+    step: where the run starts. If this is max_steps, a finished run was resumed, whose files stay
+    unchanged. gpt: the whole GPT. flags: {name: value} of the flags on the command line. Raises
     UserError.
     """
     if step == config.max_steps:
@@ -134,5 +134,5 @@ def write_facts(step, gpt, config, flags, data, process):
     with writing(directory):
         if changes:
             patch.write_bytes(changes)
-        elif commit:  # removes an older patch: this code has no changes any more
+        elif commit:  # removes an older patch, because this code has no changes now
             patch.unlink(missing_ok=True)

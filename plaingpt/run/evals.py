@@ -1,4 +1,4 @@
-"""What a run shows of its model besides the loss: benchmarks, and samples of text."""
+"""Benchmarks and samples of text during a run, and a check of the loss before the first step."""
 
 import importlib.machinery
 
@@ -40,8 +40,8 @@ def import_benchmarks(config):
 def load_evals(benchmarks, tokenizer, gpt_config):
     """Loads the data of benchmarks -> [(Benchmark, its examples, its rows)].
 
-    benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. Without a path, a
-    benchmark that has no data is skipped with a note. With a path, this raises UserError.
+    benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. If there are no
+    data, this raises UserError with a path, and otherwise skips the benchmark with a note.
     """
     evals = []
     for benchmark, path in benchmarks:
@@ -57,7 +57,7 @@ def load_evals(benchmarks, tokenizer, gpt_config):
 
 
 def run_evals(evals, model, process, config, step):
-    """Scores all benchmarks. Prints and returns {name: figure}, equal on all processes.
+    """Scores all benchmarks. Prints and returns {name: metric}, equal on all processes.
 
     evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
     """
@@ -78,20 +78,20 @@ def run_evals(evals, model, process, config, step):
 def check_loss(model, loader, process):
     """Raises UserError unless GPT.loss is the cross-entropy of GPT.logits.
 
-    Training and validation call the first one, benchmarks and generation the second one. If only
-    one of them is edited, one model is trained and another one is scored. The two are called as
-    validation calls them. loader: a DataLoaderLite, whose first tokens are read. All processes must
-    call this.
+    Training and validation call GPT.loss, benchmarks and generation call GPT.logits. If a user
+    edits only one of them, training and scoring use different models. This check calls both as
+    validation does. loader: a DataLoaderLite, of which this reads the first tokens. All processes
+    must call this.
     """
     idx, _ = loader.batch(0, 1, process.device)  # (1, T)
-    idx = idx[:, :MOST_COMPARED]  # (1, n); they are also the targets, because any ids can be
+    idx = idx[:, :MOST_COMPARED]  # (1, n); also serves as the targets, which may be any ids
     precision = torch.get_float32_matmul_precision()
     model.eval()
     with attention_for_many_shapes():  # no step has this shape
         with process.autocast:
             x = model.hidden(idx)  # (1, n, C)
-        # In float32, without autocast, a difference is an edit and not rounding. Large hidden
-        # states show an edit that changes only large logits, such as a soft-cap.
+        # In float32, without autocast, an edit causes a difference, and rounding does not. Large
+        # hidden states reveal an edit that changes only large logits, such as a soft-cap.
         torch.set_float32_matmul_precision("highest")
         x = 30 * x.float()
         losses = model.loss(x, idx, reduction="none")[0]  # (n)
@@ -117,9 +117,9 @@ def check_loss(model, loader, process):
 def find_untrained(gpt, x, targets):
     """Returns the names of the parameters that GPT.logits uses, and GPT.loss does not.
 
-    Such a parameter would keep its initialization. While it is a bias of zero or a scale of one,
-    the loss does not show it. gpt: the GPT of this process. x: hidden states, (1, n, C). targets:
-    (1, n).
+    Such a parameter would keep its initialization. A bias of zero or a scale of one does not change
+    the loss, so a comparison of losses misses it. gpt: the GPT of this process. x: hidden states,
+    (1, n, C). targets: (1, n).
     """
     if gpt.lm_head is None:  # this stage of a pipeline has no head
         return []
@@ -128,7 +128,7 @@ def find_untrained(gpt, x, targets):
     used = []
     with torch.enable_grad():
         loss = gpt.loss(x, targets)
-        if isinstance(loss, tuple):  # an edit may also return figures for the log
+        if isinstance(loss, tuple):  # an edit may also return metrics for the log
             loss = loss[0]
         for result in (gpt.logits(x).sum(), loss):
             _, *gradients = torch.autograd.grad(result, inputs, allow_unused=True)
@@ -137,11 +137,10 @@ def find_untrained(gpt, x, targets):
 
 
 def draw_samples(model, data, config, process):
-    """Returns two texts that the model writes. All processes must call this.
+    """Returns two texts that the model generates. All processes must call this.
 
+    With pairs, the model answers validation prompts, and the texts contain the expected responses.
     Raises Stopped after a signal, as run_evals does.
-
-    With pairs, the model answers validation prompts, and the texts have the expected responses.
     """
     model.eval()
     with process.autocast, attention_for_many_shapes():
@@ -160,8 +159,7 @@ def draw_samples(model, data, config, process):
 def answer_prompts(model, data, process):
     """Returns two texts, each with an answer and the expected response, or [] without pairs.
 
-    The prompts are the first ones of the first two sequences with pairs. All processes must call
-    this.
+    Uses the first prompts of the first two sequences with pairs. All processes must call this.
     """
     T = model.config.block_size
     texts = []
@@ -176,7 +174,7 @@ def answer_prompts(model, data, process):
 
 
 def write_tokens(model, idx, n_tokens, process, **options):
-    """Returns the list of what generate_tokens yields. Raises Stopped after a signal."""
+    """Returns a list of the tokens of generate_tokens. Raises Stopped after a signal."""
     new = []
     for ids in generate_tokens(model, idx, n_tokens, **options):  # (B, 1)
         process.check_stop()

@@ -1,4 +1,4 @@
-"""What a run says: log.txt, lines in the terminal, TensorBoard, and Weights & Biases."""
+"""The outputs of a run: log.txt, lines in the terminal, TensorBoard, and Weights & Biases."""
 
 import html
 import math
@@ -31,7 +31,7 @@ import torch
 class TensorBoard:
     """Writes event files into the run directory.
 
-    Removes the values that an old run has written from this step on.
+    Removes the values that the run wrote earlier for this step and later steps.
     """
 
     def __init__(self, directory, step):
@@ -85,7 +85,7 @@ def find_wandb_id(directory):
 
 
 class Progress:
-    """Prints the progress of a run. flops_per_token: that of GPT, forward and backward."""
+    """Prints the progress of a run. flops_per_token: of the GPT, forward and backward."""
 
     def __init__(self, config, flops_per_token, process):
         self.config = config
@@ -98,7 +98,7 @@ class Progress:
         self.last_val = math.inf
 
     def show_step(self, step, n_tokens, seconds, metrics):
-        """Prints every log_every-th step, and those with a non-finite gradient.
+        """Prints every log_every-th step, and the steps with a non-finite gradient.
 
         metrics: {name: number} of the step, with train (the loss), norm and lr.
         """
@@ -140,8 +140,8 @@ class Progress:
     def show_validation(self, step, metrics, names, epochs):
         """Prints the losses of a validation.
 
-        metrics: {name: number}, from validate in train_gpt2.py. names: of the data sets. epochs:
-        how often each was read.
+        metrics: {name: number}, from validate in train_gpt2.py. names: names of the data sets.
+        epochs: number of epochs of each data set.
         """
         rest = dict(metrics)
         val = rest.pop("val")
@@ -156,7 +156,7 @@ class Progress:
                 loss = rest.pop(f"val_{name}")
                 bits = rest.pop(f"bpb_{name}")
                 parts.append(f"{name}: loss {loss:.4f}, {bits:.4f} bits, epoch {epoch:.2f}")
-        parts += [f"{name} {value:.4f}" for name, value in rest.items()]  # of an edited program
+        parts += [f"{name} {value:.4f}" for name, value in rest.items()]  # metrics of a user's edit
         print0(" | ".join(parts))
         if val > self.last_val:
             self.n_rises += 1
@@ -170,7 +170,7 @@ class Progress:
             print0(f"note: the validation loss has risen three times in a row; {advice}")
 
     def show_end(self, step, is_complete, memory):
-        """Prints how the run has ended. memory: bytes of the GPU that it has reserved, or 0."""
+        """Prints how the run has ended. memory: bytes that the run reserved on the GPU, or 0."""
         if step == 0:
             print0("stopped by a signal before the first step")
             return
@@ -184,9 +184,9 @@ class Progress:
 
 
 def print_summary(gpt, optimizers, config, data, plan, process):
-    """Prints what is trained and what a step is. Adds notes if there is too little data.
+    """Prints the model, the data and the size of a step. Adds notes if there is too little data.
 
-    gpt: the whole GPT. plan: from plan_steps. The other arguments are those of main.
+    gpt: the whole GPT. plan: from plan_steps. The other arguments are as in main.
     """
     n_parameters = sum(p.numel() for p in gpt.parameters())
     n_train = sum(map(len, data.train))
@@ -202,7 +202,7 @@ def print_summary(gpt, optimizers, config, data, plan, process):
         schedule += f", then {config.schedule} to {config.min_lr:g}"
     parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
     print0(f"a step: {parts} on each process; {schedule}")
-    n_tensors = {}  # {optimizer and decay: their number}; with --pp, those of the first stage
+    n_tensors = {}  # {optimizer and decay: number of tensors}; with --pp, of the first stage
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
@@ -211,13 +211,13 @@ def print_summary(gpt, optimizers, config, data, plan, process):
     epochs = config.max_steps * config.total_batch_size // n_train
     if epochs > 30:
         print0(f"note: the run reads the data {epochs} times; more data would be better")
-    n_val = min(map(len, data.val))  # of the smallest set
+    n_val = min(map(len, data.val))  # tokens of the smallest set
     if n_val < 4096:
         print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
 
 
 def note_initialization(model):
-    """Prints which matrices of a new model do not have GPT-2's initialization."""
+    """Prints which matrices of a new model have an initialization other than GPT-2's."""
     own = {}  # {name without the number of the block: None}, in order
     for name, p in model.named_parameters():
         if p.dim() > 1 and model.initial_values(name, (0,)) is None:
@@ -228,14 +228,15 @@ def note_initialization(model):
 
 
 class RunLog:
-    """Writes what a run says: its lines in the terminal, log.txt, and run.json. All on rank 0.
+    """Writes the outputs of a run on rank 0: lines in the terminal, log.txt, and run.json.
 
-    log.txt has a line "{step} {name} {value}" for each number. All processes must make a RunLog.
-    Rank 0 first locks the run directory and prepares it, see prepare_run_directory. Then it writes
-    run.json, see write_facts. Raises UserError. A `with` block unlocks the directory at its end.
+    log.txt contains a line "{step} {name} {value}" for each number. All processes must create a
+    RunLog. Rank 0 first locks the run directory and prepares it, see prepare_run_directory. Then
+    rank 0 writes run.json, see write_facts. Raises UserError. A `with` block unlocks the directory
+    at its end.
 
-    flags: {name: value} of those on the command line. plan: from plan_steps. step: where the run
-    starts.
+    flags: {name: value} of the flags on the command line. plan: from plan_steps. step: where the
+    run starts.
     """
 
     def __init__(self, flags, config, training, data, plan, step, process):
@@ -244,7 +245,7 @@ class RunLog:
         self.process = process
         self.path = Path(config.log_dir, "log.txt")
         self.metrics = {}  # {name: last value}
-        self.known = set()  # (step, name) of the numbers that log.txt already has
+        self.known = set()  # (step, name) of the numbers that log.txt already contains
         self.sinks = []
         self.unlock = None
         gpt = whole_gpt(training.raw_model)
@@ -258,7 +259,7 @@ class RunLog:
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
-        # Imports these packages before anything is moved, because one of them may be missing.
+        # Imports these packages before it moves any file, because one of them may be missing.
         if self.config.tensorboard:
             require("tensorboard")  # torch.utils.tensorboard needs it
         if self.config.wandb:
@@ -267,7 +268,7 @@ class RunLog:
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             remedy = "wait for it, or start the processes of one run with torchrun"
-            # A notebook may start the next run, also after an error.
+            # After an error, a notebook may start the next run, so finalize also unlocks.
             self.unlock = weakref.finalize(self, os.close, lock(directory, "--log_dir", remedy))
             delete_temporary_files(directory)
         check_newest(directory, self.config.resume, step)
@@ -277,7 +278,7 @@ class RunLog:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:
             self.sinks.append(WandB(directory, self.config, gpt_config))
-        # TensorBoard has removed the values of this step, so it gets those that log.txt keeps.
+        # TensorBoard has removed the values of this step, so this sends those that log.txt keeps.
         self.publish(step, known)
 
     def __enter__(self):
@@ -288,7 +289,7 @@ class RunLog:
             self.unlock()
 
     def write(self, step, **values):
-        """Appends a line for each value that log.txt does not have yet. Raises UserError."""
+        """Appends a line for each value that log.txt does not contain yet. Raises UserError."""
         self.metrics.update(values)
         if self.process.rank > 0:
             return
@@ -296,7 +297,7 @@ class RunLog:
         lines = []
         for name, value in values.items():
             if len(name.split()) != 1:
-                raise ValueError(f"the name of a figure must be one word, and not {name!r}")
+                raise ValueError(f"the name of a metric must be one word, and not {name!r}")
             if (step, name) not in self.known:
                 new[name] = value
                 text = str(value) if isinstance(value, int) else f"{value:.8g}"
@@ -330,15 +331,15 @@ class RunLog:
         self.write(step, **losses)
 
     def write_samples(self, step, texts):
-        """Prints samples, and sends them to TensorBoard and wandb. log.txt does not have them."""
+        """Prints samples, and sends them to TensorBoard and wandb. log.txt omits them."""
         for i, text in enumerate(texts):
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
 
     def write_end(self, step, is_complete):
-        """Prints how the run has ended. Adds the memory that it has taken of a GPU to run.json.
+        """Prints how the run has ended. Adds the memory that the run used on a GPU to run.json.
 
-        is_complete: whether all is done, and no signal or time limit has stopped the run.
+        is_complete: False if a signal or a time limit has stopped the run.
         """
         memory = 0
         has_trained = len(self.progress.seconds_per_token) > 0
