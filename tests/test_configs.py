@@ -243,7 +243,7 @@ def test_a_resumed_run_keeps_what_its_first_max_steps_decided(tmp_path):
 
 
 def test_validation_on_val_shards_has_no_fraction(shards):
-    with pytest.raises(UserError, match="--val_fraction: the data have val shards; leave"):
+    with pytest.raises(UserError, match="--val_fraction: the data have val shards; remove"):
         Sources([str(shards)], None, 0.1)
     Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # holds out a part of the text
 

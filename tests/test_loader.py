@@ -230,7 +230,7 @@ def test_the_tokenizer_of_the_data(shards):
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(ROOT / "input.txt").name
     (shards / "meta.json").rename(shards / "progress.json")
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(shards, "bytes").name
-    sentence = f"{shards}: has tokens of bytes; leave out --tokenizer gpt2"
+    sentence = f"{shards}: has tokens of bytes; remove --tokenizer gpt2"
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_tokenizer(shards, "gpt2")
     (shards / "progress.json").unlink()

@@ -264,14 +264,14 @@ def test_long_pairs(tmp_path, capsys):
     path = write_pairs(tmp_path / "x.jsonl", [("a", "b" * 5)] * 9 + [("a", "b" * 30)])
     read_pairs(path, BYTES, 16, 0.1)
     assert (
-        "1 of 10 pairs have more than 16 tokens and are left out; --block_size 32 keeps 99%"
+        "1 of 10 pairs have more than 16 tokens and are skipped; --block_size 32 keeps 99%"
         in capsys.readouterr().out
     )
     with pytest.raises(UserError, match="10 of 10 pairs have more than 4 tokens"):
         read_pairs(path, BYTES, 4, 0.1)
     read_pairs(write_pairs(path, [("a", "b" * 5)] * 199 + [("a", "b" * 30)]), BYTES, 16, 0.1)
     assert (
-        "1 of 200 pairs have more than 16 tokens and are left out; --block_size 32"
+        "1 of 200 pairs have more than 16 tokens and are skipped; --block_size 32"
         in capsys.readouterr().out
     )  # never a shorter one, although few are long
     pairs = [("a", "b" * n) for n in range(1, 61)]  # the last one in the random order has n = 55

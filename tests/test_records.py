@@ -128,19 +128,25 @@ def test_every_kind_of_a_file_of_pairs(tmp_path, kind):
 
 RECORDS = [dict(text="one"), dict(text="two")]
 LAYOUTS = {
-    "array.jsonl": (json.dumps(RECORDS), "has a JSON array, not an object a line; name it .json"),
-    "indented.jsonl": (json.dumps(RECORDS, indent=1), "has a JSON array, not an object a line"),
+    "array.jsonl": (
+        json.dumps(RECORDS),
+        "contains a JSON array, not one object per line; name it .json",
+    ),
+    "indented.jsonl": (
+        json.dumps(RECORDS, indent=1),
+        "contains a JSON array, not one object per line",
+    ),
     "pretty.jsonl": (
         "\n".join(json.dumps(r, indent=2) for r in RECORDS),
-        "has JSON objects of several lines; write each in one line",
+        "contains JSON objects of several lines; write each in one line",
     ),
     "pretty.json": (
         json.dumps(dict(data=RECORDS), indent=2),
-        "has JSON objects of several lines; write each in one line",
+        "contains JSON objects of several lines; write each in one line",
     ),
     "data.json": (
         json.dumps(dict(version="1.1", data=RECORDS)) + "\n",
-        "is one object, whose field 'data' has the records; write only this list",
+        "is one object with the records in field 'data'; write only this list",
     ),
     "utf16.jsonl": (json.dumps(RECORDS[0]).encode("utf-16"), "is UTF-16; convert it to UTF-8"),
     "utf16.csv": ("text\none\n".encode("utf-16"), "is UTF-16; convert it to UTF-8"),

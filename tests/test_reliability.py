@@ -748,7 +748,11 @@ def test_damaged_rows_of_csv(tmp_path):
 @pytest.mark.parametrize(
     "name, flags, message",
     [
-        ("fineweb.py", "--input pretty.json", "pretty.json: has JSON objects of several lines"),
+        (
+            "fineweb.py",
+            "--input pretty.json",
+            "pretty.json: contains JSON objects of several lines",
+        ),
         ("fineweb.py", "--input array.jsonl", "array.jsonl: has a JSON array ... name it .json"),
         ("train_gpt2.py", "--data data.json", "data.json: is one object, whose field 'data' has"),
         ("train_gpt2.py", "--data utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
@@ -894,7 +898,10 @@ CASES = {
         ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
         ("--data empty.txt", "has 0 tokens; give more than --block_size"),
         ("--data text.txt=0", "text.txt=0: give a weight above 0, such as 0.5"),
-        ("--data own", "own: tokenizer.json is not that of the shards, bytes; move it away"),
+        (
+            "--data own",
+            "own: tokenizer.json is not the tokenizer of the shards, bytes; move it away",
+        ),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),

@@ -329,7 +329,7 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
     for flags, *messages in (
         ("--data zh --init_from a", "--data: needs ids of gpt2"),
         ("--data zh --resume --log_dir a", "--data: needs ids of gpt2"),
-        (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; leave out --tokenizer"),
+        (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; remove --tokenizer"),
         ("--data zh=0.5 en=0.5", "--data: zh has tokenizer.json (", ", en has gpt2; "),
     ):
         _, err = program(*TINY, *flags.split(), cwd=tmp_path, status=2)

@@ -1,6 +1,6 @@
-"""The data sets that --data names: their shares and tokenizer, and then, open, their tokens.
+"""The data sets that --data names: their shares, their tokenizer and their tokens.
 
-This mixture has 70% of its sequences from fineweb:
+This mixture reads 70% of its sequences from fineweb:
 
   --data fineweb=0.7 code=0.2 zh=0.1
 """
@@ -31,7 +31,7 @@ from plaingpt.data.tokens import Tokens, find_cut
 
 import numpy as np
 
-MAX_PERIOD = 100_000  # after at most so many sequences, the order of the sets repeats
+MAX_PERIOD = 100_000  # the order of the sets repeats after at most this many sequences
 
 
 def read_shares(items):
@@ -61,7 +61,7 @@ def read_weight(item):
 
 
 def round_shares(shares):
-    """Rounds {path: share} to multiples of 1 / MAX_PERIOD. They are above 0, and add up to 1."""
+    """Rounds {path: share} to multiples of 1 / MAX_PERIOD, which are above 0 and add up to 1."""
     rounded = {}
     for path, share in shares.items():
         rounded[path] = Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
@@ -83,8 +83,8 @@ def is_pairs_file(path):
 def encode_text(path, tokenizer):
     """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
 
-    With a vocabulary, a text that contains <|endoftext|> has the ids that fineweb.py would write:
-    end_of_text stands before each document. In any other text, no id is end_of_text. Raises
+    Except for bytes, a text with <|endoftext|> gets the ids that fineweb.py would write, with
+    end_of_text before each document. The ids of any other text contain no end_of_text. Raises
     UserError.
     """
     data = path.read_bytes()
@@ -109,7 +109,7 @@ def encode_text(path, tokenizer):
 def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     """Opens a file of pairs -> (training Tokens, validation Tokens). Raises UserError.
 
-    Holds out val_fraction of the pairs, by default a tenth. T: tokens in a sequence. vocab_size: as
+    Holds out val_fraction of the pairs, by default a tenth. T: tokens per sequence. vocab_size: as
     in open_splits.
     """
     path = Path(path)
@@ -123,7 +123,7 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
 
 
 def open_whole_text(path, tokenizer, vocab_size=None):
-    """Opens a text file, of which nothing is held out -> Tokens. Raises UserError.
+    """Opens a whole text file, without holding out a part -> Tokens. Raises UserError.
 
     vocab_size: as in open_splits.
     """
@@ -137,9 +137,9 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
 
     path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
-    X.idx as X. The validation data are the val shards. Without them, the last part of the data is
-    held out: val_fraction of the tokens, by default a tenth of a text, and a hundredth of shards.
-    vocab_size: that of the model. By default, it is the number of the tokenizer's ids.
+    X.idx as X. The validation data are the val shards. Without val shards, this holds out the last
+    part of the data: val_fraction of the tokens, by default a tenth of a text, and a hundredth of
+    shards. vocab_size: vocabulary size of the model; by default the tokenizer's.
     """
     path = Path(path)
     vocab_size = vocab_size or tokenizer.n_vocab
@@ -168,19 +168,19 @@ def name_splits(path):
 
 
 def find_document(tokens, start, end_of_text):
-    """Returns where the first document from `start` on begins, or `start` if none is found.
+    """Returns the start of the first document at or after `start`, or `start` if there is none.
 
-    At most 2^20 tokens, and at most half of those after `start`, come before the result.
+    Searches at most 2^20 tokens, and at most half of the tokens after `start`.
     """
     n = len(tokens) - start
     if n == 0:
         return start
     ids = tokens.read(start, min(2**20, (n + 1) // 2))
-    return start + int(np.argmax(ids == end_of_text))  # argmax of no match is 0
+    return start + int(np.argmax(ids == end_of_text))  # argmax is 0 if no id matches
 
 
 class Sources:
-    """The data sets that --data names, before they are opened. Raises UserError.
+    """The data sets that --data names, not yet open. Raises UserError.
 
     items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
     attribute `tokenizer` is what find_tokenizer returns. The attribute `shares` is {path: its share
@@ -188,7 +188,7 @@ class Sources:
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
-        # A notebook may start several runs, and files may have changed since the run before.
+        # A notebook may start several runs, and files may have changed between two runs.
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
@@ -196,13 +196,13 @@ class Sources:
         self.is_text = all(map(is_text_file, self.shares))
         self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
         if val_fraction and all(find_shards(path, "val") for path in self.shares):
-            raise UserError("--val_fraction: the data have val shards; leave this flag out")
+            raise UserError("--val_fraction: the data have val shards; remove this flag")
 
     def open(self, tokenizer, T, vocab_size=None):
         """Opens the data sets -> [(training Tokens, validation Tokens)]. Raises UserError.
 
-        tokenizer: the Tokenizer of the run, which may be that of its weights. T: tokens in a
-        sequence, which pairs depend on. vocab_size: as in open_splits.
+        tokenizer: the Tokenizer of the run, which its weights may determine. T: tokens per
+        sequence, which matter for pairs. vocab_size: as in open_splits.
         """
         return [self.open_set(path, tokenizer, T, vocab_size) for path in self.shares]
 
@@ -215,15 +215,15 @@ class Sources:
     def count_train_tokens(self, tokenizer, T):
         """Returns the number of training tokens of all shards. The arguments are as in open.
 
-        A text is not counted: encoding takes long, and compared with shards, texts are small.
+        Omits texts, which take long to encode and are small compared with shards.
         """
         shards = [path for path in self.shares if not is_text_file(path)]
         return sum(len(self.open_set(path, tokenizer, T)[0]) for path in shards)
 
 
 def find_common_tokenizer(paths, place):
-    """The Tokenizer of all data sets. place: value of --tokenizer. Raises UserError."""
-    # A text takes the tokenizer of the shards beside it.
+    """Returns the Tokenizer of all data sets. place: value of --tokenizer."""
+    # In a mixture with shards, a text uses the tokenizer of the shards.
     paths = [path for path in paths if not is_text_file(path)] or paths
     found = [find_tokenizer(path, place) for path in paths]
     if len({tokenizer.name for tokenizer in found}) > 1:
@@ -235,9 +235,9 @@ def find_common_tokenizer(paths, place):
 def find_tokenizer(data, place=None):
     """Returns the Tokenizer of a data set.
 
-    If the data set has none of its own, it is that of --tokenizer. Without this flag, it is gpt2
-    for shards and bytes for a text. place: value of --tokenizer. Raises UserError if there are no
-    data, or if they have another tokenizer than the flag.
+    If the data set names no tokenizer, --tokenizer decides. Without this flag, shards have gpt2,
+    and a text has bytes. place: value of --tokenizer. Raises UserError if there are no data, or if
+    the tokenizer of the data differs from the flag.
     """
     path = Path(data)
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
@@ -253,9 +253,11 @@ def find_tokenizer(data, place=None):
         with reading(find_meta(path), "restore it"):
             own = get_tokenizer(str(name))
     if own and name and own.name != name:
-        raise UserError(f"{data}: tokenizer.json is not that of the shards, {name}; move it away")
+        raise UserError(
+            f"{data}: tokenizer.json is not the tokenizer of the shards, {name}; move it away"
+        )
     if own and given and own.name != given.name:
-        raise UserError(f"{data}: has tokens of {own.name}; leave out --tokenizer {place}")
+        raise UserError(f"{data}: has tokens of {own.name}; remove --tokenizer {place}")
     if own or given:
         return own or given
     if is_text_file(path):
@@ -265,9 +267,9 @@ def find_tokenizer(data, place=None):
 
 
 def check_gpt2_ids(path):
-    """Raises UserError if the ids of a data set are bytes or characters, and not GPT-2's.
+    """Raises UserError if the ids of a data set are bytes or characters instead of GPT-2's.
 
-    GPT-2's ids below 256 are single bytes. Its words have larger ids.
+    GPT-2's ids below 256 are single bytes, and words have larger ids.
     """
     for file in find_shards(path, "train")[:1]:
         ids = open_shard(file)[: 2**16]
@@ -282,9 +284,9 @@ class Data:
     """The open data sets of a run. Raises UserError.
 
     tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
-    For each data set, the lists train and val have its Tokens, shares has its Fraction, and names
-    has its name in the log. fingerprints: {name of a split: text}. n_bytes_of_id: how many bytes of
-    text each id stands for, (vocab_size,) int64.
+    For each data set, the lists train and val contain its Tokens, shares its Fraction, and names
+    its name in the log. fingerprints: {name of a split: text}. n_bytes_of_id: number of bytes of
+    text per id, (vocab_size,) int64.
     """
 
     def __init__(self, sources, tokenizer, gpt_config):
@@ -295,8 +297,8 @@ class Data:
         self.n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)
         self.tokenizer = tokenizer
         if tokenizer.name == "bytes":
-            # In pairs, a line break ends a text. Without pairs, it does not, whatever the weights
-            # of --init_from were trained on.
+            # In pairs, a line break ends a text. Without pairs, a line break is ordinary text, even
+            # if the weights of --init_from were trained on pairs.
             has_pairs = any(tokens.has_pairs for tokens in self.val)
             self.tokenizer = get_tokenizer("lines" if has_pairs else "bytes")
         self.names = log_names(sources.shares)
@@ -307,9 +309,9 @@ class Data:
 
 
 def log_names(paths):
-    """Returns a name for each data set, without white space: the end of its path, or all of it.
+    """Returns a name without white space for each data set: the end of its path, or the whole path.
 
-    A path may have bytes that are not UTF-8. They become escapes such as \\udce9.
+    Bytes of a path that are not UTF-8 become escapes such as \\udce9.
     """
     paths = [str(path).encode("utf-8", "backslashreplace").decode() for path in paths]
     names = [re.sub(r"\s", "_", Path(path).name) for path in paths]

@@ -1,11 +1,11 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Only a few megabytes are in memory, whatever the size of a file. But a JSON array, a line, a .csv or
-.tsv file, a benchmark's text file, and a document of a .txt file that may not be cut are read
-whole.
+Reading needs only a few megabytes of memory, even for large files. The exceptions are a JSON array,
+a line, a .csv or .tsv file, a benchmark's text file, and a document of a .txt file without cuts,
+which are read whole.
 
 Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, or JSON as
-bytes. A damaged line of JSON is one damaged record. Any other damage ends the file.
+bytes. A damaged line of JSON is one damaged record. After any other damage, reading ends.
 """
 
 import codecs
@@ -23,11 +23,11 @@ from plaingpt.base.errors import UserError, explaining, first_line, require
 from plaingpt.base.files import read_json, reading
 from plaingpt.data.tokenizer import clean_text
 
-BLOCK = 2**20  # so many bytes are read at a time
+BLOCK = 2**20  # bytes to read at a time
 TABLES = (".parquet", ".arrow")
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
-OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # its first line
-MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows takes
+OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # the first line of such an object
+MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows accepts
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
@@ -42,19 +42,19 @@ DAMAGE = (
     ArithmeticError,  # a date out of range
     zlib.error,
 )
-SEPARATOR = b"<|endoftext|>"  # is between the documents of a .txt file
-# Matches bytes up to the last place that is surely not inside a token of GPT-2. The place is before
-# a space or line break. The byte before it is printable ASCII, or it ends no Unicode space.
+SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
+# Matches bytes up to the last place that is surely between two tokens of GPT-2: before a space or
+# line break, and after printable ASCII or a byte that ends no Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 
 
 def has_array(file):
-    """Returns whether a file of JSON is an array. Otherwise, it has JSON lines."""
+    """Returns whether a JSON file is an array. Otherwise, the file contains JSON lines."""
     return file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def check_encoding(name, start):
-    """Raises UserError if a file is UTF-16, as some programs of Windows write it.
+    """Raises UserError if a file is UTF-16, which some Windows programs write.
 
     name: what the message calls the file. start: its first bytes, or more.
     """
@@ -68,7 +68,7 @@ def open_text(file):
 
 
 def read_json_lines(path, file, columns):
-    """Yields (where, JSON as bytes) for each line that is not empty. Raises UserError.
+    """Yields (where, JSON as bytes) for each line that is not empty.
 
     columns: as in check_layout.
     """
@@ -85,14 +85,14 @@ def read_json_lines(path, file, columns):
 
 
 def check_layout(path, line, is_only, columns):
-    """Raises UserError if a file of JSON does not have one record a line.
+    """Raises UserError unless a JSON file contains one record per line.
 
-    line: the first one. is_only: whether it is the only one. columns: names of fields of a record.
+    line: the first line. is_only: whether there is only one line. columns: field names of a record.
     """
     if ARRAY_OF_OBJECTS.match(line):
-        raise UserError(f"{path}: has a JSON array, not an object a line; name it .json")
+        raise UserError(f"{path}: contains a JSON array, not one object per line; name it .json")
     if OBJECT_OF_SEVERAL_LINES.match(line):
-        raise UserError(f"{path}: has JSON objects of several lines; write each in one line")
+        raise UserError(f"{path}: contains JSON objects of several lines; write each in one line")
     if not is_only:
         return
     try:
@@ -104,7 +104,7 @@ def check_layout(path, line, is_only, columns):
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             raise UserError(
-                f"{path}: is one object, whose field {name!r} has the records; write only this list"
+                f"{path}: is one object with the records in field {name!r}; write only this list"
             )
 
 
@@ -128,7 +128,7 @@ def read_csv(file, delimiter, columns):
             if row and names is None:
                 names = row
                 choose_columns(names, columns)
-            elif row:  # an empty line is no row
+            elif row:  # skips empty lines
                 if any(row[len(names) :]):
                     raise csv.Error(f"{len(row)} fields for {len(names)} names")
                 yield f"line {line}", dict(zip(names, row))
@@ -140,8 +140,8 @@ def read_csv(file, delimiter, columns):
 def read_table(kind, file, columns):
     """Yields (where, dict) for the rows of Parquet, or of an Arrow file of `datasets`.
 
-    columns: as in choose_columns; no others are decoded. The file is not memory-mapped, because
-    mapped pages would count as memory of the process.
+    Decodes only `columns`, as in choose_columns. Does not map the file into memory, because mapped
+    pages would count as memory of the process.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -161,14 +161,14 @@ def read_table(kind, file, columns):
 
 
 def choose_columns(names, columns):
-    """Returns which of the names of a table the caller needs. Raises ValueError.
+    """Returns the names of a table's columns that the caller needs. Raises ValueError.
 
-    columns: names of the fields that the caller may read. If the table has none of them, the caller
-    gets all, to say which there are.
+    columns: names of the fields that the caller may read. If the table has none of them, returns
+    all names, for the error message of the caller.
     """
     chosen = [name for name in names if name in columns] or names
     for name in chosen:
-        if name and chosen.count(name) > 1:  # a record would have only the last one
+        if name and chosen.count(name) > 1:  # a record would contain only the last one
             raise ValueError(f"two columns are named {name!r}")
     return chosen
 
@@ -176,7 +176,7 @@ def choose_columns(names, columns):
 def find_files(patterns):
     """Files, globs, and directories of .arrow files -> list of paths. Raises UserError.
 
-    An existing path is no glob, even if it has a "[" or "*" in its name.
+    The name of an existing path may contain "[" or "*", so an existing path is never a glob.
     """
     found = {}  # lists each file once
     for pattern in patterns:
@@ -195,14 +195,14 @@ def find_files(patterns):
         if not path.is_file():
             raise UserError(f"{path}: no such file; give files, a glob or a split's directory")
         if kind_of(path) not in (*RECORDS, ".txt"):
-            raise UserError(f"{path}: unknown format; fineweb.py --help names those that it reads")
+            raise UserError(f"{path}: unknown format; fineweb.py --help names the known formats")
     return paths
 
 
 def find_arrow(directory):
     """Returns the paths of the .arrow files of a data set on disk. Raises UserError.
 
-    After map, filter, sort or shuffle, `datasets` keeps files beside the data: cache-*.arrow.
+    After map, filter, sort or shuffle, `datasets` keeps cache-*.arrow files next to the data.
     save_to_disk writes a state.json, which names the files of the data.
     """
     state = directory / "state.json"
@@ -217,7 +217,7 @@ def find_arrow(directory):
 
 
 def kind_of(path):
-    """Returns the kind of a file, which its name tells: ".jsonl" for a.JSONL.gz and a.ndjson."""
+    """Returns the kind of a file from its name: ".jsonl" for a.JSONL.gz and a.ndjson."""
     path = Path(path.name.lower())
     if path.suffix in COMPRESSIONS:
         path = Path(path.stem)
@@ -271,9 +271,9 @@ def parse_record(item):
 
 
 def read_records(paths, columns=()):
-    """Yields the records of files, as dicts. Their field `where` is the place. Raises UserError.
+    """Yields the records of files, as dicts. The field `where` is the place. Raises UserError.
 
-    A file has JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
+    A file contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
     read_items.
     """
     for path in map(Path, paths):
@@ -287,8 +287,8 @@ def read_records(paths, columns=()):
 def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
 
-    patient: if False, and the hub does not answer in five seconds, only the cache is used.
-    `datasets` itself would wait for minutes. Raises UserError.
+    patient: if False, and the hub does not answer in five seconds, uses only the cache. `datasets`
+    itself would wait for minutes. Raises UserError.
     """
     datasets = require("datasets")
     if not (patient or datasets.config.HF_HUB_OFFLINE):
@@ -297,7 +297,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
         try:
             requests.head(datasets.config.HF_ENDPOINT, timeout=5)
         except requests.RequestException:
-            datasets.config.HF_HUB_OFFLINE = True  # stays so until this program ends
+            datasets.config.HF_HUB_OFFLINE = True  # until this program ends
     # Network errors come from several libraries.
     with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)
@@ -309,18 +309,18 @@ def load_hub(dataset, name=None, split="train", patient=True):
 class Document:
     """A document, or a piece of a large one."""
 
-    where: str  # where it begins, such as "a.jsonl, line 7"
-    text: str | None = None  # None if it is damaged
-    problem: str = ""  # why it is damaged
-    begins: bool = True  # False if this piece continues the one before it
-    done: int = 0  # bytes on disk that were read so far, of all files
+    where: str  # where the document begins, such as "a.jsonl, line 7"
+    text: str | None = None  # None if the document is damaged
+    problem: str = ""  # why the document is damaged
+    begins: bool = True  # False if this piece continues the piece before
+    done: int = 0  # bytes on disk read so far, of all files
 
 
 def read_documents(paths, text_key="text", cut=False):
     """Yields the Documents of the files, in order. Raises UserError.
 
     text_key: field or column that holds the text. cut: whether to yield a document above 4 MB of a
-    .txt file in pieces. Joined, the GPT-2 tokens of the pieces are those of the whole document.
+    .txt file in pieces. The joined GPT-2 tokens of the pieces equal the tokens of the whole.
     """
     n_before = 0  # bytes of the files before this one
     for path in paths:
@@ -348,15 +348,15 @@ def read_file(path, file, text_key, cut):
 def split_text(file, cut=False):
     """Yields (number of the first line, bytes, whether a document ends here) of a .txt file.
 
-    White space before the first separator, or after the last one, is no document: a file may begin
-    or end with a separator.
+    A file may begin or end with a separator, so this skips white space before the first separator
+    and after the last.
     """
     block = file.read(BLOCK).removeprefix(codecs.BOM_UTF8)
     if not block:
         return
-    rest = b""  # the document whose end was not read yet
-    line = 1  # where it begins
-    begins = True  # False if `rest` continues a document that was cut
+    rest = b""  # the document whose end is not read yet
+    line = 1  # where `rest` begins
+    begins = True  # False if `rest` continues a cut document
     n_separators = 0
     while block:
         *documents, rest = (rest + block).split(SEPARATOR)
@@ -371,8 +371,8 @@ def split_text(file, cut=False):
             line += piece[0].count(b"\n")
             rest = rest[piece.end() :]
             begins = False
-        # The longer a document that cannot be cut, the larger the next block: after each block,
-        # the document is scanned again.
+        # Reads larger blocks for longer documents without cuts, because each block needs a new scan
+        # of the document.
         block = file.read(max(BLOCK, len(rest)))
     if rest.strip() or not n_separators or not begins:
         yield line, rest, True
@@ -387,7 +387,7 @@ def make_document(where, item, text_key, begins=True):
 
 
 def find_text(record, text_key):
-    """Returns the text of a record, a dict. Raises ValueError if it has none, or UserError."""
+    """Returns the text of a record, a dict. Raises ValueError if the record has no text."""
     if text_key not in record:
         raise ValueError(f"no key {text_key!r}, but {', '.join(record) or 'none at all'}")
     text = record[text_key]

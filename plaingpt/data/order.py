@@ -1,6 +1,6 @@
 """The order in which a run reads its sequences, and a thread that reads them ahead.
 
-DataLoaderLite in train_gpt2.py uses it: Turns chooses the data set, and permute the sequence in it.
+In DataLoaderLite of train_gpt2.py, Turns chooses the data set, and permute chooses the sequence.
 """
 
 import math
@@ -12,17 +12,17 @@ import torch
 class Turns:
     """The turns of the data sets in a mixture. A single data set has all of them.
 
-    shares: how many of the sequences are from each set, as Fractions that add up to 1.
+    shares: the share of the sequences from each set, as Fractions that add up to 1.
     """
 
     def __init__(self, shares):
-        # The order of the turns repeats after one period. The shares 2/3 and 1/3 give [(0, 0),
-        # (0, 1), (1, 0)]. A single data set gives [(0, 0)].
+        # The order of the turns repeats after one period: [(0, 0), (0, 1), (1, 0)] for the shares
+        # 2/3 and 1/3, or [(0, 0)] for a single data set.
         self.order = order_of_sets(shares)
         self.per_period = [int(share * len(self.order)) for share in shares]
 
     def find(self, position):
-        """Returns the data set of a position, and how many of its sequences came before."""
+        """Returns the data set of a position, and the number of earlier sequences of this set."""
         periods, turn = divmod(position, len(self.order))
         k, earlier = self.order[turn]
         return k, periods * self.per_period[k] + earlier
@@ -31,7 +31,7 @@ class Turns:
 def order_of_sets(shares):
     """Returns one period of a mixture: for each turn, (data set k, number of its earlier turns).
 
-    shares: Fractions that add up to 1. Of the first n turns, each set has n x share, with an error
+    shares: Fractions that add up to 1. Each set has n x share of the first n turns, with an error
     of less than one. The sets take turns in the order of their deadlines (Baruah et al. 1996,
     "Proportionate Progress").
     """
@@ -42,8 +42,8 @@ def order_of_sets(shares):
     for n in range(1, period + 1):
         due = []  # (deadline, data set) of each set that may be next
         for k, part in enumerate(parts):
-            # Only a set that is below its share may be next. Its deadline is the last place that
-            # its next sequence may have.
+            # Only a set below its share may be next. The deadline is the last turn that is allowed
+            # for its next sequence.
             if counts[k] * period < n * part:
                 deadline = -(-(counts[k] + 1) * period // part)  # the quotient is rounded up
                 due.append((deadline, k))
@@ -56,9 +56,9 @@ def order_of_sets(shares):
 def permute(i, n, seed, epoch):
     """Returns the image of i under a random permutation of range(n).
 
-    This needs no memory, whatever n is. A Feistel network with six rounds works on the two digits
-    of i in base ceil(sqrt(n)). A result outside range(n) passes through the network again. This is
-    called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    This needs no memory, even for large n. A Feistel network with six rounds permutes the two
+    digits of i in base ceil(sqrt(n)). A result outside range(n) passes through the network again,
+    which is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
     """
     base = math.isqrt(n - 1) + 1
     key = hash_numbers(seed, epoch)
@@ -83,16 +83,13 @@ def hash_numbers(*numbers):
 
 
 def prefetch(batches, device):
-    """Yields the same batches; a thread prepares the next one while the current one is used.
-
-    On MPS, there is no such thread.
-    """
+    """Yields the same batches. Except on MPS, a thread prepares the next batch meanwhile."""
     if device.type == "mps":
-        # Two threads that use it may crash the process (pytorch/pytorch#197805).
+        # Two threads that use MPS may crash the process (pytorch/pytorch#197805).
         yield from batches
         return
     with ThreadPoolExecutor(1) as thread:
-        if device.type == "cuda":  # without this, the thread would also take memory of GPU 0
+        if device.type == "cuda":  # otherwise, the thread would also allocate memory of GPU 0
             thread.submit(torch.cuda.set_device, device)
         future = thread.submit(next, batches, None)
         while (batch := future.result()) is not None:

@@ -1,10 +1,10 @@
 """Reads pairs of a prompt and a response. Only the responses are trained.
 
-A pair is end_of_text, prompt, response. Both texts are encoded separately, so that generate.py
-gives the same ids for the prompt. A response may end with <|endoftext|>, which is not read as text.
-The response and the end_of_text after it are targets; other tokens do not count. A pair lies in one
-sequence of T tokens, and end_of_text fills the rest. For T = 8, this is the first sequence and the
-start of the second one; <> is end_of_text:
+A pair is end_of_text, prompt, response. The tokenizer encodes both texts separately, so that
+generate.py computes the same ids for the prompt. If a response ends with <|endoftext|>, this is
+removed. Only the response and the end_of_text after it are targets. A pair lies in one sequence of
+T tokens, and end_of_text fills the rest. For T = 8, this is the first sequence and the start of the
+second one; <> is end_of_text:
 
     token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
@@ -24,9 +24,9 @@ import numpy as np
 
 
 def encode_pair(record, tokenizer):
-    """Returns the ids of the prompt and of the response in a record, two lists. Raises UserError.
+    """Returns the ids of the prompt and of the response in a record, two lists.
 
-    The field `where` of the record is its place, for the message.
+    The message of a UserError shows the field `where` of the record.
     """
     where = f"--data {record['where']}"
     prompt = record.get("prompt")
@@ -46,9 +46,9 @@ def read_pairs(path, tokenizer, T, val_fraction):
     ids, counted: (n,), sequences of T tokens. n is a multiple of T, plus 1. counted: bool, whether
     a token is a target.
 
-    The pairs get a random order, which is always the same. The last ones, val_fraction of all, are
-    for validation, whatever the tokenizer and T. So they are training pairs of no other run, unless
-    the file or val_fraction changes. Raises UserError.
+    Shuffles the pairs with a fixed seed. The last pairs, val_fraction of all, are for validation.
+    This does not depend on the tokenizer or T, so other runs validate on the same pairs, unless the
+    file or val_fraction changes. Raises UserError.
     """
     if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
         raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
@@ -67,12 +67,12 @@ def read_pairs(path, tokenizer, T, val_fraction):
 
 
 def count_tokens(prompt, response):
-    """Returns the number of tokens of a pair, with the end_of_text before it."""
+    """Returns the number of tokens of a pair, including the end_of_text before it."""
     return 1 + len(prompt) + len(response)
 
 
 def check_lengths(path, pairs, T):
-    """Prints how many pairs are longer than T tokens. Raises UserError if there is no other pair.
+    """Prints how many pairs are longer than T tokens. Raises UserError if all pairs are longer.
 
     pairs: the ids of prompts and responses.
     """
@@ -82,8 +82,8 @@ def check_lengths(path, pairs, T):
     n_long = sum(size > T for size in sizes)
     longest_of_99_percent = sizes[math.ceil(len(sizes) * 99 / 100) - 1]
     message = (
-        f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are left "
-        f"out; --block_size {larger_context(T, longest_of_99_percent)} keeps 99% of them"
+        f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are "
+        f"skipped; --block_size {larger_context(T, longest_of_99_percent)} keeps 99% of them"
     )
     if n_long == len(pairs):
         raise UserError(message)
@@ -92,9 +92,9 @@ def check_lengths(path, pairs, T):
 
 
 def check_part(path, name, pairs, T):
-    """Raises UserError if the training part, or the validation part, has no pair that is used.
+    """Raises UserError if a part has no pair that fits into T tokens.
 
-    name: that of the part.
+    name: "training" or "validation".
     """
     if not pairs:
         raise UserError(
@@ -114,7 +114,7 @@ def larger_context(T, size):
 
 
 def join_pairs(pairs, tokenizer, T):
-    """Puts the pairs into sequences -> (ids, counted), as read_pairs. Leaves out longer pairs."""
+    """Puts the pairs into sequences -> (ids, counted), as read_pairs. Skips longer pairs."""
     end = tokenizer.end_of_text
     ids = array("I", [end])
     counted = bytearray(1)
@@ -122,8 +122,8 @@ def join_pairs(pairs, tokenizer, T):
         size = count_tokens(prompt, response)
         if size > T:
             continue
-        # The last token so far is the end_of_text before this pair. `place` is where it is in its
-        # sequence of T tokens. A pair that does not fit there begins with the next sequence.
+        # The last token so far is the end_of_text before this pair. `place` is the index of this
+        # token in its sequence. A pair that does not fit there begins with the next sequence.
         place = (len(ids) - 1) % T
         n_fill = T - place if place + size > T else 0
         ids.extend([end] * n_fill + prompt + response + [end])

@@ -1,17 +1,17 @@
 """Finds and opens files of token ids: shards, and the files of other programs.
 
-A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. Its ids are
-uint16, as build-nanogpt writes them, or uint32 for vocabularies above 65,536 ids. Each document
-begins with the end-of-text id. meta.json says how the shards were made. It is called progress.json
-until they are complete.
+A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. The ids are
+uint16, as in build-nanogpt, or uint32 for vocabularies above 65,536 ids. Each document begins with
+the end-of-text id. meta.json says how fineweb.py made the shards. Until the shards are complete,
+the name of this file is progress.json.
 
 llm.c's .bin files have a header of 256 int32, then ids that are uint16 or uint32. nanoGPT's
 train.bin and val.bin are uint16 without a header.
 
 Megatron's data are pairs of files: X.idx describes the tokens in X.bin. X.idx begins with 9 bytes
 of magic, the version, a code for the type of the tokens, the number of sequences, and the number of
-document boundaries. Then come three arrays: the length of each sequence, its first byte in X.bin,
-and the sequences that begin documents (Megatron-LM, megatron/core/datasets/indexed_dataset.py).
+document boundaries. Three arrays follow: the length of each sequence, its first byte in X.bin, and
+the sequences that begin documents (Megatron-LM, megatron/core/datasets/indexed_dataset.py).
 """
 
 import functools
@@ -26,17 +26,17 @@ from plaingpt.base.files import read_json, reading
 import numpy as np
 
 BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # keys: llm.c's magic, version
-# The keys are the codes in X.idx. Code 4 is int32. Read as uint32, negative ids become large ones,
-# which no vocabulary has.
+# The keys are the codes in X.idx. Code 4 is int32, but this reads uint32, so that a negative id
+# becomes a large id, which is outside every vocabulary.
 MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
-# The name of a file of Megatron for validation contains this.
+# The name of a Megatron file for validation contains this.
 VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 
 
 @functools.lru_cache(48)  # a process may open only 256 files on macOS
 def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
-    # A damaged header makes np.load raise any kind of error.
+    # If the header is damaged, np.load may raise any kind of error.
     with reading(path, "make it again", "not a shard"):
         if path.suffix == ".idx":
             ids = open_megatron(path)
@@ -47,7 +47,7 @@ def open_shard(path):
         if ids.dtype not in (np.uint16, np.uint32) or ids.ndim != 1:
             raise ValueError(f"{ids.dtype} {ids.shape}, not uint16 or uint32 (n,)")
         described = ids.offset + ids.nbytes
-        if (size := os.path.getsize(ids.filename)) != described:  # a shorter file cannot be mapped
+        if (size := os.path.getsize(ids.filename)) != described:  # mapping a shorter file fails
             raise ValueError(f"{size:,} bytes of data, but {described:,} are described")
         return ids
 
@@ -62,14 +62,14 @@ def find_shards(path, split):
     shard_name = re.compile(rf"_{split}_\d+\.(npy|bin)$|(^|_){split}\.bin$")
     found = []
     for file in sorted(Path(path).glob("*")):
-        if file.name.startswith("."):  # macOS and rsync write such files beside shards
+        if file.name.startswith("."):  # macOS and rsync write such files next to shards
             continue
-        if file.suffix == ".idx":  # of Megatron
+        if file.suffix == ".idx":  # Megatron's data
             is_val = VAL_NAME.search(file.stem) is not None
             if is_val == (split == "val"):
                 found.append(file)
         elif shard_name.search(file.name) and not find_index(file):
-            if found and found[-1].stem == file.stem:  # its tokens would be read twice
+            if found and found[-1].stem == file.stem:  # a run would read these tokens twice
                 raise UserError(f"{path}: {found[-1].name} is also {file.name}; move one away")
             found.append(file)
     return found
@@ -89,7 +89,7 @@ def read_meta(directory):
 def check_complete(directory, n_tokens):
     """Raises UserError unless the shards of a directory have as many tokens as meta.json says."""
     n = read_meta(directory).get("tokens")
-    if not isinstance(n, int):  # that of another program may be anything
+    if not isinstance(n, int):  # another program's meta.json may contain anything
         return
     # While fineweb.py is running, it writes a shard before the number.
     is_running = (directory / "progress.json").exists()
@@ -119,8 +119,8 @@ def open_megatron(index):
     version, code, n_sequences = struct.unpack_from("<QBQ", data, 9)
     if data[:9] != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON_TYPES:
         raise ValueError(f"{index.name} does not begin with MMIDIDX, version 1, and type 4 or 8")
-    # The array of lengths begins after the header. The sequences are one after the other in X.bin,
-    # so it has as many tokens as all of them.
+    # The array of lengths begins after the header. X.bin contains the sequences one after the
+    # other, so the number of its tokens is the sum of the lengths.
     lengths = np.frombuffer(data, "<i4", count=n_sequences, offset=34)
     n = int(lengths.sum(dtype=np.int64))
     return np.memmap(index.with_suffix(".bin"), MEGATRON_TYPES[code], "r", shape=n)
@@ -129,8 +129,8 @@ def open_megatron(index):
 def open_bin(path):
     """Maps a .bin file of llm.c or nanoGPT into memory -> array (n,) of ids.
 
-    Raises ValueError if it is neither, or UserError if the ids are those of nanoGPT's characters,
-    or have more than 16 bits.
+    Raises ValueError if neither program wrote the file, or UserError if the ids are nanoGPT's
+    characters, or have more than 16 bits.
     """
     magic, version, n = np.fromfile(path, "<i4", 3).tolist()
     if (magic, version) in BIN_TYPES:
@@ -140,7 +140,7 @@ def open_bin(path):
     if path.with_name("meta.pkl").exists():
         raise UserError(f"{path}: has ids of characters; give their input.txt as --data")
     ids = np.memmap(path, "<u2", "r")
-    # Read as uint16, an id of 32 or 64 bits becomes two or four, and each second one is nearly 0.
+    # Read as uint16, an id of 32 or 64 bits becomes two or four ids, and every second is nearly 0.
     low, high = ids[: 2**16 : 2], ids[1 : 2**16 : 2]
     if high.max(initial=0) < 16 <= low.max(initial=0):
         raise UserError(f"{path}: has ids of 32 or 64 bits; write them as uint16")

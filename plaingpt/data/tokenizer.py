@@ -1,8 +1,8 @@
 """The tokenizer, which turns text into token ids and back.
 
-There are three kinds: GPT-2's BPE, plain bytes, and a tokenizer.json of Hugging Face. For the first
-two, tiktoken encodes the text; for the third, the package tokenizers. GPT-2's merges are in
-gpt2.tiktoken (OpenAI, MIT license), so no network is needed.
+There are three kinds: GPT-2's BPE, plain bytes, and a tokenizer.json of Hugging Face. tiktoken
+encodes text for the first two, and the package tokenizers for the third. GPT-2's merges are in
+gpt2.tiktoken (OpenAI, MIT license), so this works without a network.
 """
 
 import base64
@@ -22,7 +22,7 @@ import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
 MERGES = Path(__file__).with_name("gpt2.tiktoken")
-# Before it merges bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
+# Before merging bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 LONG_SPACE = 500_000
 
@@ -35,15 +35,15 @@ class Tokenizer:
     source: str  # what get_tokenizer needs to create it again; checkpoints store it
     token_bytes: list[bytes]  # the bytes of each id
     special: dict[str, int]  # the ids that stand for no text
-    # This id stands before every document, and generation starts from it. For "bytes" and "lines",
-    # it is the line break, which also stands for text.
+    # This id stands before every document, and generation starts from this id. For "bytes" and
+    # "lines", this id is the line break, which also stands for text.
     end_of_text: int
     json: TokenizerJson | None = None  # None for "gpt2" and "bytes"
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
-        # It stands for end_of_text. It is random, so that no text contains it.
+        # The mark stands for end_of_text. It is random, so that no text contains the mark.
         self.mark = f"<|{uuid.uuid4()}|>"
 
     @functools.cached_property
@@ -61,9 +61,9 @@ class Tokenizer:
     def encode(self, text):
         """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text.
 
-        Raises UserError for so many spaces in a row that tiktoken would end the program.
+        Raises UserError if a row of spaces is so long that tiktoken would crash.
         """
-        # A prompt that is not UTF-8 has halves of surrogate pairs.
+        # A prompt that is not UTF-8 contains halves of surrogate pairs.
         return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
@@ -77,22 +77,22 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
 
     def count_unknown(self, texts):
-        """Texts -> (number of tokens for text that the vocabulary does not have, that of all).
+        """Texts -> (number of tokens for text that the vocabulary lacks, number of all tokens).
 
-        If such text is left out, each of its characters, or bytes, counts as a token.
+        If the tokenizer omits such text, each omitted character, or byte, counts as a token.
         """
         return self.json.count_unknown(texts) if self.json else (0, 0)
 
     @property
     def unknown(self):
-        """The id for text that the vocabulary does not have, or None if it can encode any text.
+        """The id for text that the vocabulary lacks, or None if the tokenizer encodes any text.
 
-        It is n_vocab if such text is left out.
+        The id is n_vocab if the tokenizer omits such text.
         """
         return self.json.unknown if self.json else None
 
     def count_lost(self, texts):
-        """Returns how many characters, or bytes, of texts no id stands for."""
+        """Returns the number of characters, or bytes, of texts that the tokenizer omits."""
         leaves_out = self.unknown == self.n_vocab
         return self.count_unknown(texts)[0] if leaves_out else 0
 
@@ -104,10 +104,10 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """How many bytes of text each id stands for, (vocab_size,) int64. Special ids have 0.
+        """Returns the number of bytes of text per id, (vocab_size,) int64. Special ids have 0.
 
-        If a text may have other bytes than its tokens, all ids have 0. WordPiece drops spaces, for
-        example. SentencePiece puts one before a text. A normalizer replaces characters.
+        All ids have 0 if the bytes of a text may differ from the bytes of its tokens. For example,
+        WordPiece omits spaces, SentencePiece adds one, and a normalizer replaces characters.
         """
         sizes = np.zeros(vocab_size, np.int64)
         if self.json and not self.json.keeps_text:
@@ -124,8 +124,8 @@ class Tokenizer:
 
 
 def note_unknown(tokenizer, texts, what):
-    """Prints how much of some texts the vocabulary does not have, if any. what: their name."""
-    if tokenizer.unknown is None:  # there can be none, so the texts are not even cleaned
+    """Prints how much of some texts the vocabulary lacks, if any. what: name of the texts."""
+    if tokenizer.unknown is None:  # the vocabulary lacks nothing, so this saves cleaning the texts
         return
     n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
     if n_unknown:
@@ -134,10 +134,10 @@ def note_unknown(tokenizer, texts, what):
 
 @functools.cache
 def get_tokenizer(source):
-    """Makes the Tokenizer of a source. Raises UserError.
+    """Returns the Tokenizer of a source. Raises UserError.
 
-    source: "gpt2", "bytes", "lines", or the text of a tokenizer.json. "lines" are the bytes of a
-    model that was trained on pairs: a line break ends a text.
+    source: "gpt2", "bytes", "lines", or the text of a tokenizer.json. "lines" are bytes for a model
+    that was trained on pairs, where a line break ends a text.
     """
     if source in ("bytes", "lines"):
         token_bytes = [bytes([i]) for i in range(256)]
@@ -161,9 +161,9 @@ def get_tokenizer(source):
 
 
 def read_gpt2_tokens():
-    """Returns the bytes of GPT-2's tokens, without the last one, which is end_of_text."""
+    """Returns the bytes of GPT-2's tokens, without the last token, end_of_text."""
     token_bytes = []
-    # A line has the token in base64, a space, and its id. The ids are the line numbers, from 0.
+    # A line contains a token in base64, a space, and its id. The ids are the line numbers, from 0.
     for line in MERGES.read_bytes().splitlines():
         base64_token, _ = line.split()
         token_bytes.append(base64.b64decode(base64_token))
@@ -173,14 +173,14 @@ def read_gpt2_tokens():
 def load_tokenizer(place, end_of_text=None):
     """Loads "gpt2", "bytes", a tokenizer.json, or a directory or hub name with one -> Tokenizer.
 
-    end_of_text: name of the token between documents, if it is not a usual one. Raises UserError.
+    end_of_text: name of the token between documents, if not a usual name. Raises UserError.
     """
     if place in ("gpt2", "bytes"):
         known = get_tokenizer(place)
         if end_of_text and end_of_text not in known.special:
-            raise UserError(f"--end_of_text: {place} has its own; leave out this flag")
+            raise UserError(f"--end_of_text: {place} has its own; remove this flag")
         return known
-    # Errors of the network and of `tokenizers` share no class.
+    # Errors of the network and of `tokenizers` have no common class.
     with explaining(f"--tokenizer {place}: not usable", "give another, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
@@ -191,8 +191,8 @@ def clean_text(text):
 
     Raises UserError if a row of spaces would overflow the stack of tiktoken's regex.
     """
-    # With (?<!\s), a match begins only at the first space of a row. Otherwise, the search would
-    # take quadratic time.
+    # With (?<!\s), a match begins only at the first space of a row. Otherwise, the search could
+    # need quadratic time.
     if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
         raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")
     if not text.isascii():

@@ -9,15 +9,15 @@ from pathlib import Path
 from plaingpt.base.errors import explaining, require
 from plaingpt.base.files import read_json
 
-# Usual names of the token between documents. The first one that a vocabulary has is taken.
+# Usual names of the token between documents. find_end_name uses the first one in the vocabulary.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
-# A byte-level vocabulary writes each byte as a character. It writes a visible byte as itself, and
-# the others as the characters from U+0100 on.
+# A byte-level vocabulary writes each byte as a character: visible bytes as themselves, and the
+# other bytes as the characters from U+0100 on.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
 BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-# These pre-tokenizers split a text. They leave nothing out, except for what a setting removes.
+# These pre-tokenizers only split a text, and keep all of it unless a setting removes something.
 SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
 
 
@@ -25,7 +25,7 @@ class TokenizerJson:
     """A tokenizer.json: its vocabulary, which needs no package, and its tokenizers.Tokenizer.
 
     source: the text of the file. The key "end_of_text" is ours: the name of the token between
-    documents, if it is not in END_NAMES. Raises ValueError, or KeyError if the text is other JSON.
+    documents, if not in END_NAMES. Raises ValueError, or KeyError if the text is other JSON.
     """
 
     def __init__(self, source):
@@ -35,7 +35,7 @@ class TokenizerJson:
         empty = dict(normalizer=None, pre_tokenizer=None, decoder=None, added_tokens=[])
         settings = empty | settings
         model = settings["model"]
-        if "dropout" in model:  # BPE would skip random merges, also outside of training
+        if "dropout" in model:  # BPE would skip random merges, even outside of training
             model["dropout"] = None
         added = {token["content"]: token["id"] for token in settings["added_tokens"]}
         ids = ids_of_model(model) | added
@@ -46,29 +46,29 @@ class TokenizerJson:
         byte_level = is_byte_level(settings)
         end_name = find_end_name(ids, end_name)
         self.end_of_text = ids[end_name]
-        self.end_name = None  # of end_of_text; None if it also stands for text
-        # A letter, such as the line break, can be end_of_text and stand for text, too.
+        self.end_name = None  # name of end_of_text; None if end_of_text also stands for text
+        # A letter, such as the line break, can be end_of_text and also stand for text.
         if len(end_name) > 1 or end_name in added:
             self.special[end_name] = self.end_of_text
         if end_name in self.special:
             self.end_name = end_name
         check_ids(ids)
-        self.token_bytes = [b""] * (max(ids.values()) + 1)  # of each id
+        self.token_bytes = [b""] * (max(ids.values()) + 1)  # the bytes of each id
         for token, i in ids.items():
             self.token_bytes[i] = bytes_of(token, byte_level and token not in added)
-        # The id for text that the vocabulary does not have, see Tokenizer.unknown.
+        # The id for text that the vocabulary lacks, see Tokenizer.unknown.
         self.unknown = find_unknown(settings, ids)
         if self.unknown == self.end_of_text:
             raise ValueError(f"{end_name} also stands for unknown text")
         self.settings = settings
         self.joins_bytes = joins_bytes(settings)
         self.keeps_text = keeps_text(settings)
-        # The library's name of end_of_text. It is random, so that no text has its id.
+        # The library's name of end_of_text, which is random, so that no text contains this name.
         self.mark = f"<|{uuid.uuid4()}|>"
 
     @functools.cached_property
     def library(self):
-        """This vocabulary as a tokenizers.Tokenizer. It encodes "<|endoftext|>" as plain text."""
+        """This vocabulary as a tokenizers.Tokenizer that encodes "<|endoftext|>" as plain text."""
         settings = self.settings
         if self.end_name:
             settings = rename_token(settings, self.end_name, self.mark)
@@ -76,7 +76,7 @@ class TokenizerJson:
 
     @functools.cached_property
     def counting_library(self):
-        """The library, but text that the vocabulary lacks has the id `unknown`, and is not lost."""
+        """The library, but text that the vocabulary lacks gets the id `unknown`."""
         if self.unknown < len(self.token_bytes):
             return self.library
         settings = json.loads(self.library.to_str())
@@ -120,7 +120,7 @@ def encode_with(library, texts):
 
 def ids_of_model(model):
     """Returns {token: id} of the vocabulary in a tokenizer.json, without the added tokens."""
-    if isinstance(model["vocab"], list):  # [[token, score], ...]; the place is the id
+    if isinstance(model["vocab"], list):  # [[token, score], ...]; the index is the id
         return {token: i for i, (token, _) in enumerate(model["vocab"])}
     return {**model["vocab"]}
 
@@ -128,8 +128,8 @@ def ids_of_model(model):
 def find_unknown(settings, ids):
     """Returns the id of text that the vocabulary lacks, or None if it can encode any text.
 
-    BPE without an unknown token leaves such text out. The result is then the first free id, which
-    no encoded text has. ids: {token: id}.
+    BPE without an unknown token omits such text. The result is then the first free id, which
+    encoded text never contains. ids: {token: id}.
     """
     model = settings["model"]
     if has_all_bytes(settings):
@@ -141,7 +141,7 @@ def find_unknown(settings, ids):
 
 
 def has_all_bytes(settings):
-    """Returns whether each byte has a token, and text is split into bytes where this is needed."""
+    """Returns whether each byte has a token, and the tokenizer splits unknown text into bytes."""
     model = settings["model"]
     if model.get("byte_fallback"):
         names = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -149,8 +149,8 @@ def has_all_bytes(settings):
         names = BYTE_OF.keys()
     else:
         return False
-    # Words as tokens (WordLevel, WordPiece) are not split. With an affix, the first or the last
-    # byte of a word needs a token of its own.
+    # WordLevel and WordPiece do not split unknown words. With an affix, the first or the last byte
+    # of a word needs its own token.
     is_split = model.get("type", "BPE") in ("BPE", "Unigram")
     has_affix = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     return is_split and not has_affix and ids_of_model(model).keys() >= names
@@ -170,7 +170,7 @@ def steps_of(part):
 
 
 def check_ids(ids):
-    """Raises ValueError if two tokens have one id, which could only be decoded as one of them.
+    """Raises ValueError if two tokens have the same id, which can decode to only one of them.
 
     ids: {token: id}.
     """
@@ -184,7 +184,7 @@ def check_ids(ids):
 def find_end_name(ids, end_name=None):
     """Returns the name of the token between documents. Raises ValueError if `ids` lacks it.
 
-    ids: {token: id}. end_name: the name, if it is not in END_NAMES.
+    ids: {token: id}. end_name: the name, if not in END_NAMES.
     """
     names = [end_name] if end_name else END_NAMES
     for name in names:
@@ -194,21 +194,21 @@ def find_end_name(ids, end_name=None):
 
 
 def is_byte_level(settings):
-    """Returns whether tokens are written in letters for bytes, which the decoder reads."""
+    """Returns whether tokens consist of letters for bytes, which the decoder reads."""
     return any(step["type"] == "ByteLevel" for step in steps_of(settings["decoder"]))
 
 
 def joins_bytes(settings):
-    """Returns whether a text is decoded by joining the bytes of its tokens, and no more."""
+    """Returns whether decoding only joins the bytes of the tokens."""
     kinds = {step["type"] for step in steps_of(settings["decoder"])}
     return kinds == {"ByteLevel"}
 
 
 def keeps_text(settings):
-    """Returns whether the ids of a text have exactly its bytes.
+    """Returns whether the tokens of a text have exactly the bytes of the text.
 
-    A normalizer changes a text. A pre-tokenizer may add a space or leave out spaces. So may an
-    added token, and text that the vocabulary lacks is lost.
+    A normalizer changes a text. A pre-tokenizer or an added token may add or omit spaces. Text that
+    the vocabulary lacks is lost.
     """
     if settings["normalizer"] is not None or not is_byte_level(settings):
         return False
@@ -224,10 +224,10 @@ def keeps_text(settings):
 
 
 def rename_token(settings, old, new):
-    """Returns the contents of a tokenizer.json in which a token has another name, but its id.
+    """Returns the contents of a tokenizer.json in which a token has a new name and the same id.
 
-    Text with the old name is then encoded like any other, also if the token was a piece of Unigram
-    or BPE, a word of WordLevel, or an added token that is not special.
+    The old name is then ordinary text, even if the token was a piece of Unigram or BPE, a word of
+    WordLevel, or an added token that is not special.
     """
     model = {**settings["model"]}
     if isinstance(model["vocab"], list):
@@ -250,7 +250,7 @@ def rename_token(settings, old, new):
 
 
 def add_unknown_token(settings, name, i):
-    """Returns the contents of a tokenizer.json in which BPE gives text that it lacks the id i."""
+    """Returns the contents of a tokenizer.json in which BPE encodes unknown text as the id i."""
     model = settings["model"]
     vocab = model["vocab"] | {name: i}
     return settings | dict(model=model | dict(vocab=vocab, unk_token=name, fuse_unk=False))
@@ -268,14 +268,14 @@ def bytes_of(token, byte_level):
 
 
 def is_gpt2(settings):
-    """Returns whether a text is split into words as in GPT-2, and changed in no other way."""
+    """Returns whether the settings only split a text into words, as GPT-2 does."""
     split = settings["pre_tokenizer"] or {}
     if settings["normalizer"] is not None:
         return False
     if split.get("type") != "ByteLevel" or split.get("add_prefix_space") is not False:
         return False
-    # use_regex means that GPT-2's expression splits the text. Without merges, as in exported bytes,
-    # no split is needed.
+    # use_regex means that GPT-2's expression splits the text. Exported bytes have no merges, so
+    # they need no split.
     return split.get("use_regex", True) or not settings["model"].get("merges")
 
 
@@ -288,7 +288,7 @@ def build_tokenizer_json(token_bytes, special):
     merges = []
     for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
         names.append("".join(map(letters.get, token)))
-        if len(token) > 1:  # it merges the two tokens into which the earlier ones split it
+        if len(token) > 1:  # the earlier tokens split this token into the two that it merges
             left, right = bpe_encode(ranks, token, visualise=None)
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)
@@ -297,10 +297,10 @@ def build_tokenizer_json(token_bytes, special):
 
 
 def build_byte_level(vocab, merges, special):
-    """Makes the tokenizer.json of a byte-level BPE that splits text as GPT-2.
+    """Returns the tokenizer.json of a byte-level BPE that splits text as GPT-2.
 
-    vocab: {token: id}. merges: pairs of tokens. Or both are the paths of their files. special:
-    names of special tokens.
+    vocab: {token: id}. merges: pairs of tokens. Both may also be the paths of files. special: names
+    of special tokens.
     """
     library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
     library.add_special_tokens(special)
@@ -310,8 +310,8 @@ def build_byte_level(vocab, merges, special):
 def read_settings(place, end_of_text=None):
     """Returns the contents of the tokenizer.json at a path, in a directory or on the hub.
 
-    The older pair of vocab.json and merges.txt becomes one. end_of_text: name of the token between
-    documents. An exported directory has it in tokenizer_config.json. Raises errors of many kinds.
+    Converts the older pair of vocab.json and merges.txt. end_of_text: name of the token between
+    documents, which an export stores in tokenizer_config.json. Raises errors of many kinds.
     """
     path = find_tokenizer_file(place)
     settings = json.loads(path.read_text("utf-8"))
@@ -326,9 +326,9 @@ def read_settings(place, end_of_text=None):
 
 
 def find_tokenizer_file(place):
-    """Returns the path of a tokenizer.json, or of a vocab.json if there is only that.
+    """Returns the path of a tokenizer.json, or of a vocab.json if tokenizer.json is missing.
 
-    place: as in read_settings. Downloads a tokenizer of the hub.
+    place: as in read_settings. Downloads a tokenizer from the hub.
     """
     path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:

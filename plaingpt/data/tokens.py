@@ -1,4 +1,4 @@
-"""The tokens of a split of a data set, whatever files they are in."""
+"""The tokens of a split of a data set, in files of any kind."""
 
 import bisect
 import copy
@@ -11,17 +11,17 @@ from plaingpt.data.shards import open_shard
 
 import numpy as np
 
-# The fingerprint covers so many tokens at the start of each shard, and so many at its end.
+# The fingerprint covers this many tokens at the start and at the end of each shard.
 ENDS = 2**16
 
 
 class Tokens:
-    """The tokens of a split: those of its files, one file after the other, from start to stop.
+    """The tokens of a split: one file after the other, from start to stop.
 
     name: the name in messages. files: paths of shards, or [array] with the ids of a text.
-    vocab_size: that of the model. counted: for pairs, (n,) bool, which tokens of the array are
-    targets. None means that all are. is_held_out: whether these are validation tokens that were cut
-    off the data, because there is no val split on disk.
+    vocab_size: vocabulary size of the model. counted: for pairs, (n,) bool, which tokens of the
+    array are targets. None means that all are. is_held_out: whether these are validation tokens
+    that were cut off the data, because there is no val split on disk.
     """
 
     def __init__(self, name, files, vocab_size, counted=None, is_held_out=False):
@@ -31,7 +31,7 @@ class Tokens:
         self.counted = counted
         self.is_held_out = is_held_out
         sizes = [len(open_ids(file)) for file in files]
-        self.starts = np.cumsum([0, *sizes]).tolist()  # of the files, and the end of the last one
+        self.starts = np.cumsum([0, *sizes]).tolist()  # starts of the files, end of the last file
         self.start = 0
         self.stop = self.starts[-1]
 
@@ -55,11 +55,11 @@ class Tokens:
     def read(self, start, count):
         """Returns `count` tokens from `start`: (count,) uint16 or uint32, or uint8 for bytes.
 
-        Raises UserError if one is outside the vocabulary.
+        Raises UserError if a token id is outside the vocabulary.
         """
         first = self.start + start
         last = first + count
-        i = bisect.bisect_right(self.starts, first) - 1  # the file that has the first token
+        i = bisect.bisect_right(self.starts, first) - 1  # the file that contains the first token
         j = bisect.bisect_left(self.starts, last)
         parts = []
         for file, begin in zip(self.files[i:j], self.starts[i:j]):
@@ -73,7 +73,7 @@ class Tokens:
     def read_sequence(self, start, T):
         """Returns T inputs from `start`, and the targets, one token later: (2, T) int64.
 
-        A target that does not count is -100.
+        A target that the loss ignores is -100.
         """
         ids = self.read(start, T + 1).astype(np.int64)
         sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
@@ -105,7 +105,7 @@ class Tokens:
                 continue
             if not isinstance(file, np.ndarray):
                 n = min(n, ENDS)
-            for first in sorted({start, stop - n}):  # only one place if n is all of the file
+            for first in sorted({start, stop - n}):  # only one place if n covers the whole file
                 ids = self.read(first, n)
                 # uint16 and uint32 shards with the same ids have the same checksum.
                 dtype = "<u2" if ids.max() < 2**16 else "<u4"
