@@ -1,4 +1,4 @@
-"""What the file of a benchmark needs: its questions, and the figures of its scores."""
+"""What the file of a benchmark needs: its questions, and the metrics of its scores."""
 
 import itertools
 import math
@@ -20,8 +20,8 @@ class Example:
     label: int = 0  # the right pair
     stride: float = math.inf  # of windows (0: no overlap; math.inf: only the last window)
     facts: dict = field(default_factory=dict)  # what else report() needs, and --json writes
-    # Only core.py uses the next two.
-    kind: str = ""  # its kind of task
+    # Only core.py uses the next two fields.
+    kind: str = ""  # kind of task
     shots: tuple = ()  # solved examples, as texts
 
     def __len__(self):
@@ -29,13 +29,13 @@ class Example:
 
 
 def prompt_ids(example, tokenizer):
-    """Yields (ids of a context, [ids of each of its endings]), as EleutherAI's harness does.
+    """Yields (ids of a context, [ids of each of its endings]), as in EleutherAI's harness.
 
     Raises UserError if an ending has no ids.
     """
     for context in example.contexts:
-        # White space at the end of the context moves to the ending. The ending has the ids of
-        # context + ending, without the first len(ids) of them.
+        # White space at the end of the context moves to the ending. The ids of the ending are the
+        # ids of context + ending, without the first len(ids) ids.
         ids = tokenizer.encode(context.rstrip())
         endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
         for own, ending in zip(endings, example.endings):
@@ -44,47 +44,47 @@ def prompt_ids(example, tokenizer):
 
 
 def check_ending(ids, context, ending):
-    """Raises UserError if an ending has no ids of its own: any model would predict all of them.
+    """Raises UserError if an ending has no ids of its own: any model would predict it.
 
-    The tokenizer may leave out its text, or have one token for the end of the context and all of
-    the ending.
+    The tokenizer may omit the text of the ending, or use one token for the end of the context and
+    all of the ending.
     """
     if not ids:
         raise UserError(
-            f"the ending {ending!r} after {context[-20:]!r} has no tokens of its own; leave this "
-            "example out, or use a model with another tokenizer"
+            f"the ending {ending!r} after {context[-20:]!r} has no tokens of its own; remove this "
+            "example, or use a model with another tokenizer"
         )
 
 
 @dataclass
 class Benchmark:
-    """A benchmark. The file NAME.py has one, called BENCHMARK."""
+    """A benchmark. The file NAME.py contains one, called BENCHMARK."""
 
     name: str
     doc: str  # text for --help
-    stream: str  # name of the logged figure in a run's log
-    hub: dict | None  # arguments of load_hub; None: the data are in no data set of the hub
+    stream: str  # name of the logged metric in a run's log
+    hub: dict | None  # arguments of load_hub; None: the data are not on the hub
     examples: Callable | None  # (records, **options) -> iterator of Examples
-    report: Callable  # (examples, scores) -> {figure: value}
-    figures: dict  # {figure: what it is, and what it compares with}
-    logged: str  # the figure that a run logs
-    columns: tuple = ()  # the fields that examples reads; a table decodes no others. (): all
-    proportions: tuple = ()  # the figures that are printed with the standard error of a proportion
-    options: tuple = ()  # dataclasses with flags of its own
-    input_options: tuple = ()  # names of those flags that are files or directories to read
+    report: Callable  # (examples, scores) -> {metric: value}
+    figures: dict  # {metric: what it is, and what to compare it with}
+    logged: str  # the metric that a run logs
+    columns: tuple = ()  # the fields that examples reads, the only ones decoded. (): all
+    proportions: tuple = ()  # the metrics to print with the standard error of a proportion
+    options: tuple = ()  # dataclasses with the benchmark's own flags
+    input_options: tuple = ()  # names of these flags that are files or directories to read
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
     spare: int = 0  # positions of the model's context that a long text leaves free
 
 
 def split_by_example(examples, values):
-    """Splits an array (N) over all pairs -> one array for each example."""
+    """Splits an array (N) of all pairs -> one array per example."""
     ends = np.cumsum([len(example) for example in examples])
     return np.split(values, ends[:-1])
 
 
 def accuracy(examples, scores, lengths=1):
-    """Returns how often the right pair has the highest log-likelihood / length.
+    """Returns the share of examples whose right pair has the highest log-likelihood / length.
 
     lengths: (N), such as the bytes of the endings, or 1.
     """
@@ -96,7 +96,7 @@ def accuracy(examples, scores, lengths=1):
 
 
 def perplexity(nats):
-    """Returns exp(nats), or infinity if a float cannot hold it: a text may be one long word."""
+    """Returns exp(nats), or infinity if a float would overflow: a text may be one long word."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
@@ -109,14 +109,14 @@ def get_fields(record, **kinds):
 
 
 def choice(record, context, endings, label):
-    """Makes an Example with a space before each ending. label counts from 0. Raises UserError."""
+    """Returns an Example with a space before each ending. label: from 0. Raises UserError."""
     if str(label) not in map(str, range(len(endings))):
         raise bad_record(record, f"label {label!r}: must be from 0 to {len(endings) - 1}")
     return Example([context], [f" {ending}" for ending in endings], int(label))
 
 
 def bad_record(record, reason):
-    """Makes a UserError that says where the record is."""
+    """Returns a UserError that says where the record is."""
     return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
 
 
@@ -132,7 +132,7 @@ def load_examples(benchmark, path=None, limit=0, **options):
         files, _, _ = load_hub(**benchmark.hub, patient=False)
     records = read_records(files, benchmark.columns)
     examples = benchmark.examples(records, **options)
-    examples = list(itertools.islice(examples, limit or None))  # reads no more than it needs
+    examples = list(itertools.islice(examples, limit or None))  # reads only `limit` examples
     if not examples:
         raise UserError(f"{path or benchmark.name}: has no example; see the program's --help")
     return examples

@@ -1,4 +1,4 @@
-"""The program of a benchmark: reads the flags, scores a model, prints the figures."""
+"""The program of a benchmark: reads the flags, scores a model, prints the metrics."""
 
 import math
 from dataclasses import dataclass, fields
@@ -21,16 +21,16 @@ class EvalConfig:
     model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
     data: str | None = flag(None, ".jsonl, .csv, .parquet or text file [the hub's, if any]")
     limit: int = flag(0, "number of examples; 0: all", at_least=0)
-    tokens_per_forward: int | None = flag(None, "[16384; on a CPU 2048]", at_least=1)
+    tokens_per_forward: int | None = flag(None, "[16384; on a CPU: 2048]", at_least=1)
     device: str = flag("auto", "cuda, cuda:1, mps or cpu")
-    dtype: Dtype = flag("auto", "number format; float32 is the most exact")
-    json: str | None = flag(None, "also write figures, examples and scores to this file")
+    dtype: Dtype = flag("auto", "of matrix multiplications; float32 is the most exact")
+    json: str | None = flag(None, "also write metrics, examples and scores to this file")
 
 
 def run_benchmark(benchmark, GPT, argv=None):
-    """Runs the program of a benchmark: reads the flags, scores a model, prints the figures.
+    """Runs the program of a benchmark -> {metric: value}, the same on every process.
 
-    GPT: the class of model.py. Returns the figures, the same on every process.
+    GPT: the class of model.py.
     """
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = take_options(benchmark, given)
@@ -73,7 +73,7 @@ def run_benchmark(benchmark, GPT, argv=None):
 
 
 def take_options(benchmark, given):
-    """Removes the benchmark's own flags from those that are given -> {name: value}, with defaults.
+    """Removes the benchmark's own flags from `given` -> {name: value}, with defaults.
 
     given: {name: value} of all flags on the command line.
     """
@@ -85,11 +85,11 @@ def take_options(benchmark, given):
 
 
 def print_figures(benchmark, figures, n_examples):
-    """Prints the figures, {name: value}, each with what it means."""
+    """Prints the metrics, {name: value}, each with its meaning."""
     for name, meaning in benchmark.figures.items():
         value = figures[name]
         text = f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"
-        if name in benchmark.proportions:  # adds its standard error
+        if name in benchmark.proportions:  # adds the standard error
             text += f" ± {math.sqrt(value * (1 - value) / n_examples):.4f}"
         print0(f"{name:<18} {text:<18} {meaning}")
 

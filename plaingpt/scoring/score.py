@@ -1,8 +1,8 @@
 """Turns examples into rows of tokens, runs a model on them, and scores each ending.
 
-A score is the log-likelihood that a model gives to an ending after a context.
+A score is the log-likelihood of an ending after a context.
 
-A benchmark, such as hellaswag.py, makes examples from records, and figures from scores. This file
+A benchmark, such as hellaswag.py, turns records into examples, and scores into metrics. This file
 turns examples into rows of tokens. Endings of one context share a row:
 
     token     c0 c1 c2 c3   a0 a1   b0 b1 b2      context c, endings a and b, each without its
@@ -26,14 +26,14 @@ import numpy as np
 import torch
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
-# A forward pass has so many tokens, by device. The caches of a CPU are small.
+# The number of tokens in a forward pass, by device. The caches of a CPU are small.
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
-# Rows are padded to a multiple of so many tokens, so that a GPU sees few shapes.
+# forward pads rows to a multiple of this many tokens, so that a GPU sees few shapes.
 ROUND = dict(cpu=1, cuda=64, mps=64)
 
 
 class Row(NamedTuple):
-    """Ids of a context, and its endings: (ids, number of the pair, whether they end the pair)."""
+    """Ids of a context, and its endings: (ids, index of the pair, whether these end the pair)."""
 
     context: np.ndarray
     endings: list
@@ -49,14 +49,14 @@ def windows(context, ending, block_size, stride):
     context, ending: lists of ids. stride: see Example.
     """
     ids = context + ending
-    done = len(context)  # the ids before this index need no score, or have one
+    done = len(context)  # the ids before this index are context, or have a score
     while done < len(ids):
-        # A window has up to block_size + 1 ids, because the last one is only predicted. Each window
-        # after the first one scores `stride` ids, or block_size ids if stride is 0.
+        # A window has up to block_size + 1 ids, because the last id is only predicted. Each window
+        # after the first scores `stride` ids, or block_size ids if stride is 0.
         end = max(block_size + 1, done + (stride or block_size))
         end = min(end, len(ids))
         start = max(0, end - block_size - 1)
-        done = max(done, start + 1)  # an id needs one before it
+        done = max(done, start + 1)  # the model can only score an id that follows another id
         yield ids[start:done], ids[done:end], end == len(ids)
         done = end
 
@@ -64,7 +64,7 @@ def windows(context, ending, block_size, stride):
 def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     """Examples -> Rows for a model with this GPTConfig. Raises UserError if the stride is too long.
 
-    prompt_ids and spare are those of the Benchmark.
+    prompt_ids and spare: fields of the Benchmark.
     """
     T = config.block_size - spare
     texts = []
@@ -75,11 +75,11 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     n_pairs = 0
     n_cut = 0
     for example in examples:
-        has_one_window = example.stride == math.inf  # a long pair is cut, and not split
+        has_one_window = example.stride == math.inf  # cuts a long pair instead of splitting it
         if T < example.stride and not has_one_window:
             raise UserError(f"--stride {example.stride}: must be at most {T}, the model's context")
         for context, endings in prompt_ids(example, tokenizer):
-            own_rows = []  # of this context
+            own_rows = []  # rows of this context
             for ending in endings:
                 if has_one_window and len(context) + len(ending) - 1 > T:
                     n_cut += 1
@@ -101,9 +101,9 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
 def lay_out(rows, L):
     """Lays out B Rows -> tokens (3, B, L), padded with 0, and the M scored tokens (4, M).
 
-    tokens has the id, position and part of each token, as at the top of this file. scored has, for
-    each scored token, the index in B x L of the token before it, its id, its pair, and 1 if it is
-    the last one of its pair.
+    tokens contains the id, position and part of each token, as at the top of this file. scored
+    contains, per scored token, the index in B x L of the token before it, its id, its pair, and 1
+    for the last token of a pair.
     """
     tokens = np.zeros((3, len(rows), L), np.int64)
     scored = []
@@ -118,7 +118,7 @@ def lay_out(rows, L):
             tokens[0, b, start:end] = ids[:-1]
             tokens[1, b, start:end] = np.arange(P, P + n - 1)
             tokens[2, b, start:end] = part
-            # The token before the first one is the last one of the context.
+            # The token before the first token of an ending is the last token of the context.
             previous = b * L + np.r_[P - 1, start:end]  # (n)
             is_end_of_pair = is_last * (np.arange(n) == n - 1)  # (n)
             scored.append(np.broadcast_arrays(previous, ids, pair, is_end_of_pair))  # (4, n)
@@ -129,14 +129,14 @@ def lay_out(rows, L):
 def forward(model, rows, L, device):
     """Runs the model on rows, padded to length L -> pair (M), values (4, M) of the scored tokens.
 
-    values has, for each scored token, its log-likelihood, 1, whether it is the likeliest one, and
-    whether it is the likeliest one and also the last one of its pair.
+    values contains, per scored token, its log-likelihood, 1, whether it is the likeliest token, and
+    whether it is the likeliest token and also the last token of its pair.
     """
     tokens, scored = lay_out(rows, L)
     idx, pos, part = tokens.to(device)  # (B, L) each
     at, target = scored[:2].to(device)  # (M) each
-    # None means causal attention. This is enough unless endings share a row. The padding comes
-    # last, so no token sees it.
+    # None means causal attention, which is enough unless endings share a row. The padding comes
+    # last, so no token attends to the padding.
     mask = None
     if tokens[2].max() > 1:
         in_context = part[:, None] == 0  # (B, 1, L)
@@ -161,10 +161,10 @@ def score(model, examples, rows, process, tokens_per_forward):
 
     rows: from make_rows. process: a Process. Raises Stopped after a signal.
     """
-    rows = sorted(rows, key=lambda row: -row.length)  # the row that needs most memory comes first
+    rows = sorted(rows, key=lambda row: -row.length)  # the row with the largest memory comes first
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    # The block is entered once, so that autocast converts the weights once.
+    # Enters this block only once, so that autocast converts the weights once.
     with process.autocast, attention_for_many_shapes():
         while first < len(rows):
             process.check_stop()
@@ -174,7 +174,7 @@ def score(model, examples, rows, process, tokens_per_forward):
             batch = rows[first : first + B * process.dp_size]
             first += len(batch)
             own = batch[process.dp_rank :: process.dp_size]
-            # A process without rows runs a row with weight 0, because all must join the
+            # A process without rows runs a row with weight 0, because all processes must join the
             # collectives.
             pair, values = forward(model, own or batch[:1], L, process.device)
             np.add.at(sums, (slice(None), pair), values * bool(own))
