@@ -92,7 +92,7 @@ def hash_of_program():
         if not name.startswith(str(CLONE)):
             continue  # most modules belong to torch; a Path for each would take 0.05 s
         file = Path(name)
-        # Python itself and its packages may be in the clone, too.
+        # The clone may also contain Python itself and its packages.
         is_foreign = library in file.parents or "site-packages" in file.parts
         if CLONE in file.parents and file.suffix == ".py" and not is_foreign:
             files.add(file)
