@@ -5,7 +5,7 @@
   python lesson/check.py 02 --solution    shows our answer, after you have written yours
 
 Each file in lesson/tasks/ describes a function that is still empty. Write its code in place of the
-line `raise NotImplementedError`. A check trains nothing and takes about two seconds, in which torch
+line `raise NotImplementedError`. A check trains nothing and takes a few seconds, in which torch
 is imported. It stops at the first wrong place and says where that is. Any answer with the right
 results is right: it need not look like ours.
 """
@@ -69,8 +69,14 @@ def check_cross_entropy(task):
     torch.manual_seed(0)
     logits = 3 * torch.randn(2, 5, 7)  # (B, T, V)
     targets = torch.randint(7, (2, 5))  # (B, T)
-    loss = task.cross_entropy(logits.clone(), targets)
+    given = logits.clone()
+    loss = task.cross_entropy(given, targets)
     expect_tensor(loss, ())
+    expect(
+        torch.equal(given, logits),
+        "the function changes the logits of its caller: write logits = logits - ... in place of "
+        "logits -= ...",
+    )
     log_p = logits.log_softmax(dim=2)  # (B, T, V)
     losses = -log_p.gather(2, targets[..., None])[..., 0]  # (B, T)
     if not is_close(loss, losses.mean()):
@@ -87,6 +93,9 @@ def check_cross_entropy(task):
             .gather(2, targets[..., None])
             .mean(),
             "this is the mean of -p: the logarithm is missing": -losses.neg().exp().mean(),
+            "the maximum is subtracted in the sum, but not from the logit of the target": (
+                losses - logits.amax(dim=2)
+            ).mean(),
         }
         expect_none_of(loss, mistakes)
         raise Wrong(
@@ -135,6 +144,38 @@ def check_mask(task):
         weights = task.causal_weights(scores.clone())
         expect_tensor(weights, (2, T, T))
         check_weights(weights, scores)
+    weights = task.causal_weights(torch.tensor([[[0.0, 200.0], [200.0, 0.0]]]))
+    for i in range(2):
+        expect(
+            is_close(weights[0, i], torch.tensor([1.0, 0.0])),
+            f"if the scores of row {i} are {[[0, 200], [200, 0]][i]}, its weights are "
+            f"{weights[0, i].tolist()} and not [1, 0]. In float32, exp(200) is inf, and the "
+            "softmax of 0 next to 200 is 0. So mask the scores first, and then take their softmax",
+        )
+
+
+def why_nan(is_nan):
+    """The sentence about a result of attention that contains nan. is_nan: (B, T, any size)."""
+    rows = is_nan.any(dim=2).any(dim=0)  # (T)
+    if rows.all():
+        return (
+            "all rows are nan: 0 * (-inf) is nan, so a mask of 0 and 1 cannot be multiplied by it"
+        )
+    if rows[:-1].all():
+        return (
+            "all rows except the last one are nan: softmax does not run over the positions that "
+            "are looked at"
+        )
+    if rows[-1]:
+        return (
+            "the last row is nan: all its scores are -inf. The mask hides what is earlier, and "
+            "shows what is later"
+        )
+    i = int(rows.nonzero()[0])
+    return (
+        f"row {i} is nan: all its scores are -inf, so position {i} sees nothing, not even itself. "
+        "The mask must not cover the diagonal"
+    )
 
 
 def check_weights(weights, scores):
@@ -144,11 +185,7 @@ def check_weights(weights, scores):
     if is_close(weights, expected):
         return
     if weights.isnan().any():
-        _, i, _ = first_wrong(weights, expected)
-        raise Wrong(
-            f"row {i} is nan: all its scores are -inf, so position {i} sees nothing, not even "
-            "itself. The mask must not cover the diagonal"
-        )
+        raise Wrong(why_nan(weights.isnan()))
     is_weight = (weights >= 0) & (weights < 1.001)
     if not is_weight.all():
         b, i, j = (~is_weight).nonzero()[0].tolist()
@@ -193,10 +230,10 @@ def check_weights(weights, scores):
             "positions that are looked at",
         )
         b, i = first_wrong(sums, torch.ones_like(sums))
-        raise Wrong(
-            f"row {i} adds up to {sums[b, i]:.3f}, not to 1: the mask comes after the softmax. "
-            "Mask the scores before it"
-        )
+        sentence = f"row {i} adds up to {sums[b, i]:.6f}, not to 1"
+        if is_close(weights, scores.softmax(dim=2).masked_fill(later, 0)):
+            sentence += ": the mask comes after the softmax. Mask the scores before it"
+        raise Wrong(sentence)
     b, i, j = first_wrong(weights, expected)
     raise Wrong(
         f"position {i} gives position {j} the weight {weights[b, i, j]:.3f}, but softmax of the "
@@ -207,8 +244,11 @@ def check_weights(weights, scores):
 # 03: heads
 
 
-def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0):
-    """Attention with mistakes. q, k, v: (B, T, C). ahead: how many later positions are seen."""
+def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, dim=3):
+    """Attention with mistakes. q, k, v: (B, T, C).
+
+    ahead: how many later positions are seen. dim: over which dimension of the scores softmax runs.
+    """
     B, T, C = q.size()
     hs = C // n_head
     parts = []
@@ -219,10 +259,14 @@ def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0):
             parts.append(x.reshape(B, n_head, T, hs))
         elif split == "interleaved":
             parts.append(x.view(B, T, hs, n_head).permute(0, 3, 1, 2))
+        elif split == "none":
+            parts.append(x.view(B, T, n_head, hs))
     q, k, v = parts  # (B, nh, T, hs)
     scores = q @ k.transpose(2, 3) / (math.sqrt(hs) if scale is None else scale)
-    is_later = torch.ones(T, T, dtype=torch.bool).triu(1 + ahead)
-    y = scores.masked_fill(is_later, -math.inf).softmax(dim=3) @ v  # (B, nh, T, hs)
+    is_later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + ahead)  # (T, T)
+    y = scores.masked_fill(is_later, -math.inf).softmax(dim) @ v  # (B, nh, T, hs)
+    if split == "none":
+        return y.flatten(2)
     if merge == "flat":
         return y.reshape(B, T, C)
     if split == "interleaved":
@@ -243,8 +287,10 @@ def check_heads(task):
         back = "each head is right, but they are put together wrong: the numbers of y are in the "
         back += "order B, n_head, T, hs, and the result needs B, T, n_head, hs"
         mistakes = {
-            view: attend(q, k, v, n_head, split="flat", merge="flat"),
-            view + "; the same for the way back": attend(q, k, v, n_head, split="flat"),
+            view: attend(q, k, v, n_head, split="flat"),
+            view + ". The same for the way back": attend(
+                q, k, v, n_head, split="flat", merge="flat"
+            ),
             back: attend(q, k, v, n_head, merge="flat"),
             "the scores are divided by the root of C, but a head has only hs = C / n_head "
             "channels": attend(q, k, v, n_head, scale=math.sqrt(C)),
@@ -258,21 +304,35 @@ def check_heads(task):
             "position 0 changes if token 1 changes: the mask is shifted by one place": attend(
                 q, k, v, n_head, ahead=1
             ),
-            "there is only one head, which uses all C channels: n_head has no effect": attend(
-                q, k, v, 1
+            "softmax runs over the queries, not over the keys: it needs the last dimension": attend(
+                q, k, v, n_head, dim=2
             ),
+            "in each position, its heads look at each other. Positions must look at positions: T "
+            "and hs are the last two dimensions of q": attend(q, k, v, n_head, split="none"),
             "head 0 has the channels 0, 3, 6 and 9 (of 12), but it should have the channels 0 to "
             "3": attend(q, k, v, n_head, split="interleaved"),
         }
         expect_none_of(y, mistakes)
-        expect(
-            not y.isnan().any(), "the result contains nan: some row of scores is -inf everywhere"
-        )
-        check_reach(task, q, k, v, n_head, y)
+        hs = C // n_head
+        for scale in (math.sqrt(C), math.sqrt(hs)):
+            expect(
+                not is_close(y, attend(q, k, v, 1, scale=scale)),
+                "there is only one head, which uses all C channels",
+            )
+        for scale in (math.sqrt(n_head), math.sqrt(hs)):
+            expect(
+                not is_close(y, attend(q, k, v, hs, scale=scale)),
+                f"with n_head = {n_head} and C = {C}, there are {hs} heads of {n_head} channels in "
+                f"place of {n_head} heads of {hs}",
+            )
+        if y.isnan().any():
+            raise Wrong(why_nan(y.isnan()))
+        check_reach(task, (q, k, v), n_head, y)
         b, t, c = first_wrong(y, expected)
         raise Wrong(
-            f"position {t}, channel {c} is {y[b, t, c]:.3f} and not {expected[b, t, c]:.3f}. The "
-            "positions and the heads are kept apart, so look at the scores and the softmax"
+            f"position {t}, channel {c} is {y[b, t, c]:.3f} and not {expected[b, t, c]:.3f}. Each "
+            "position and each head uses its own part of q, k and v, so look at the scores and the "
+            "softmax"
         )
     q, k, v = torch.randn(3, 1, 7, 8).unbind()
     for n_head in (1, 4):
@@ -284,30 +344,40 @@ def check_heads(task):
         )
 
 
-def check_reach(task, q, k, v, n_head, y):
-    """What changes in the result if one token, or one channel of a head, changes?"""
+def check_reach(task, given, n_head, y):
+    """What changes in the result if one token, or one channel, changes in q, k or v?"""
     T, C = y.size(1), y.size(2)
-    for t in range(1, T):
-        changed = []
-        for x in (q, k, v):
-            x = x.clone()
-            x[:, t] += 1
-            changed.append(x)
-        differs = (task.attention(*changed, n_head) - y).abs().amax(dim=(0, 2)) > 1e-5  # (T)
-        for i in range(t):
-            expect(
-                not differs[i],
-                f"position {i} changes if token {t} changes: the mask is missing or shifted, or "
-                "the positions are mixed when the heads are made",
-            )
-    other = v.clone()
-    other[:, :, -1] += 1
-    differs = (task.attention(q, k, other, n_head) - y).abs().amax(dim=(0, 1)) > 1e-5  # (C)
-    expect(
-        not differs[: C - C // n_head].any(),
-        f"channel {int(differs.nonzero()[0]) if differs.any() else 0} of the result changes if "
-        f"channel {C - 1} of v changes, which belongs to another head",
-    )
+    hs = C // n_head
+
+    def differs(i, place, dims):
+        """Which results change if the numbers of q (i = 0), k or v at a place change their sign."""
+        changed = [x.clone() for x in given]
+        changed[i][place] *= -1
+        return (task.attention(*changed, n_head) - y).abs().amax(dim=dims) > 1e-5
+
+    for i, name in enumerate("qkv"):
+        for t in range(T):
+            for other in differs(i, (slice(None), t), (0, 2)).nonzero().flatten().tolist():
+                expect(
+                    other >= t,
+                    f"position {other} changes if token {t} changes in {name}: the mask is missing "
+                    "or shifted, or the positions are mixed when the heads are made",
+                )
+                expect(
+                    name != "q" or other == t,
+                    f"position {other} changes if the query of position {t} changes, but a query "
+                    "is used at its own position only: q and k have changed places",
+                )
+    for i, name in enumerate("qkv"):
+        for c in range(C):
+            found = differs(i, (..., c), (0, 1)).nonzero().flatten().tolist()
+            expect(found, f"channel {c} of {name} has no effect")
+            for other in found:
+                expect(
+                    other // hs == c // hs,
+                    f"channel {other} of the result changes if channel {c} of {name} changes, but "
+                    f"with hs = {hs}, they belong to different heads",
+                )
 
 
 # 04: initialization
@@ -347,7 +417,7 @@ def make_gpt(n_layer, C=64):
 
 def check_init(task):
     torch.manual_seed(0)
-    for n_layer in (8, 2):
+    for n_layer in (8, 3):
         gpt = make_gpt(n_layer)
         before = {name: p.clone() for name, p in gpt.named_parameters()}
         task.init_weights(gpt, n_layer)
@@ -387,11 +457,13 @@ def check_initial_values(name, p, n_layer):
         if is_last:
             mistakes = {
                 0.02: f"the {2 * n_layer} outputs of {n_layer} blocks add up in the residual "
-                f"stream, and so do their variances: its variance would grow with n_layer",
+                "stream, and so do their variances: the stream's variance would grow with n_layer",
                 0.02 / math.sqrt(n_layer): f"{n_layer} blocks add {2 * n_layer} outputs to the "
                 "residual stream, because attention and MLP each add one",
                 0.02 / (2 * n_layer): "variances add up, not standard deviations, so a root is "
                 "missing",
+                0.005: f"it does not change with n_layer. With n_layer = {n_layer}, it should be "
+                f"{expected:.4f}",
             }
             for value, sentence in mistakes.items():
                 expect(abs(std / value - 1) > 0.08, f"{place}: {sentence}")
@@ -432,7 +504,10 @@ def adamw(p, grad, m, v, step, mistake=None):
     v = beta2 * v + (1 - beta2) * (grad if mistake == "no square" else grad**2)
     if mistake == "step":
         step = step + 1
-    m_hat = m if mistake in ("no correction", "no m") else m / (1 - beta1**step)
+    if mistake == "no power":
+        step = 1
+    power = 1 if mistake == "no power of m" else step
+    m_hat = m if mistake in ("no correction", "no m") else m / (1 - beta1**power)
     v_hat = v if mistake in ("no correction", "no v") else v / (1 - beta2**step)
     size = (v_hat + eps).sqrt() if mistake == "eps" else v_hat.abs().sqrt() + eps
     if mistake == "root of v":
@@ -450,6 +525,8 @@ ADAMW_MISTAKES = {
     "gradient, and v a twentieth of its square",
     "no m": "m is not divided by 1 - beta1^step",
     "no v": "v is not divided by 1 - beta2^step",
+    "no power": "the bias correction divides by 1 - beta, and not by 1 - beta^step",
+    "no power of m": "m is divided by 1 - beta1, and not by 1 - beta1^step",
     "step": "the bias correction is that of the next step: `step` is 1 in the first step",
     "eps": "eps is added inside the root; it belongs outside, after the root",
     "l2": "the decay is added to the gradient, so it is divided by the root of v, too. That is "
@@ -510,10 +587,19 @@ def check_adamw(task):
                 for mistake, sentence in ADAMW_MISTAKES.items():
                     wrong, _, _ = adamw(*before, step, mistake)
                     expect(not is_close(result[0], wrong, 1e-6), f"{place}: {sentence}")
+                expect(
+                    not result[0].isnan().any(),
+                    f"{place}: p contains nan. Is a number under the root negative? beta^step is "
+                    "beta**step, not beta * step",
+                )
                 i = first_wrong(result[0], expected[0])
+                state = []
+                for name, x, y in zip("mv", result[1:], expected[1:]):
+                    state.append(f"{name} is {'right' if is_close(x, y) else 'wrong'}")
                 raise Wrong(
                     f"{place}: number {list(i)} of p becomes {result[0][i]:.6f}, but "
-                    f"torch.optim.AdamW makes it {expected[0][i]:.6f}"
+                    f"torch.optim.AdamW makes it {expected[0][i]:.6f}. The returned "
+                    f"{', and '.join(state)}"
                 )
             _, *hats = adamw(*before, step, "hats")
             for name, x, y, hat in zip("mv", result[1:], expected[1:], hats):
@@ -530,15 +616,20 @@ def check_adamw(task):
 
 
 class Model(nn.Module):
-    """Predicts a token from one token. It notes which forward passes found a gradient."""
+    """Predicts a token from one token. Its gradient is 1 before the step.
+
+    It notes which forward passes found another gradient.
+    """
 
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 11)
+        self.table.weight.grad = torch.ones(11, 11)
         self.found_gradient = []
 
     def forward(self, x):
-        self.found_gradient.append(self.table.weight.grad is not None)
+        grad = self.table.weight.grad
+        self.found_gradient.append(grad is None or bool((grad != 1).any()))
         return self.table(x)  # (B, T, V)
 
 
@@ -574,7 +665,10 @@ def check_step(task, micro_batches):
     n_batches = len(micro_batches)
     result = task.backward_of_step(model, micro_batches)
     found = model.table.weight.grad
-    expect(found is not None, "the parameters have no gradient: call backward")
+    expect(
+        found is not None and not (found == 1).all(),
+        "the gradient of the parameters has not changed: call backward",
+    )
     expected = sum(gradients) / sum(counts)
     numbers = f"{n_batches} micro-batches with {', '.join(map(str, counts))} targets"
     if n_batches == 1:
@@ -583,6 +677,10 @@ def check_step(task, micro_batches):
         not found.isnan().any(),
         f"{numbers}: the gradient is nan. A mean over no targets is 0 / 0",
     )
+    lost = "what p.grad contained before the step is lost. The function adds to p.grad: the caller "
+    lost += "sets it to zero"
+    expect(not is_close(found, expected), f"{numbers}: {lost}")
+    found = found - 1
     if not is_close(found, expected):
         means = sum(g / max(1, count) for g, count in zip(gradients, counts))
         mistakes = {
@@ -600,9 +698,11 @@ def check_step(task, micro_batches):
             )
             / n_batches,
             "only the last micro-batch is in the gradient": gradients[-1] / max(1, counts[-1]),
-            "only the last micro-batch is in the gradient: the others are set to zero": (
+            "only the last micro-batch is in the gradient: call backward for each one": (
                 gradients[-1] / sum(counts)
             ),
+            "each sum is divided by the number of targets so far. Count the targets of all "
+            "micro-batches first": sum(g / sum(counts[: i + 1]) for i, g in enumerate(gradients)),
         }
         for sentence, wrong in mistakes.items():
             expect(not is_close(found, wrong), f"{numbers}: {sentence}")
@@ -647,12 +747,12 @@ def check_positions(task, world_size, position, n, B):
     for rank in range(world_size):
         found = task.starts_of_rank(rank, world_size, position, n, B)
         expect(
-            not isinstance(found, (int, float, type(None))),
+            isinstance(found, (list, tuple, range)),
             f"the function returns {type(found).__name__}, not a list or a range",
         )
-        starts = [int(start) for start in found]
-        counts.append(len(starts))
-        for start in starts:
+        counts.append(len(found))
+        for start in found:
+            expect(isinstance(start, int), f"{start!r} is {type(start).__name__}, not int")
             for i in range(start, start + B):
                 readers.setdefault(i, []).append(rank)
                 expect(
@@ -661,6 +761,7 @@ def check_positions(task, world_size, position, n, B):
                     f"position {i}, but this step has the positions {position} to "
                     f"{position + n - 1}",
                 )
+    expect(readers, f"{where}: no rank has a micro-batch")
     for i in range(position, position + n):
         ranks = readers.get(i, [])
         if len(ranks) > 1 and len(set(ranks)) == 1:
@@ -734,7 +835,7 @@ def check_resume(task):
         checkpoint,
         before,
         "the checkpoint of step 5 changes while the run goes on: state_dict() contains the tensors "
-        "themselves, which the next step changes. Copy them",
+        "themselves, which the next step changes",
     )
     for attempt in ("first", "second"):
         model, optimizer = make_run(seed=2)  # a new process: other weights, no state
@@ -750,8 +851,8 @@ def check_resume(task):
                 f"after load_checkpoint, {name} of the model is not the saved one: the values must "
                 "go into the model that load_checkpoint gets"
                 if attempt == "first"
-                else f"a second load_checkpoint of the same checkpoint finds another {name}: the "
-                "training after the first one has changed the checkpoint. Copy when you load, too",
+                else f"after a second load_checkpoint of the same checkpoint, {name} of the model "
+                "is no longer that of step 5: the training after the first one has changed it",
             )
         check_optimizer_state(optimizer, saved[1], attempt)
         found = done if isinstance(done, int) else type(done).__name__
@@ -784,45 +885,56 @@ def check_optimizer_state(optimizer, saved, attempt):
                 torch.equal(found, value),
                 f"after load_checkpoint, {name} of the optimizer is not the saved one"
                 if attempt == "first"
-                else f"a second load_checkpoint of the same checkpoint finds another {name}: the "
-                "optimizer took the tensors of the checkpoint and changed them. load_state_dict "
-                "of an optimizer does not copy, so copy when you load, too",
+                else f"after a second load_checkpoint of the same checkpoint, {name} of the "
+                "optimizer is no longer that of step 5: the training after the first one has "
+                "changed it. load_state_dict of an optimizer keeps the tensors that it gets",
             )
 
 
 # 09: the backward pass of LayerNorm
 
 
-def layer_norm_gradients(x, weight, dy, eps, mistake=None):
-    """Gradients with a mistake -> (dx, dweight, dbias)."""
-    mean = x.mean(dim=-1, keepdim=True)
-    variance = x.var(dim=-1, keepdim=True, unbiased=mistake == "unbiased")
-    std = (variance + eps).sqrt()
-    x_hat = (x - mean) / std
-    dx_hat = dy if mistake == "no weight" else dy * weight
-    dx = dx_hat
-    if mistake not in ("constants", "no mean"):
-        dx = dx - dx_hat.mean(dim=-1, keepdim=True)
-    if mistake not in ("constants", "no variance"):
-        dx = dx - x_hat * (dx_hat * x_hat).mean(dim=-1, keepdim=True)
-    if mistake != "no std":
-        dx = dx / std
-    return dx, (dy * x_hat).sum(dim=(0, 1)), dy.sum(dim=(0, 1))
-
-
-LAYER_NORM_MISTAKES = {
-    "constants": "mean and variance are treated as constants, but both change with x",
-    "no mean": "the mean is treated as a constant, but it changes with x",
-    "no variance": "the variance is treated as a constant, but it changes with x",
-    "no weight": "dy is not multiplied by weight, which comes after the normalization",
-    "no std": "the division by the standard deviation is missing",
-    "unbiased": "the variance divides by C - 1, but LayerNorm divides by C: unbiased=False",
+DX_MISTAKES = {
+    "mean and variance are treated as constants, but both change with x": (0, 0),
+    "the mean is treated as a constant, but it changes with x": (0, 1),
+    "the variance is treated as a constant, but it changes with x": (1, 0),
+    "the term of the mean is half of what it should be": (0.5, 1),
+    "the term of the mean is twice what it should be": (2, 1),
+    "the term of the variance is half of what it should be": (1, 0.5),
+    "the term of the variance is twice what it should be": (1, 2),
+    "the term of the mean has the wrong sign": (-1, 1),
+    "the term of the variance has the wrong sign": (1, -1),
+    "both terms, of the mean and of the variance, have the wrong sign": (-1, -1),
+    "sums over the channels are not divided by C": (6, 6),
+    "the sum in the term of the mean is not divided by C": (6, 1),
+    "the sum in the term of the variance is not divided by C": (1, 6),
 }
+
+
+def check_dx(dx, x_hat, std, weight, dy):
+    """Compares a wrong dx with usual mistakes."""
+
+    def mistaken(of_mean, of_variance, dx_hat):
+        along_mean = dx_hat.mean(dim=2, keepdim=True)  # (B, T, 1)
+        along_x_hat = (dx_hat * x_hat).mean(dim=2, keepdim=True)  # (B, T, 1)
+        return (dx_hat - of_mean * along_mean - of_variance * x_hat * along_x_hat) / std
+
+    mistakes = {
+        sentence: mistaken(*factors, dy * weight) for sentence, factors in DX_MISTAKES.items()
+    }
+    mistakes["dy is not multiplied by weight, which comes after the normalization"] = mistaken(
+        1, 1, dy
+    )
+    mistakes["the division by the standard deviation is missing"] = std * mistaken(
+        1, 1, dy * weight
+    )
+    for sentence, wrong in mistakes.items():
+        expect(not is_close(dx, wrong), f"dx is wrong: {sentence}")
 
 
 def check_layernorm(task):
     torch.manual_seed(0)
-    for eps in (1e-5, 0.1):
+    for eps in (0.1, 1e-5):
         x = torch.randn(3, 4, 6, requires_grad=True)  # (B, T, C)
         weight = torch.randn(6, requires_grad=True)
         bias = torch.zeros(6, requires_grad=True)
@@ -847,18 +959,29 @@ def check_layernorm(task):
                 not is_close(dweight, bias.grad),
                 "dweight equals dbias: multiply dy by what weight was multiplied by",
             )
-            expect(
-                is_close(dweight, weight.grad),
-                "dweight is wrong: it is the sum of dy times the normalized x over all positions",
-            )
+            centered = x - x.mean(dim=2, keepdim=True)  # (B, T, C)
+            variance = x.var(dim=2, keepdim=True, unbiased=False)  # (B, T, 1)
+            std = (variance + eps).sqrt()
+            mistakes = {
+                "the variance is divided by C - 1, but LayerNorm divides by C: unbiased=False": (
+                    variance * 6 / 5 + eps
+                ).sqrt(),
+                "eps is missing": variance.sqrt(),
+                "eps is added outside the root; it belongs inside": variance.sqrt() + eps,
+                "the root is missing": variance + eps,
+            }
+            if not is_close(dweight, weight.grad):
+                for sentence, divisor in mistakes.items():
+                    wrong = (dy * centered / divisor).sum(dim=(0, 1))  # (C)
+                    expect(not is_close(dweight, wrong), f"dweight is wrong: in x_hat, {sentence}")
+                raise Wrong("dweight is wrong: it is the sum of dy times x_hat over all positions")
             if not is_close(dx, x.grad):
-                for mistake, sentence in LAYER_NORM_MISTAKES.items():
-                    wrong, _, _ = layer_norm_gradients(x, weight, dy, eps, mistake)
-                    expect(not is_close(dx, wrong), f"dx is wrong: {sentence}")
+                check_dx(dx, centered / std, std, weight, dy)
                 b, t, c = first_wrong(dx, x.grad)
                 raise Wrong(
-                    f"dx is wrong with eps = {eps}: at position {t}, channel {c}, it is "
-                    f"{dx[b, t, c]:.4f}, but autograd says {x.grad[b, t, c]:.4f}"
+                    f"dbias and dweight are right. dx is wrong with eps = {eps}: at position {t}, "
+                    f"channel {c}, it is {dx[b, t, c]:.6f}, but autograd says "
+                    f"{x.grad[b, t, c]:.6f}"
                 )
 
 
@@ -871,18 +994,20 @@ def check_orthogonalize(task):
         rank = min(rows, columns)
         u, _ = torch.linalg.qr(torch.randn(rows, rank))  # (rows, rank)
         v, _ = torch.linalg.qr(torch.randn(columns, rank))  # (columns, rank)
-        sizes = torch.logspace(0, math.log10(1 / 30), rank)
+        sizes = torch.ones(rank)  # many large ones, so that the last one needs all rounds
+        sizes[-3:] = torch.tensor([0.3, 0.1, 1 / 30])
         for scale in (1.0, 50.0):
             x = scale * (u * sizes) @ v.T  # (rows, columns)
             y = task.orthogonalize(x.clone())
             place = f"a matrix of {rows} x {columns} with a largest singular value of {scale:.0f}"
             expect_tensor(y, (rows, columns), f"for {place}, the function")
             y = y.float()
-            expect(
-                y.isfinite().all(),
-                f"{place}: the result is not finite. The rounds need singular values of at most 1: "
-                "divide by the norm first",
-            )
+            if not y.isfinite().all():
+                check_rounds(task)
+                raise Wrong(
+                    f"{place}: the result is not finite, but the rounds are right for [[1.0]]. "
+                    "They need singular values of at most 1: divide by the norm first"
+                )
             inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
             found = inside.diagonal()  # the singular values, if the directions are kept
             off = (inside - found.diag()).abs().max() + (y - u @ inside @ v.T).abs().max()
@@ -903,11 +1028,30 @@ def check_orthogonalize(task):
                     f"number of {name}; this task wants them near 1",
                 )
             expect((found > 0).all(), f"{place}: some directions have changed their sign")
+            if not ((found > 0.6) & (found < 1.3)).all():
+                check_rounds(task)
+                raise Wrong(
+                    f"{place}: the singular values are between {found.min():.3f} and "
+                    f"{found.max():.3f}, and not between 0.6 and 1.3. Are there five rounds?"
+                )
             expect(
-                ((found > 0.6) & (found < 1.3)).all(),
-                f"{place}: the singular values are between {found.min():.3f} and {found.max():.3f},"
-                " and not between 0.6 and 1.3. Are there five rounds?",
+                not is_close(found, torch.ones(rank), 1e-3),
+                f"{place}: all singular values are 1.000, but five rounds leave them between 0.6 "
+                "and 1.3. Use the rounds, without a singular value decomposition",
             )
+
+
+def check_rounds(task):
+    """Five rounds for a number that need not be divided by its norm."""
+    found = task.orthogonalize(torch.ones(1, 1)).item()
+    expected = 1.0
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    expect(
+        abs(found - expected) < 0.015,
+        f"the rounds are wrong: five of them turn the matrix [[1.0]] into [[{expected:.3f}]], but "
+        f"yours is [[{found:.3f}]]. Check their number, the signs and the powers",
+    )
 
 
 # 11: byte pair encoding
@@ -931,6 +1075,7 @@ MERGE_TEXTS = (
     b"abab cdcd abab",
     b"zzyzzyxxwxxw",  # the pairs zz and xx are equally frequent
     b"aaaa aaab aaa",  # aaa has one pair that can be merged, not two
+    b"aaa bcbc",  # but its two pairs both count
     b"the cat and the hat and the mat in the bath",
     "雪と雪と雪".encode(),
 )
@@ -947,12 +1092,14 @@ def check_merges(task):
             pair = tuple(pair)
             expect(
                 all(isinstance(id, int) for id in pair),
-                f"merge {i} is {pair}, but a pair has two ids, which are numbers",
+                f"the merge with the id {256 + i} is {pair}, but a pair is two ids, both int",
             )
             counts = Counter(zip(ids, ids[1:]))
+            apart = {pair: len(ids) - len(merge(ids, pair, None)) for pair in counts}
             most = max(counts.values())
             best = min(pair for pair, count in counts.items() if count == most)
-            place = f"{shown}, merge {i}"
+            place = f"{shown}, the merge with the id {256 + i}"
+            now = f". Before this merge, the ids are {ids}"
             if pair != best:
                 expect(
                     max(pair) in range(256) or max(pair) in ids,
@@ -961,16 +1108,21 @@ def check_merges(task):
                 )
                 expect(
                     pair in counts,
-                    f"{place}: the pair {pair} does not occur. So far, the ids are {ids[:8]} and "
-                    "so on: are all earlier merges done, from left to right?",
+                    f"{place}: your pair {pair} does not occur{now}",
+                )
+                expect(
+                    pair != min(counts, key=lambda pair: (-apart[pair], pair)),
+                    f"{place}: the count of {best} is {most}, because occurrences that overlap "
+                    f"count, too, as in aaa. So it comes before your pair {pair}{now}",
                 )
                 expect(
                     counts[pair] == most,
-                    f"{place}: the count of {pair} is {counts[pair]}, but the count of {best} is "
-                    f"{most}",
+                    f"{place}: the count of your pair {pair} is {counts[pair]}, but the count of "
+                    f"{best} is {most}{now}",
                 )
                 raise Wrong(
-                    f"{place}: {pair} and {best} both have the count {most}; take the smaller pair"
+                    f"{place}: your pair {pair} and {best} both have the count {most}; take the "
+                    f"smaller one, {best}{now}"
                 )
             ids = merge(ids, best, 256 + i)
 
@@ -986,6 +1138,7 @@ def check_cache(task):
     for sizes in ((7,), (4, 1, 1, 1), (1, 1, 1, 1, 1, 1, 1), (3, 4)):
         cache = None
         first = 0
+        last_size = 0
         for size in sizes:
             part = slice(first, first + size)
             result = task.attention_with_cache(q[:, part], k[:, part], v[:, part], cache)
@@ -998,37 +1151,56 @@ def check_cache(task):
             place = f"tokens {first} to {first + size - 1} in one call"
             if size == 1:
                 place = f"token {first} alone"
-            if first:
-                place += f", after {first} tokens in the cache"
+            place += f", after {first} tokens in the cache" if first else ", the first call"
             if not is_close(y, expected[:, part]):
-                check_cache_mistakes(y, q[:, part], k, v, first, place)
+                check_cache_mistakes(y, q[:, part], k, v, first, last_size, place)
                 raise Wrong(f"{place}: the output differs from that without a cache")
             first += size
+            last_size = size
 
 
-def check_cache_mistakes(y, q, k, v, first, place):
-    """q: (B, n, C), the new queries. k, v: (B, T, C), all keys and values."""
+def check_cache_mistakes(y, q, k, v, first, last_size, place):
+    """q: (B, n, C), the new queries. k, v: (B, T, C), all. last_size: tokens of the last call."""
     n = q.size(1)
     last = first + n
     scores = q @ k[:, :last].transpose(1, 2) / math.sqrt(q.size(2))  # (B, n, last)
     ones = torch.ones(n, last, dtype=torch.bool)
-    own = ones.clone()
+    right = ones.tril(first)
+    own = right.clone()
     own[:, :first] = False  # only the new keys
+    recent = right.clone()
+    recent[:, : first - last_size] = False
     masks = {
         "the new queries see later tokens: inside one call, the mask is still needed": ones,
-        "the queries see only the keys of this call: the cache is not used": own.tril(first),
+        "each query also sees the next token: the mask is shifted by one place": ones.tril(
+            first + 1
+        ),
+        "the queries see only the keys of this call: the cache is not used": own,
+        "the tokens before the last call are lost: return all keys and values, not only the new "
+        "ones": recent,
+        "the mask expects the new keys after those of the cache, but they come before them": (
+            right.roll(first, dims=1)
+        ),
         f"the mask begins at the left: query 0 of this call is token {first}, so it sees the keys "
         f"0 to {first}": ones.tril(),
         "the token does not see itself: put its key and value into the cache first": ones.tril(
             first - 1
         ),
     }
+    weights = {}  # sentence: (B, n, last)
     for sentence, mask in masks.items():
-        hidden = scores.masked_fill(~mask, -math.inf)
-        wrong = hidden.softmax(dim=2) @ v[:, :last]  # (B, n, C)
-        if not wrong.isnan().any():
-            expect(not is_close(y, wrong), f"{place}: {sentence}")
-    expect(not y.isnan().any(), f"{place}: the output contains nan: a query sees no key")
+        weights[sentence] = scores.masked_fill(~mask, -math.inf).softmax(dim=2)
+    hidden = scores.masked_fill(~right, -math.inf)
+    weights["softmax runs over the queries, not over the keys"] = hidden.softmax(dim=1)
+    swapped = scores.roll(n, dims=2).masked_fill(~right, -math.inf)
+    weights["the keys and the values are in different orders"] = swapped.softmax(dim=2)
+    root = math.sqrt(q.size(2))
+    weights["the scores are not divided by the root of C"] = (hidden * root).softmax(dim=2)
+    weights["the scores are divided by C, not by its root"] = (hidden / root).softmax(dim=2)
+    for sentence, wrong in weights.items():
+        expect(not is_close(y, wrong @ v[:, :last]), f"{place}: {sentence}")
+    if y.isnan().any():
+        raise Wrong(f"{place}: {why_nan(y.isnan())}")
 
 
 CHECKS = {
@@ -1080,7 +1252,7 @@ def check(number, text, path):
 def place_of(error, path):
     """Where an answer raises an error: its line, and what Python says."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    what = f"{type(error).__name__}: {error}"
+    what = f"{type(error).__name__}: {error}".rstrip(".")
     if not lines:  # the check cannot use what the function returned
         return f"the check cannot use the result: {what}"
     return f"line {lines[-1]} of {path.name} raises {what}"
@@ -1110,17 +1282,26 @@ def main(arguments):
     """Returns the exit status: 0 if what was checked is right."""
     if not arguments:
         return int(not list_tasks())
-    number, *flags = arguments
-    number = number.zfill(2)
-    if number not in CHECKS or flags not in ([], ["--solution"]):
+    name, *flags = arguments
+    number = Path(name).name.split("_")[0].zfill(2)  # also of lesson/tasks/02_mask.py
+    if name.startswith("-"):
         print(__doc__)
+        return 2
+    if number not in CHECKS:
+        print(f"There is no task {name}. The tasks are {', '.join(CHECKS)}.")
+        return 2
+    if flags not in ([], ["--solution"]):
+        print(f"After {name}, only --solution can follow, not {' '.join(flags)}.")
         return 2
     path = find(TASKS, number)
     sentence = check(number, path.read_text(encoding="utf-8"), path)
     if sentence == "open":
         print(f"{number} is open: write your code into lesson/tasks/{path.name}")
         return 1
-    print(f"{number} is right." if sentence is None else f"{number} is not right yet: {sentence}.")
+    end = "" if sentence and sentence.endswith("?") else "."
+    print(
+        f"{number} is right." if sentence is None else f"{number} is not right yet: {sentence}{end}"
+    )
     if flags:
         print(find(SOLUTIONS, number).read_text(encoding="utf-8"))
     return int(sentence is not None)

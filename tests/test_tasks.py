@@ -44,6 +44,13 @@ MISTAKES = [
     ),
     ("01", ".mean()", ".mean().item()", "returns float, not a tensor of shape ()"),
     ("01", ".mean()", ".mean().detach()", "the loss has no gradient"),
+    ("01", "shifted = logits - largest", "shifted = logits.sub_(largest)", "of its caller"),
+    (
+        "01",
+        "shifted.gather(",
+        "logits.gather(",
+        "in the sum, but not from the logit of the target",
+    ),
     (
         "01",
         "    return (",
@@ -67,9 +74,35 @@ MISTAKES = [
         "02",
         "scores.masked_fill(is_later, -torch.inf).softmax(dim=2)",
         "scores.softmax(dim=2).masked_fill(is_later, 0)",
-        "row 0 adds up to 0.051, not to 1: the mask comes after the softmax",
+        "not to 1: the mask comes after the softmax",
     ),
     ("02", ".softmax(dim=2)", "", "is the softmax missing?"),
+    (
+        "02",
+        "return scores.masked_fill(is_later, -torch.inf).softmax(dim=2)",
+        "w = scores.softmax(dim=2).tril()\n    return w / w.sum(dim=2, keepdim=True)",
+        "the scores of row 0 are [0, 200], its weights are [nan, nan] and not [1, 0]",
+    ),
+    (
+        "02",
+        "return scores.masked_fill(is_later, -torch.inf).softmax(dim=2)",
+        "w = scores.exp().tril()\n    return w / w.sum(dim=2, keepdim=True)",
+        "the scores of row 1 are [200, 0], its weights are [nan, 0.0] and not [1, 0]",
+    ),
+    (
+        "02",
+        "return scores.masked_fill(is_later, -torch.inf).softmax(dim=2)",
+        "w = scores.softmax(dim=2).tril()\n    return w / (w.sum(dim=2, keepdim=True) + 1e-6)",
+        "row 0 adds up to 0.99998",
+    ),
+    (
+        "02",
+        "scores.masked_fill(is_later, -torch.inf)",
+        "(scores + is_later * -torch.inf)",
+        "0 * (-inf) is nan",
+    ),
+    ("02", "(is_later,", "(~is_later,", "the last row is nan: all its scores are -inf"),
+    ("02", "softmax(dim=2)", "softmax(dim=0)", "all rows except the last one are nan"),
     # 03: heads
     (
         "03",
@@ -87,12 +120,38 @@ MISTAKES = [
         "03",
         "softmax(dim=3)",
         "softmax(dim=2)",
-        "position 0 changes if token 1 changes: the mask is missing or shifted",
+        "softmax runs over the queries, not over the keys",
     ),
+    ("03", "softmax(dim=3)", "softmax(dim=1)", "softmax does not run over the positions"),
+    ("03", "triu(1)", "triu(0)", "row 0 is nan"),
+    (
+        "03",
+        "    q = q.view",
+        "    q = q * n_head**0.5\n    n_head = 1\n    q = q.view",
+        "there is only one head, which uses all C channels",
+    ),
+    (
+        "03",
+        "sqrt(C // n_head)",
+        "sqrt(4)",
+        "wrong for (B, T, C) = (1, 7, 8) with n_head = 1",
+    ),
+    (
+        "03",
+        "view(B, T, n_head, C // n_head)",
+        "view(B, T, C // n_head, n_head)",
+        "there are 4 heads of 3 channels",
+    ),
+    ("03", "q @ k.transpose(2, 3)", "k @ q.transpose(2, 3)", "q and k have changed places"),
+    ("03", "    k = k.view", "    k = k.roll(1, 2)\n    k = k.view", "belong to different heads"),
+    ("03", "    v = v.view", "    v = v.roll(-1, 1)\n    v = v.view", "if token 1 changes in v"),
+    ("03", "    k = k.view", "    k = k * (torch.arange(C) < 11)\n    k = k.view", "has no effect"),
+    ("03", "softmax(dim=3)", "softmax(dim=3) ** 2", "look at the scores and the softmax"),
     # 04: initialization
     ("04", " / math.sqrt(2 * n_layer)", "", "would grow with n_layer"),
     ("04", "sqrt(2 * n_layer)", "sqrt(n_layer)", "8 blocks add 16 outputs"),
     ("04", "math.sqrt(2 * n_layer)", "(2 * n_layer)", "a root is missing"),
+    ("04", "math.sqrt(2 * n_layer)", "4", "does not change with n_layer. With n_layer = 3"),
     ("04", '"c_proj.weight"', '"attn.c_proj.weight"', "h.0.mlp.c_proj.weight has a standard"),
     ("04", "p.dim() == 2", "True", "h.0.ln_1.weight is not 1"),
     ("04", "nn.init.zeros_(p)", "pass", "h.0.attn.c_attn.bias is not 0"),
@@ -118,6 +177,11 @@ MISTAKES = [
     ("05", "lr * weight_decay", "weight_decay", "the decay is not multiplied by lr"),
     ("05", "v_hat.sqrt()", "v.sqrt() / (1 - beta2**step)", "v_hat is under the root"),
     ("05", "eps), m, v", "eps), m_hat, v_hat", "already divided by the bias correction"),
+    ("05", "beta1**step", "beta1", "m is divided by 1 - beta1, and not"),
+    ("05", "beta2**step", "beta1**step", "The returned m is right, and v is right"),
+    ("05", "grad**2", "m**2", "The returned m is right, and v is wrong"),
+    ("05", "(1 - beta1) * grad", "beta1 * grad", "The returned m is wrong, and v is right"),
+    ("05", "beta2**step", "beta2 * step", "step 2 of a matrix: p contains nan"),
     # 06: micro-batches
     (
         "06",
@@ -133,7 +197,27 @@ MISTAKES = [
     ),
     ("06", 'reduction="sum") / n_targets', 'reduction="sum")', "divide by their number"),
     ("06", "(y != -100).sum()", "y.numel()", "divided by all 24 positions"),
-    ("06", "        loss.backward()", "        model.zero_grad()\n        loss.backward()", "only"),
+    (
+        "06",
+        "        loss.backward()",
+        "        model.zero_grad()\n        loss.backward()",
+        "is lost",
+    ),
+    ("06", "    mean_loss = 0.0", "    model.zero_grad()\n    mean_loss = 0.0", "is lost"),
+    ("06", "        loss.backward()\n", "", "has not changed: call backward"),
+    (
+        "06",
+        "        loss.backward()\n        mean_loss += loss.item()\n",
+        "    loss.backward()\n    mean_loss = loss.item()\n",
+        "only the last",
+    ),
+    (
+        "06",
+        "    for x, y in micro_batches:\n",
+        "    n_targets = 0\n    for x, y in micro_batches:\n"
+        "        n_targets += (y != -100).sum()\n",
+        "divided by the number of targets so far",
+    ),
     ("06", "loss.item()", "loss", "the returned loss still has its graph"),
     ("06", "    return mean_loss", "    return loss.item()", "but the returned loss is"),
     (
@@ -149,6 +233,14 @@ MISTAKES = [
     ("07", "position + rank * B, position + n", "rank * B, n", "rank 0 read position 0, but this"),
     ("07", "position + n,", "position + n - B,", "no rank reads position 4"),
     ("07", "world_size * B", "world_size * B * 2", "no rank reads position 4"),
+    ("07", "position + n,", "n,", "no rank has a micro-batch"),
+    ("07", "return range(", "yield from range(", "returns generator, not a list or a range"),
+    (
+        "07",
+        "return range(position + rank * B, position + n, world_size * B)",
+        "return [float(i) for i in range(position + rank * B, position + n, world_size * B)]",
+        "0.0 is float, not int",
+    ),
     # 08: save and resume
     (
         "08",
@@ -166,7 +258,7 @@ MISTAKES = [
         "08",
         "    checkpoint = copy.deepcopy(checkpoint)  # the",
         "    #",
-        "a second load_checkpoint of the same checkpoint finds another",
+        "after a second load_checkpoint of the same checkpoint, step of the optimizer",
     ),
     ("08", 'return checkpoint["step"]', "return 0", "load_checkpoint returns 0, but 5 steps"),
     ("08", '    model.load_state_dict(checkpoint["model"])\n', "", "0.weight of the model is not"),
@@ -177,11 +269,29 @@ MISTAKES = [
     ("09", "dx_hat = dy * weight", "dx_hat = dy", "dy is not multiplied by weight"),
     ("09", "(dy * x_hat).sum", "dy.sum", "dweight equals dbias"),
     ("09", "dy.sum(dim=(0, 1))", "dy.mean(dim=(0, 1))", "dbias is wrong"),
-    ("09", "unbiased=False", "unbiased=True", "dweight is wrong"),
+    ("09", "unbiased=False", "unbiased=True", "in x_hat, the variance is divided by C - 1"),
+    ("09", "+ eps).sqrt()", ").sqrt()", "in x_hat, eps is missing"),
+    ("09", " + eps).sqrt()", ").sqrt() + eps", "in x_hat, eps is added outside the root"),
+    ("09", "- along_mean - ", "+ along_mean + ", "both terms, of the mean and of the variance"),
+    ("09", "along_x_hat = (dx_hat ", "along_x_hat = (dy ", "dbias and dweight are right"),
+    ("09", "dx_hat.mean(", "dx_hat.sum(", "the sum in the term of the mean"),
+    ("09", "x_hat * along_x_hat) /", "0.5 * x_hat * along_x_hat) /", "variance is half of"),
+    ("09", "along_x_hat) / std", "along_x_hat)", "the division by the standard deviation"),
     # 10: Muon
-    ("10", "    x = x / x.norm()\n", "", "the result is not finite"),
+    ("10", "    x = x / x.norm()\n", "", "the norm first"),
+    ("10", "x.norm()", "x.abs().max()", "the norm first"),
+    ("10", "(-4.7750", "(4.7750", "the signs and the powers"),
+    ("10", "gram @ gram)", "gram @ gram @ gram)", "the signs and the powers"),
+    ("10", "range(5)", "range(3)", "Check their number"),
+    (
+        "10",
+        "    x = x / x.norm()\n",
+        "    u, _, v = x.svd()\n    return u @ v.T\n",
+        "without a singular value decomposition",
+    ),
     ("10", "for _ in range(5)", "for _ in range(0)", "all singular values have the same factor"),
-    ("10", "range(5)", "range(2)", "Are there five rounds?"),
+    ("10", "range(5)", "range(2)", "Check their number"),
+    ("10", "range(5)", "range(1)", "Are there five rounds?"),
     (
         "10",
         "    return x\n",
@@ -189,16 +299,43 @@ MISTAKES = [
         "the root of the number of columns",
     ),
     # 11: byte pair encoding
-    ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller pair"),
-    ("11", "(-counts[pair], pair)", "(counts[pair], pair)", "the count of (32, 97) is 1, but"),
+    ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller one, (99, 100)"),
+    (
+        "11",
+        "(-counts[pair], pair)",
+        "(counts[pair], pair)",
+        "the count of your pair (32, 97) is 1, but",
+    ),
     ("11", "i += 2", "i += 1", "does not occur"),
     ("11", "        ids = merged\n", "", "does not occur"),
     ("11", "range(256, 256 +", "range(300, 300 +", "no token has the id 300"),
+    (
+        "11",
+        "counts.get(pair, 0) + 1",
+        "''.join(map(chr, ids)).count(''.join(map(chr, pair)))",
+        "the count of (97, 97) is 2, because occurrences that overlap count, too",
+    ),
     # 12: a cache of keys and values
     ("12", "triu(T - n + 1)", "triu(1)", "the mask begins at the left"),
     ("12", "scores.masked_fill(is_later, -math.inf)", "scores", "inside one call, the mask is"),
     ("12", "return weights @ v, (k, v)", "return weights @ v, None", "the cache is not used"),
-    ("12", "[cache[0], k]", "[k, cache[0]]", "differs from that without a cache"),
+    (
+        "12",
+        "[cache[0], k]",
+        "[k, cache[0]]",
+        "the keys and the values are in different orders",
+    ),
+    (
+        "12",
+        "    n, T = ",
+        "    n = q.size(1)\n    k, v = k.roll(n, 1), v.roll(n, 1)\n    n, T = ",
+        "tokens 3 to 6 in one call, after 3 tokens in the cache: the mask expects the new keys",
+    ),
+    ("12", "return weights @ v, (k, v)", "return weights @ v, (k[:, -n:], v[:, -n:])", "are lost"),
+    ("12", "triu(T - n + 1)", "triu(T - n + 2)", "the first call: each query also sees the next"),
+    ("12", "triu(T - n + 1)", "triu(T - n)", "row 0 is nan"),
+    ("12", "softmax(dim=2)", "softmax(dim=1)", "softmax runs over the queries"),
+    ("12", " / math.sqrt(q.size(2))", "", "not divided by the root of C"),
 ]
 
 
@@ -314,8 +451,10 @@ def layer_norm_backward(x, weight, dy, eps):
 import torch
 
 def orthogonalize(x):
-    u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    return u @ vt
+    y = x.bfloat16() / (x.norm() + 1e-7)
+    for _ in range(5):
+        y = 3.4445 * y - 4.7750 * y @ y.mT @ y + 2.0315 * y @ y.mT @ y @ y.mT @ y
+    return y
 """,
     "11": """
 from collections import Counter
@@ -379,7 +518,7 @@ def test_what_the_check_says_about_a_file_that_python_cannot_run():
     assert sentence_about("07", text) == (
         "line 2 of 07_ranks.py raises ZeroDivisionError: division by zero"
     )
-    found = sentence_about("07", "def starts_of_rank(*arguments): return [None]")
+    found = sentence_about("11", "def learn_merges(*arguments): return 4 * [None]")
     assert found.startswith("the check cannot use the result: TypeError: ")
     # PyTorch raises NotImplementedError, too, such as for a softmax of integers.
     text = "def causal_weights(scores):\n    return scores.long().softmax(dim=2)\n"
@@ -408,4 +547,19 @@ def test_the_commands_of_the_check(capsys, tmp_path, monkeypatch):
     assert status == 0 and out == f"07 is right.\n{solution('07')}\n"
     status, out = run_check(capsys)
     assert out.count("WRONG") == out.count("solved  ") == 1 and f"1 of {len(NUMBERS)}" in out
-    assert run_check(capsys, "13")[0] == run_check(capsys, "02", "--answer")[0] == 2
+    assert run_check(capsys, "lesson/tasks/02_mask.py", "--solution")[0] == 1
+    assert run_check(capsys, "13") == (
+        2,
+        f"There is no task 13. The tasks are {', '.join(NUMBERS)}.\n",
+    )
+    for second in ("03", "--answer"):
+        status, out = run_check(capsys, "02", second)
+        assert (status, out) == (2, f"After 02, only --solution can follow, not {second}.\n")
+    assert run_check(capsys, "--help")[0] == 2
+    # A question ends with its own mark, and PyTorch's sentences with one dot.
+    wrong = solution("10").replace("range(5)", "range(1)")
+    (tmp_path / "10_orthogonalize.py").write_text(wrong, encoding="utf-8")
+    assert run_check(capsys, "10")[1].endswith("five rounds?\n")
+    wrong = "import torch\ndef causal_weights(scores):\n    return torch.ones(2) @ torch.ones(3)\n"
+    (tmp_path / "02_mask.py").write_text(wrong, encoding="utf-8")
+    assert not run_check(capsys, "02")[1].endswith("..\n")

@@ -22,7 +22,7 @@ def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
     m_hat = m / (1 - beta1^step), and v_hat = v / (1 - beta2^step). The returned m and v are those
     without the correction.
 
-    Example: in the first step, m_hat is grad and v_hat is grad^2. So a vector moves by lr against
-    the sign of its gradient, except for eps.
+    Example: in the first step, m_hat is grad and v_hat is grad^2. So a vector moves by
+    almost exactly lr against the sign of its gradient; eps makes the step slightly smaller.
     """
     raise NotImplementedError

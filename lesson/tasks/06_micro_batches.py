@@ -17,9 +17,10 @@ def backward_of_step(model, micro_batches):
     each. A target in y of -100 is not in the loss. F.cross_entropy ignores these targets.
 
     The loss of the step is the mean over all its targets, so each target counts the same, in
-    whichever micro-batch it is. Returns this loss as a float or as a tensor without a graph. A
-    micro-batch may have no target at all. To save memory, call backward for each micro-batch before
-    the next one goes through the model.
+    whichever micro-batch it is. Returns this loss as a float or as a tensor without a graph
+    (detached). A micro-batch may have no target at all. To save memory, call backward for each
+    micro-batch before the next one goes through the model. p.grad may contain a gradient already:
+    keep it, and add to it.
 
     Example: two micro-batches have 3 targets with a mean loss of 2.0, and 1 target with a loss of
     6.0. The loss of the step is (3 * 2.0 + 6.0) / 4 = 3.0, and not 4.0.
