@@ -158,9 +158,7 @@ def why_nan(is_nan):
     """The sentence about a result of attention that contains nan. is_nan: (B, T, any size)."""
     rows = is_nan.any(dim=2).any(dim=0)  # (T)
     if rows.all():
-        return (
-            "all rows are nan: 0 * (-inf) is nan, so a mask of 0 and 1 cannot be multiplied by it"
-        )
+        return "all rows are nan. 0 * (-inf) is nan: is a mask multiplied by -inf?"
     if rows[:-1].all():
         return (
             "all rows except the last one are nan: softmax does not run over the positions that "
@@ -366,7 +364,7 @@ def check_reach(task, given, n_head, y):
                 expect(
                     name != "q" or other == t,
                     f"position {other} changes if the query of position {t} changes, but a query "
-                    "is used at its own position only: q and k have changed places",
+                    "is used at its own position only. Have q and k changed places?",
                 )
     for i, name in enumerate("qkv"):
         for c in range(C):
@@ -752,7 +750,10 @@ def check_positions(task, world_size, position, n, B):
         )
         counts.append(len(found))
         for start in found:
-            expect(isinstance(start, int), f"{start!r} is {type(start).__name__}, not int")
+            expect(
+                hasattr(start, "__index__"),
+                f"{where}: a micro-batch of rank {rank} begins at {start!r}, which is no int",
+            )
             for i in range(start, start + B):
                 readers.setdefault(i, []).append(rank)
                 expect(
@@ -1006,7 +1007,8 @@ def check_orthogonalize(task):
                 check_rounds(task)
                 raise Wrong(
                     f"{place}: the result is not finite, but the rounds are right for [[1.0]]. "
-                    "They need singular values of at most 1: divide by the norm first"
+                    "They need singular values of at most 1: divide by the norm first, the root of "
+                    "the sum of all squares"
                 )
             inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
             found = inside.diagonal()  # the singular values, if the directions are kept
@@ -1072,7 +1074,7 @@ def merge(ids, pair, new):
 
 
 MERGE_TEXTS = (
-    b"abab cdcd abab",
+    b"abababab cdcd",  # the second merge contains the id of the first
     b"zzyzzyxxwxxw",  # the pairs zz and xx are equally frequent
     b"aaaa aaab aaa",  # aaa has one pair that can be merged, not two
     b"aaa bcbc",  # but its two pairs both count
@@ -1103,8 +1105,8 @@ def check_merges(task):
             if pair != best:
                 expect(
                     max(pair) in range(256) or max(pair) in ids,
-                    f"{place}: no token has the id {max(pair)}. The first merge gets 256, the "
-                    "second 257",
+                    f"{place}: no token has the id {max(pair)} of your pair {pair}. The first "
+                    f"merge gets 256, the second 257{now}",
                 )
                 expect(
                     pair in counts,
@@ -1151,7 +1153,7 @@ def check_cache(task):
             place = f"tokens {first} to {first + size - 1} in one call"
             if size == 1:
                 place = f"token {first} alone"
-            place += f", after {first} tokens in the cache" if first else ", the first call"
+            place += f", after {first} tokens in the cache" if first else ", without a cache yet"
             if not is_close(y, expected[:, part]):
                 check_cache_mistakes(y, q[:, part], k, v, first, last_size, place)
                 raise Wrong(f"{place}: the output differs from that without a cache")

@@ -142,7 +142,7 @@ MISTAKES = [
         "view(B, T, C // n_head, n_head)",
         "there are 4 heads of 3 channels",
     ),
-    ("03", "q @ k.transpose(2, 3)", "k @ q.transpose(2, 3)", "q and k have changed places"),
+    ("03", "q @ k.transpose(2, 3)", "k @ q.transpose(2, 3)", "Have q and k changed places?"),
     ("03", "    k = k.view", "    k = k.roll(1, 2)\n    k = k.view", "belong to different heads"),
     ("03", "    v = v.view", "    v = v.roll(-1, 1)\n    v = v.view", "if token 1 changes in v"),
     ("03", "    k = k.view", "    k = k * (torch.arange(C) < 11)\n    k = k.view", "has no effect"),
@@ -239,7 +239,7 @@ MISTAKES = [
         "07",
         "return range(position + rank * B, position + n, world_size * B)",
         "return [float(i) for i in range(position + rank * B, position + n, world_size * B)]",
-        "0.0 is float, not int",
+        "rank 0 begins at 0.0, which is no int",
     ),
     # 08: save and resume
     (
@@ -299,21 +299,21 @@ MISTAKES = [
         "the root of the number of columns",
     ),
     # 11: byte pair encoding
-    ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller one, (99, 100)"),
+    ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller one, (32, 258)"),
     (
         "11",
         "(-counts[pair], pair)",
         "(counts[pair], pair)",
-        "the count of your pair (32, 97) is 1, but",
+        "the count of your pair (32, 99) is 1, but",
     ),
     ("11", "i += 2", "i += 1", "does not occur"),
     ("11", "        ids = merged\n", "", "does not occur"),
-    ("11", "range(256, 256 +", "range(300, 300 +", "no token has the id 300"),
+    ("11", "range(256, 256 +", "range(257, 257 +", "no token has the id 257 of your pair"),
     (
         "11",
         "counts.get(pair, 0) + 1",
         "''.join(map(chr, ids)).count(''.join(map(chr, pair)))",
-        "the count of (97, 97) is 2, because occurrences that overlap count, too",
+        "because occurrences that overlap count, too",
     ),
     # 12: a cache of keys and values
     ("12", "triu(T - n + 1)", "triu(1)", "the mask begins at the left"),
@@ -332,7 +332,12 @@ MISTAKES = [
         "tokens 3 to 6 in one call, after 3 tokens in the cache: the mask expects the new keys",
     ),
     ("12", "return weights @ v, (k, v)", "return weights @ v, (k[:, -n:], v[:, -n:])", "are lost"),
-    ("12", "triu(T - n + 1)", "triu(T - n + 2)", "the first call: each query also sees the next"),
+    (
+        "12",
+        "triu(T - n + 1)",
+        "triu(T - n + 2)",
+        "without a cache yet: each query also sees the next",
+    ),
     ("12", "triu(T - n + 1)", "triu(T - n)", "row 0 is nan"),
     ("12", "softmax(dim=2)", "softmax(dim=1)", "softmax runs over the queries"),
     ("12", " / math.sqrt(q.size(2))", "", "not divided by the root of C"),
