@@ -320,7 +320,7 @@ function markHeads() {
     seen.replaceChildren("–");
     if (state.token < T) {
       const [column, weight] = mostSeen(weights, state.token, T);
-      seen.replaceChildren(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
+      if (weight > 0) seen.replaceChildren(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
     }
   }
 }
@@ -359,11 +359,12 @@ function drawHead() {
   const { T } = shown.looks[run];
   const name = `${data.runs.length > 1 ? `${names[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
   const isLast = state.token >= T;
+  const largest = isLast ? [] : describeRow(weights, T);
+  const from = `From token ${state.token}, where token ${state.token + 1} is predicted, `;
   headText.title.textContent = name;
   headText.line.replaceChildren(...(isLast
     ? ["The last token is only predicted. The model does not read it, so it looks nowhere."]
-    : [`From token ${state.token}, where token ${state.token + 1} is predicted, the weights are: `,
-      ...describeRow(weights, T)]));
+    : [from, ...(largest.length ? ["the weights are: ", ...largest] : ["this head looks at no token."])]));
   // The square root shows small weights, too.
   colour(headText.text, (i) => (isLast || i >= T ? 0 : Math.sqrt(weights(state.token, i))));
   headText.picture.replaceChildren(drawMatrix(weights, T, 512, state.token));
@@ -452,7 +453,7 @@ function findArcs({ calls, T }, run) {
       found.push({
         place: [run, c, head],
         name: `block ${call.block}, head ${head + 1}`,
-        colour: found.length % MOST_HEADS,
+        colour: ((call.block - 1) * call.heads.length + head) % MOST_HEADS,  // also if a block is off
         arcs: columns.slice(0, MOST_ARCS).filter(([, weight], i) => weight >= (i ? LEAST_WEIGHT : 1e-9)),
       });
     }
@@ -470,7 +471,7 @@ function drawArcs() {
     const middles = middlesOf(spansOf(element), svg);
     const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i, middles)));
     svg.replaceChildren(...paths.flat());
-    const title = isRead
+    const title = isRead && !found.length ? ["No head looks at a token."] : isRead
       ? [`To predict what follows token ${state.token} `, tokenOf(nameOf(state.token)),
         ", the heads look at these tokens, with these weights:"]
       : ["The model does not read the last token, so it looks nowhere."];

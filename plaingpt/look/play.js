@@ -275,7 +275,10 @@ function drawCost() {
   byId("all_on").hidden = !off;
   byId("restore").hidden = String(play.ids) === String(data.ids);
   for (const button of byId("path").querySelectorAll("button")) {
-    button.setAttribute("aria-checked", String(!play.off.has(button.dataset.part)));
+    const { part } = button.dataset;
+    button.setAttribute("aria-checked", String(!play.off.has(part)));
+    // In a block that is off, a switch changes nothing.
+    button.disabled = Array.from(play.off).some((name) => part.startsWith(`${name}.`));
   }
 }
 
