@@ -803,10 +803,68 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
             assert answers == [f"At 0.05, the likeliest token has {100 * p:.1f} %."]
             continue
         assert sum(answer.startswith("✓ Right.") for answer in answers) == 1, answers
+    # Another text has no answers yet, and no word. A check needs a choice.
+    browser.run("typed.value = '1 2'; typed.dispatchEvent(new Event('input'))")
+    answers = (
+        "Array.from(byId('riddles').querySelectorAll('output'), (output) => output.textContent)"
+    )
+    assert browser.run(answers) == [""] * 5
+    assert "how a word goes on? Type a word" in browser.run("byId('riddles').textContent")
+    select = "byId('riddles').querySelector('select')"
+    browser.run(f"{select}.value = ''; {select}.closest('li').querySelector('button').click()")
+    assert browser.run(answers)[0] == "Choose an answer first."
     # An earlier checkpoint is as it was stored.
     browser.run("byId('slider').value = 0; byId('slider').dispatchEvent(new Event('input'))")
     assert "The page computes step 20 only." in browser.run("byId('live').textContent")
     assert browser.run("byId('next').checkVisibility()") is False
+    assert "yours comes back at step 20" in browser.run("byId('stored').textContent")
+    browser.run("byId('slider').value = 2; byId('slider').dispatchEvent(new Event('input'))")
+    assert browser.run("[typed.value, byId('stored').checkVisibility()]") == ["1 2", False]
+    assert browser.console == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_part_that_is_off_looks_nowhere(browser, run, tmp_path):
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    open_page(browser, tmp_path / "a.html", "")
+    styles = """Object.fromEntries(Array.from(byId("looks").querySelectorAll("button"), (button) =>
+      [button.textContent.match(/block ., head ./)[0],
+       button.querySelector("path").getAttribute("class")]))"""
+    before = browser.run(styles)
+    assert len(set(before.values())) == 4
+    block, head, inside = (
+        f"document.querySelector('#path [data-part=\"{part}\"]')"
+        for part in ("h.0", "h.1.attn.0", "h.0.attn.0")
+    )
+    assert browser.run(f"{head}.getAttribute('aria-label')") == "block 2, head 1"
+    browser.run(f"{block}.click()")
+    after = browser.run(styles)
+    assert after == {name: before[name] for name in ("block 2, head 1", "block 2, head 2")}
+    assert browser.run(f"{inside}.disabled") is True
+    browser.run(f"{head}.click(); choose({{ head: [0, 1, 0] }})")
+    assert list(browser.run(styles)) == ["block 2, head 2"]
+    assert browser.run("document.querySelector('.heads button').textContent") == "head 1–"
+    assert "this head looks at no token." in browser.run("byId('head').textContent")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_bars_of_a_full_context(browser, run, tmp_path):
+    """They are those of the last tokens, as in generate.py; the context has 32."""
+    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
+    open_page(browser, tmp_path / "a.html", "")
+    gpt = model.GPT.load(run)[0].eval()
+    for n in (31, 32, 33):
+        text = (TEXT * 2).replace("船", "s")[:n]
+        browser.run(f"typed.value = {json.dumps(text)}; typed.dispatchEvent(new Event('input'))")
+        logits = logits_of(gpt, ids_of(text)[-32:])[-1]
+        assert np.allclose(browser.run("Array.from(play.next())"), logits, atol=1e-4)
+        expected = logits.argsort()[::-1][:8].tolist()
+        shown = "Array.from(byId('next').children, (b) => Number(b.dataset.id))"
+        assert browser.run(shown) == expected
+        assert browser.run("byId('next').checkVisibility()") is True
+    assert "has 32 tokens" in browser.run("byId('context').textContent")
     assert browser.console == []
 
 

@@ -26,6 +26,7 @@ LINES = {
     "head": "F.scaled_dot_product_attention(",
     "attn.c_proj": "self.resid_dropout(self.c_proj(",
     "ln_2": "self.ln_2(x)",
+    "mlp": "self.mlp(",
     "c_fc": "self.c_fc(x)",
     "gelu": "self.gelu(",
     "mlp.c_proj": "self.dropout(self.c_proj(",

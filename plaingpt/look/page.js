@@ -238,7 +238,8 @@ function listLikeliest(likeliest) {
 
 /** Shows what the models predict for token i. */
 function drawCard(i) {
-  const title = make("div", {}, [`token ${i} `, tokenOf(nameOf(i))]);
+  const from = i ? "Predicted from the tokens before: " : "";
+  const title = make("div", {}, [`${from}token ${i} `, tokenOf(nameOf(i))]);
   if (!shown.tokens[i]) {
     title.append(" belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)));
   }
@@ -566,7 +567,11 @@ byId("looks").append(...sides((look, run) => arcs[run].list));
 const differenceText = makeText("the text, differences");
 byId("differences").append(differenceText);
 const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };
-byId("head").append(headText.title, headText.line, headText.text, headText.picture);
+const caption = make("p", {
+  className: "quiet",
+  text: "A row looks, a column is seen. The diagonal is the token itself, and left of it the one before.",
+});
+byId("head").append(headText.title, headText.line, headText.text, headText.picture, caption);
 byId("compare").hidden = data.runs.length < 2;
 byId("outlined").hidden = !data.counted;
 byId("slider").max = LAST;

@@ -40,13 +40,12 @@ class Play {
     this.read();
   }
 
-  /** The logits of the next id, (vocab_size). A context that is full loses its first id. */
+  /** The logits of the next id, (vocab_size). If the context is full, as without its first id. */
   next() {
-    if (!this.part.next()) {
-      this.start += 1;
-      this.read();
-    }
-    return this.part.next();
+    if (this.part.next()) return this.part.next();
+    const later = new Reading(this.gpt, this.off);
+    later.read(this.window().slice(1));
+    return later.next();
   }
 
   switchOff(off) {
@@ -156,11 +155,8 @@ function startWriting() {
 
 /** Draws the likeliest next tokens as bars. The buttons stay, so that the focus stays. */
 function drawNext() {
-  const logits = play.part.next();
-  byId("full").hidden = Boolean(logits);
-  byId("next").hidden = !logits;
+  const logits = play.next();
   byId("degree").textContent = Number(byId("temperature").value).toFixed(2);
-  if (!logits) return;
   const probs = nextProbabilities(logits);
   const order = Array.from(probs.keys()).sort((a, b) => probs[b] - probs[a] || logits[b] - logits[a]);
   for (const [i, button] of Array.from(byId("next").children).entries()) {
@@ -228,11 +224,11 @@ function makePath() {
   for (const row of pathRows(data.live.config)) {
     const parts = row.map(([part, label, name]) => {
       const element = name
-        ? make("button", { text: label, role: "switch", "data-part": name })
+        ? make("button", { text: label, role: "switch", "data-part": name, "aria-label": nameOfPart(name) })
         : make("span", { text: label, tabindex: "0" });
       for (const event of ["pointerenter", "focus"]) {
         element.addEventListener(event, () => {
-          pointed = [part, label];
+          pointed = [part, name ? nameOfPart(name) : part];
           drawPart();
         });
       }
@@ -355,14 +351,13 @@ function checkBlock(answer) {
   const [first, last] = findWord() ?? [];
   if (!first) return [false, "Type a word of several letters first."];
   const [isRight, rise] = judge(answer, namesOfBlocks(), (name) => riseWithout(name, first + 1, last));
-  const sentence = `Without it, their mean loss changes by ${signed(rise)}.`;
-  return [isRight, isRight ? sentence : `${sentence} They need another block more.`];
+  const sentence = `Without it, the mean loss of the letters after the first changes by ${signed(rise)}.`;
+  return [isRight, isRight ? sentence : `${sentence} Without another block, it rises more.`];
 }
 
 function checkTemperature() {
   const temperature = Number(byId("temperature").value);
-  const logits = play.part.next();
-  if (!logits) return [false, "The context is full: delete some of the text first."];
+  const logits = play.next();
   const [own, now] = [1, temperature].map((degree) => Math.max(...probabilities(logits, degree, 0)));
   if (own >= SURE) return [false, "The model is already sure here. Type on, until it is not."];
   if (temperature === 0) return [false, "0 is no temperature: it always takes the likeliest token."];
@@ -391,8 +386,10 @@ const RIDDLES = [
     check: checkLetter,
   },
   {
-    question: () => `Which block knows how “${word()}” goes on? Switch off one block at a time, and `
-      + "watch the letters after the first.",
+    question: () => (findWord()
+      ? `Which block does the model need most to predict how “${word()}” goes on? Switch off one block `
+        + "at a time, and watch the losses of the letters after the first."
+      : "Which block does the model need most to predict how a word goes on? Type a word of several letters first."),
     choices: namesOfBlocks,
     check: checkBlock,
   },
@@ -401,7 +398,7 @@ const RIDDLES = [
     check: checkTemperature,
   },
   {
-    question: () => "Which head or MLP can be omitted at the least loss?",
+    question: () => "Which head or MLP can be switched off with the smallest rise of the mean loss?",
     choices: () => [...namesOfHeads(), ...namesOfMLPs()],
     check: checkCheapest,
   },
@@ -414,18 +411,27 @@ function makeRiddle({ choices, check }) {
   for (const name of choices?.() ?? []) select.append(make("option", { text: nameOfPart(name), value: name }));
   const button = make("button", { text: "check" });
   const answer = make("output");
+  const checkAnswer = () => {
+    if (choices && !select.value) return [false, "Choose an answer first."];
+    return play.window().length < 3 ? [false, "Type a longer text first."] : check(select.value);
+  };
   button.addEventListener("click", () => {
-    if (play.window().length < 3 || (choices && !select.value)) return;
-    const [isRight, sentence] = check(select.value);
+    const [isRight, sentence] = checkAnswer();
     answer.textContent = `${isRight ? "✓ Right. " : ""}${sentence}`;
     answer.classList.toggle("right", isRight);
   });
   return make("li", {}, [make("span", { className: "question" }), " ", ...(choices ? [select, " "] : []), button, " ", answer]);
 }
 
+let asked = null;  // the text of which the questions are
+
+/** Draws the questions. If the text has changed, the answers to the old ones go. */
 function drawQuestions() {
-  const questions = byId("riddles").querySelectorAll(".question");
-  RIDDLES.forEach(({ question }, i) => { questions[i].textContent = question(); });
+  const text = String(play.ids);
+  const riddles = Array.from(byId("riddles").children);
+  RIDDLES.forEach(({ question }, i) => { riddles[i].querySelector(".question").textContent = question(); });
+  if (asked !== text) riddles.forEach((riddle) => { riddle.querySelector("output").textContent = ""; });
+  asked = text;
 }
 
 // ---- the start ---------------------------------------------------------------------------------
@@ -437,6 +443,7 @@ function drawPlay() {
   byId("live").textContent = isLive
     ? `Live: this page computes the model. Its losses differ from PyTorch's by at most ${play.difference}.`
     : `These numbers were stored by look.py. The page computes ${data.snapshots[LAST].name} only.`;
+  byId("stored").hidden = isLive;
   if (!isLive) {
     stopWriting();
     return;
@@ -473,6 +480,10 @@ function startPlay() {
   }
   play = made;
   typed.value = textOf(play.ids);
+  byId("stored").textContent = "Only the last checkpoint is live. This is the first text; yours comes back "
+    + `at ${data.snapshots[LAST].name}.`;
+  const { block_size } = play.gpt.config;
+  byId("context").textContent = `The context has ${block_size} tokens. Of a longer text, the model reads the last ${block_size}.`;
   for (let i = 0; i < BARS; i++) {
     const button = make("button");
     button.addEventListener("click", () => appendToken(Number(button.dataset.id)));
