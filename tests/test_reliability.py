@@ -753,8 +753,16 @@ def test_damaged_rows_of_csv(tmp_path):
             "--input pretty.json",
             "pretty.json: contains JSON objects of several lines",
         ),
-        ("fineweb.py", "--input array.jsonl", "array.jsonl: contains a JSON array ... name it .json"),
-        ("train_gpt2.py", "--data data.json", "data.json: is one object with the records in field 'data'"),
+        (
+            "fineweb.py",
+            "--input array.jsonl",
+            "array.jsonl: contains a JSON array ... name it .json",
+        ),
+        (
+            "train_gpt2.py",
+            "--data data.json",
+            "data.json: is one object with the records in field 'data'",
+        ),
         ("train_gpt2.py", "--data utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
     ],
 )
