@@ -103,26 +103,26 @@ def whole_gpt(model):
     return model
 
 
-def fill_split_model(model, whole_gpt, weights, seed, device):
+def fill_split_model(model, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
     Creates one whole tensor at a time, so no process ever has the whole model in memory. All
     processes draw the random numbers of all parameters, and each process keeps its part, so the
     values depend only on the seed, not on how the model is split.
 
-    model: from cut_model, on the meta device. whole_gpt: from make_whole_gpt. weights: a state
+    model: from cut_model, on the meta device. meta_gpt: from make_whole_gpt. weights: a state
     dict, or None for random values. Raises UserError if the device has too little memory.
     """
-    others = make_other_values(whole_gpt, weights, seed, device)
+    others = make_other_values(meta_gpt, weights, seed, device)
     part = own_gpt(model)
     own = dict(part.named_parameters())
     torch.manual_seed(seed)
     with memory_advice("the model does not fit into memory; choose a smaller one"):
-        for name, p in whole_gpt.named_parameters():
+        for name, p in meta_gpt.named_parameters():
             if weights:
                 values = weights[name]
             else:
-                values = whole_gpt.initial_values(name, p.shape)
+                values = meta_gpt.initial_values(name, p.shape)
                 if values is None:
                     values = others[name]
             if name in own:
@@ -137,22 +137,22 @@ def fill_split_model(model, whole_gpt, weights, seed, device):
         setattr(part.get_submodule(layer), attribute, values.to(device, buffer.dtype, copy=True))
 
 
-def make_other_values(whole_gpt, weights, seed, device):
+def make_other_values(meta_gpt, weights, seed, device):
     """Returns the parameters and buffers that GPT.initial_values does not have: {name: tensor}.
 
     Only their constructors can initialize these tensors. So if there are any, this creates the
     whole GPT once, as one process does. weights: as in fill_split_model.
     """
-    names = [name for name, _ in whole_gpt.named_buffers()]
+    names = [name for name, _ in meta_gpt.named_buffers()]
     if not weights:
-        for name in dict(whole_gpt.named_parameters()):
-            if whole_gpt.initial_values(name, (0,)) is None:
+        for name in dict(meta_gpt.named_parameters()):
+            if meta_gpt.initial_values(name, (0,)) is None:
                 names.append(name)
     if not names:
         return {}
     with memory_advice(f"{names[0]} is not in GPT-2; on one GPU and with DDP it needs less memory"):
         torch.manual_seed(seed)
         with torch.device(device):
-            model = type(whole_gpt)(whole_gpt.config)
+            model = type(meta_gpt)(meta_gpt.config)
     values = dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: values[name].detach() for name in names}

@@ -52,10 +52,10 @@ def split_model(GPT, gpt_config, weights, config, process):
     GPT: the class. weights: a state dict, or None for random values. Raises UserError if tp or pp
     do not fit the model.
     """
-    whole_gpt = make_whole_gpt(GPT, gpt_config)
+    meta_gpt = make_whole_gpt(GPT, gpt_config)
     model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
     part = cut_model(model, config, process)
-    fill_split_model(part, whole_gpt, weights, config.seed, process.device)
+    fill_split_model(part, meta_gpt, weights, config.seed, process.device)
     return part
 
 
