@@ -1,8 +1,8 @@
-"""Lesson 1: a table predicts the next byte from one byte.
+"""Lesson 1: a bigram model. A table predicts the next byte from one byte.
 
-The table has a row for each byte, with a score for each byte that may come next. Training changes
-the scores until they fit the text. docs/lesson.md explains this program and those after it. Start
-each of them in the folder of README.md, which has input.txt:
+The table contains a row for each byte, with a score for each byte that may come next. Training
+changes the scores until they fit the text. docs/lesson.md explains all programs of the lesson.
+Start them in the folder of README.md, which contains input.txt:
 
   python lesson/01_bigram.py
 
@@ -16,15 +16,15 @@ import torch
 import torch.nn as nn
 
 vocab_size = 256  # a token is a byte
-block_size = 64  # tokens in a sequence, T
-batch_size = 16  # sequences in a batch, B
+block_size = 64  # tokens per sequence, T
+batch_size = 16  # sequences per batch, B
 max_steps = 300
-lr = 0.03  # the learning rate: AdamW moves a parameter by up to about lr in a step
+lr = 0.03  # the learning rate: AdamW moves a parameter by at most about lr per step
 seed = 1337
 torch.manual_seed(seed)
 
-# The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
-# is called validation loss, shows how well the model has learned.
+# The model trains on nine tenths of the text. The rest is held out. The loss on the rest, the
+# validation loss, shows how well the model has learned.
 tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long()
 cut = len(tokens) * 9 // 10
 train = tokens[:cut]
@@ -32,29 +32,29 @@ val = tokens[cut:]
 
 
 def random_batch():
-    """Takes sequences from random places of the training text -> x, y: (B, T)."""
+    """Reads sequences from random places of the training text. Returns x, y: (B, T)."""
     starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
-    # (B, 1) + (T+1) broadcasts to (B, T+1): each start gets the T+1 places from there on.
+    # (B, 1) + (T+1) broadcasts to (B, T+1): a row contains the T+1 places from its start on.
     rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
-    return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
+    return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
 
 def cross_entropy(logits, targets):
-    """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
+    """Returns mean(-log(probability of the target)). logits: (B, T, vocab_size), targets: (B, T).
 
-    -log(1) is 0, and a small probability of the right token costs much. If all 256 bytes have the
-    same probability, this is log(256) = 5.545.
+    -log(1) is 0, and -log of a small probability is large. If all 256 bytes have the same
+    probability, the loss is log(256) = 5.545.
     """
-    # Softmax makes probabilities of scores: they are positive, and their sum is 1.
+    # Softmax turns scores into probabilities, which are positive and add up to 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    # At each position, gather takes one of the 256 numbers: the one whose index is the target.
+    # At each position, gather picks the probability of the target out of 256.
     p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
 class GPT(nn.Module):
-    """Gives a score to each token that may come next. Such scores are called logits."""
+    """Computes a score for each token that may come next. The scores are called logits."""
 
     def __init__(self):
         super().__init__()
@@ -64,17 +64,17 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
         logits = self.table(idx)  # (B, T, vocab_size)
-        if targets is None:  # to write text; training needs only the loss
+        if targets is None:  # generate needs logits, training only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
-        # Each text gets the same random numbers, so that texts of different steps compare.
+        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
+        # All samples use the same random numbers, so samples of different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model can read no more than block_size tokens.
+            # From lesson 2 on, the model reads at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
@@ -84,8 +84,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on all of the validation text."""
-    n = (len(val) - 1) // block_size  # sequences
+    """Measures the loss on the whole validation text."""
+    n = (len(val) - 1) // block_size  # the number of sequences
     x = val[: n * block_size].view(n, block_size)  # (n, T)
     y = val[1 : n * block_size + 1].view(n, block_size)  # (n, T)
     _, loss = model(x, y)
@@ -100,7 +100,7 @@ def sample(max_new_tokens):
 
 
 model = GPT()
-# AdamW moves each parameter by up to about lr, whatever the size of its gradient (lesson 8).
+# AdamW moves each parameter by at most about lr, whatever the size of its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -109,7 +109,7 @@ for step in range(max_steps):
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # because backward adds to the gradient
+    optimizer.zero_grad()  # backward adds to the gradient, so reset it
     loss = loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:

@@ -1,4 +1,4 @@
-"""Lesson 6: depth. A block works with what the blocks before it have found.
+"""Lesson 6: depth. A block works with the results of the blocks before it.
 
 After 300 steps, the validation loss is 1.881.
 
@@ -13,18 +13,18 @@ import torch
 import torch.nn as nn
 
 vocab_size = 256  # a token is a byte
-block_size = 64  # tokens in a sequence, T
-n_layer = 2  # blocks
+block_size = 64  # tokens per sequence, T
+n_layer = 2  # the number of blocks
 n_head = 2  # attention heads, nh
-n_embd = 128  # channels, C
-batch_size = 16  # sequences in a batch, B
+n_embd = 128  # channels per token, C
+batch_size = 16  # sequences per batch, B
 max_steps = 300
-lr = 4e-3  # the learning rate; 0.03, as in lesson 1, is too high for this model
+lr = 4e-3  # the learning rate; the 0.03 of lesson 1 is too high for this model
 seed = 1337
 torch.manual_seed(seed)
 
-# The model trains on nine tenths of the text. The rest stays new to it. The loss on the rest, which
-# is called validation loss, shows how well the model has learned.
+# The model trains on nine tenths of the text. The rest is held out. The loss on the rest, the
+# validation loss, shows how well the model has learned.
 tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long()
 cut = len(tokens) * 9 // 10
 train = tokens[:cut]
@@ -32,51 +32,51 @@ val = tokens[cut:]
 
 
 def random_batch():
-    """Takes sequences from random places of the training text -> x, y: (B, T)."""
+    """Reads sequences from random places of the training text. Returns x, y: (B, T)."""
     starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
-    # (B, 1) + (T+1) broadcasts to (B, T+1): each start gets the T+1 places from there on.
+    # (B, 1) + (T+1) broadcasts to (B, T+1): a row contains the T+1 places from its start on.
     rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
-    return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
+    return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
 
 def cross_entropy(logits, targets):
-    """The mean of -log(probability of the target). logits: (B, T, vocab_size), targets: (B, T).
+    """Returns mean(-log(probability of the target)). logits: (B, T, vocab_size), targets: (B, T).
 
-    -log(1) is 0, and a small probability of the right token costs much. If all 256 bytes have the
-    same probability, this is log(256) = 5.545.
+    -log(1) is 0, and -log of a small probability is large. If all 256 bytes have the same
+    probability, the loss is log(256) = 5.545.
     """
-    # Softmax makes probabilities of scores: they are positive, and their sum is 1.
+    # Softmax turns scores into probabilities, which are positive and add up to 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    # At each position, gather takes one of the 256 numbers: the one whose index is the target.
+    # At each position, gather picks the probability of the target out of 256.
     p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it.
+    """Computes for each position a weighted mean of the values at this and earlier positions.
 
-    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    A query says what a position looks for, a key what it offers, a value what it passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # c is for convolution, OpenAI's word for a linear layer that all positions share.
-        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
-        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
+        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
         # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # The heads move before the positions, because @ multiplies the last two dimensions.
+        # transpose moves the heads before T, because @ multiplies the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # A score says how well the key of a position (column) answers the query of another (row).
-        # It is a sum of hs products with random signs. If the factors have a size of about 1, the
-        # sum has one of about sqrt(hs). Softmax of such large scores gives one position all the
-        # weight, and has almost no gradient. So the scores are divided by sqrt(hs).
+        # A score says how well the key of a position (column) matches the query of another (row). A
+        # score is a sum of hs products with random signs. If the factors have a size of about 1,
+        # the sum has a size of about sqrt(hs). Softmax of such large scores gives one position all
+        # the weight, and has almost no gradient, so the scores are divided by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -86,15 +86,15 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Computes with the channels of each position separately."""
+    """Transforms the channels of each position separately."""
 
     def __init__(self):
         super().__init__()
-        # In the middle, it has room for 4C features of the position, and then sums them up. The
-        # first Transformer chose 4, and nearly all later ones have kept it.
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
-        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
-        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
+        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
+        # chose the factor 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
+        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
+        # both layers would be equivalent to one, as the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -104,7 +104,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
+    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
 
     def __init__(self):
         super().__init__()
@@ -119,15 +119,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Gives a score to each token that may come next. Such scores are called logits."""
+    """Computes a score for each token that may come next. The scores are called logits."""
 
     def __init__(self):
         super().__init__()
         # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
+        self.wpe = nn.Embedding(block_size, n_embd)  # a vector for each position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
-        self.ln_f = nn.LayerNorm(n_embd)  # f is for final
+        self.ln_f = nn.LayerNorm(n_embd)  # f means final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
 
     def forward(self, idx, targets=None):
@@ -137,17 +137,17 @@ class GPT(nn.Module):
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:  # to write text; training needs only the loss
+        if targets is None:  # generate needs logits, training only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
-        # Each text gets the same random numbers, so that texts of different steps compare.
+        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
+        # All samples use the same random numbers, so samples of different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model can read no more than block_size tokens.
+            # From lesson 2 on, the model reads at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
@@ -157,8 +157,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on all of the validation text."""
-    n = (len(val) - 1) // block_size  # sequences
+    """Measures the loss on the whole validation text."""
+    n = (len(val) - 1) // block_size  # the number of sequences
     x = val[: n * block_size].view(n, block_size)  # (n, T)
     y = val[1 : n * block_size + 1].view(n, block_size)  # (n, T)
     _, loss = model(x, y)
@@ -173,7 +173,7 @@ def sample(max_new_tokens):
 
 
 model = GPT()
-# AdamW moves each parameter by up to about lr, whatever the size of its gradient (lesson 8).
+# AdamW moves each parameter by at most about lr, whatever the size of its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -182,7 +182,7 @@ for step in range(max_steps):
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # because backward adds to the gradient
+    optimizer.zero_grad()  # backward adds to the gradient, so reset it
     loss = loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:

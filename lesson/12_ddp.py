@@ -2,8 +2,8 @@
 
   torchrun --nproc_per_node=2 lesson/12_ddp.py
 
-runs two of them. The losses stay the same, except for rounding. The data may now be shards, which
-are files of token ids: those of lesson 15, or of fineweb.py.
+runs two processes. The losses stay the same, except for rounding. The data may now be shards, which
+are files of token ids: lesson 15 and fineweb.py write them.
 
 After 300 steps, the validation loss is 1.977.
 
@@ -23,37 +23,37 @@ import torch.nn.functional as F
 
 data = "input.txt"  # a text, or a directory of shards
 vocab_size = 256  # a token is a byte; set it to 50257 for shards of GPT-2's tokens
-block_size = 64  # tokens in a sequence, T
-n_layer = 2  # blocks
+block_size = 64  # tokens per sequence, T
+n_layer = 2  # the number of blocks
 n_head = 2  # attention heads, nh
-n_embd = 128  # channels, C
-batch_size = 4  # sequences in a micro-batch, B: on a GPU, as many as fit into its memory
-total_batch_size = 1024  # tokens in a step, of all processes
+n_embd = 128  # channels per token, C
+batch_size = 4  # sequences per micro-batch, B: on a GPU, as many as fit into its memory
+total_batch_size = 1024  # tokens per step, of all processes
 max_steps = 300
-max_lr = 4e-3  # the highest learning rate
+max_lr = 4e-3  # the peak learning rate
 warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
-# torchrun starts this file once for each process, and numbers them: this number is the rank.
+# torchrun starts this file once per process. The number of a process is its rank.
 rank = int(os.environ.get("RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # its number on this machine
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # the rank on this machine
 if world_size > 1:
-    # The processes find each other. nccl sends tensors between GPUs, gloo between CPUs.
+    # The processes connect to each other. nccl sends tensors between GPUs, gloo between CPUs.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-# On a GPU, matrix products are several times as fast in bfloat16, which has 2 to 3 decimal digits.
-# autocast rounds their inputs. Parameters, LayerNorms and the loss stay in float32.
+# On a GPU, matrix multiplications are several times as fast in bfloat16, which has 2 to 3 decimal
+# digits. autocast rounds their inputs. Parameters, LayerNorms and the loss stay in float32.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def load_tokens(split):
     """Reads the tokens of "train" or "val": the shards of this name, or a part of the text.
 
-    The model trains on nine tenths of the text. The rest stays new to it.
+    The model trains on nine tenths of the text. The rest is held out.
     """
-    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # of uint16
+    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # files of uint16
     if shards:
         return torch.from_numpy(np.concatenate([np.load(shard) for shard in shards]))
     tokens = torch.from_numpy(np.fromfile(data, dtype=np.uint8))
@@ -62,69 +62,69 @@ def load_tokens(split):
 
 
 class DataLoaderLite:
-    """The stream of sequences of a run. Sequence j is the T+1 tokens from jT to jT+T.
+    """Reads the sequences of a run. Sequence j contains the T+1 tokens from jT to jT+T.
 
-    Which sequence is where in the run depends on the seed alone. The order is the same in each
-    epoch, which is a pass over all sequences.
+    The order of the sequences depends on the seed alone, and is the same in each epoch, which is
+    one pass over all sequences.
     """
 
     def __init__(self, tokens, shuffle):
         self.tokens = tokens
-        self.length = (len(tokens) - 1) // block_size  # in sequences
+        self.length = (len(tokens) - 1) // block_size  # the number of sequences
         self.order = np.arange(self.length)
         if shuffle:
             np.random.default_rng(seed).shuffle(self.order)
 
     def sequence(self, position):
-        """position: the number of a sequence in the run, from 0. Returns its T+1 tokens."""
+        """Returns the T+1 tokens of a sequence. position: its number in the run, from 0."""
         j = self.order[position % self.length]
         return self.tokens[j * block_size : (j + 1) * block_size + 1]  # (T+1)
 
     def batch(self, position, B):
-        """Reads B sequences from a position on -> x, y: (B, T)."""
+        """Reads B sequences from a position on. Returns x, y: (B, T)."""
         rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
-        rows = rows.long().to(device)  # so the device has this batch, not all tokens
-        return rows[:, :-1], rows[:, 1:]  # the target of each token is the token after it
+        rows = rows.long().to(device)  # the device holds this batch, not all tokens
+        return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it.
+    """Computes for each position a weighted mean of the values at this and earlier positions.
 
-    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    A query says what a position looks for, a key what it offers, a value what it passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # c is for convolution, OpenAI's word for a linear layer that all positions share.
-        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
-        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
+        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
         # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # The heads move before the positions, because @ multiplies the last two dimensions.
+        # transpose moves the heads before T, because @ multiplies the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
-        # It works in tiles that fit into a small, fast memory. So the (T, T) scores are never
-        # written to the large, slow memory.
+        # Flash attention computes the same: is_causal=True is the mask, and it divides by the root
+        # of hs. It works in tiles that fit into a small, fast memory, and never writes the (T, T)
+        # scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Computes with the channels of each position separately."""
+    """Transforms the channels of each position separately."""
 
     def __init__(self):
         super().__init__()
-        # In the middle, it has room for 4C features of the position, and then sums them up. The
-        # first Transformer chose 4, and nearly all later ones have kept it.
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
-        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
-        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
+        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
+        # chose the factor 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
+        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
+        # both layers would be equivalent to one, as the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -134,7 +134,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
+    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
 
     def __init__(self):
         super().__init__()
@@ -149,54 +149,54 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Gives a score to each token that may come next. Such scores are called logits."""
+    """Computes a score for each token that may come next. The scores are called logits."""
 
     def __init__(self):
         super().__init__()
         # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # one for each position, so that order matters
+        self.wpe = nn.Embedding(block_size, n_embd)  # a vector for each position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
-        self.ln_f = nn.LayerNorm(n_embd)  # f is for final
+        self.ln_f = nn.LayerNorm(n_embd)  # f means final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        # A token's vector is also its row in lm_head, so tokens that are alike when they are read
-        # are alike when they are predicted. This saves vocab_size x C parameters: 32,768 here, and
-        # 38.6M of 163M in GPT-2.
+        # A token's vector is also its row in lm_head, so tokens with similar vectors also get
+        # similar logits. Sharing the matrix saves vocab_size x C parameters: 32,768 here, and 38.6M
+        # of 163M in GPT-2.
         self.lm_head.weight = self.wte.weight
         self.init_weights()
 
     def init_weights(self):
-        """Draws the first weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, because making the layers also took random numbers
-        for name, p in self.named_parameters():  # the shared matrix comes once
+        """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
+        torch.manual_seed(seed)  # not earlier: creating the layers draws random numbers
+        for name, p in self.named_parameters():  # yields the shared matrix once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # Attention and MLP of all blocks add to the residual stream, 2 n_layer times, and
-                # variances add up. With this root, the sum's variance does not grow with n_layer.
+                # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
+                # the variances add up. Because of this root, the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI's number, for C = 768. A sum of C products with weights of size s is
-                # sqrt(C) s times as large. So 1 / sqrt(C) keeps the size: 0.036 for 768 channels.
-                # For 128 it would be 0.088, so 0.02 is small here.
+                # OpenAI chose 0.02 for C = 768. A sum of C products with weights of size s is
+                # sqrt(C) s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for 768
+                # channels and 0.088 for 128, so 0.02 is small here.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """AdamW. In each step, it also shrinks the matrices, by the fraction lr * weight_decay.
+        """Returns AdamW, which also shrinks matrices by the fraction lr * weight_decay per step.
 
-        So a weight that the gradient does not need becomes small. This is against memorizing. (By
-        default, AdamW shrinks all parameters, with 0.01.)
+        Weights that the gradient does not need become small, which should prevent memorizing. (By
+        default, AdamW shrinks all parameters, with a weight decay of 0.01.)
         """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        # Biases are too few to memorize a text, and weights of LayerNorms should not go to 0.
+        # Biases are too few to memorize a text, and weights of LayerNorms should not approach 0.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # AdamW divides a mean of recent gradients by the root of a mean of their squares. betas say
-        # how far the means go back: 0.9 is about 10 steps, 0.95 about 20. eps avoids 0 / 0.
-        # fused: one kernel moves all parameters, in place of several for each of them.
+        # AdamW divides a running mean of gradients by the root of a running mean of their squares.
+        # The betas determine how far the means go back: 0.9 is about 10 steps, 0.95 about 20. eps
+        # avoids 0 / 0. fused: one kernel updates all parameters, instead of several per parameter.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):
@@ -206,18 +206,18 @@ class GPT(nn.Module):
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:  # to write text; training needs only the loss
+        if targets is None:  # generate needs logits, training only the loss
             return logits, None
         logits = logits.flatten(0, 1)  # (B T, vocab_size)
         return None, F.cross_entropy(logits, targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens)."""
-        # Each text gets the same random numbers, so that texts of different steps compare.
+        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
+        # All samples use the same random numbers, so samples of different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model can read no more than block_size tokens.
+            # From lesson 2 on, the model reads at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
             p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
@@ -227,7 +227,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on all of the validation text."""
+    """Measures the loss on the whole validation text."""
     loader = DataLoaderLite(load_tokens("val"), shuffle=False)
     total = torch.zeros((), device=device)
     for position in range(0, loader.length, batch_size):
@@ -247,9 +247,9 @@ def sample(max_new_tokens):
 
 
 def get_lr(step):
-    """The learning rate of a step: it rises in a straight line, then falls in another one to 0.
+    """Returns the learning rate of a step, which rises linearly, then falls linearly to 0.
 
-    The first steps are small, because the first weights are, and AdamW's means then have only few
+    The first steps are small, because the initial weights are small and AdamW's means contain few
     gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
@@ -258,28 +258,29 @@ def get_lr(step):
 
 
 raw_model = GPT().to(device)
-# torch.compile makes kernels for x of shape (B, T), which takes a minute. raw_model has the same
-# parameters as `model`. It is for everything else, such as generate, where T grows.
+# torch.compile generates kernels for x of shape (B, T), which takes a minute. raw_model has the
+# same parameters as `model`, and is for everything else, such as generate, where T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
     # DDP averages the gradients over the processes, so all take the same step. It sends the
-    # gradients of the last layers while backward still computes those of the layers before them.
-    # torch.compile compiles in the first step, when the model is already in DDP. It then cuts its
-    # kernels where DDP sends. So the order of these lines is: first compile, then DDP.
+    # gradients of the last layers while backward still computes the gradients of earlier layers.
+    # First compile, then wrap in DDP: torch.compile compiles in the first step, and then splits its
+    # kernels where DDP sends gradients.
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
-n = total_batch_size // block_size  # sequences in a step
+n = total_batch_size // block_size  # sequences per step
 if total_batch_size % (world_size * batch_size * block_size):
     raise SystemExit(
-        f"total_batch_size is no multiple of {world_size} processes x {batch_size} x {block_size}"
+        "total_batch_size is not a multiple of "
+        f"{world_size} processes x {batch_size} x {block_size}"
     )
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
-    position = step * n  # the first sequence of this step
-    # Rank 0 takes the first micro-batch, rank 1 the second one, and so on, in turns. With 8
-    # sequences in a step, B = 2 and two processes, from position p:
+    position = step * n  # the first position of this step
+    # The ranks take micro-batches in turns: rank 0 the first, rank 1 the second, and so on.
+    # With 8 sequences per step, B = 2 and two processes, from position p:
     #   rank 0    p, p+1    p+4, p+5
     #   rank 1    p+2, p+3  p+6, p+7
     starts = range(position + rank * batch_size, position + n, world_size * batch_size)
@@ -287,33 +288,33 @@ for step in range(max_steps):
     for first in starts:
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
-            # Each process adds up its gradients, and DDP averages the sums once in a step: in a
-            # backward for which this is True.
+            # Each process adds up its gradients. DDP averages the sums once per step, in the
+            # backward pass for which this is True.
             model.require_backward_grad_sync = first == starts[-1]
-        with autocast:  # where this rounds, backward rounds, too
+        with autocast:  # where this rounds, backward also rounds
             _, loss = model(x, y)
-        # The step needs the mean over its micro-batches, which have equal sizes. backward adds
-        # their gradients up, so each loss is divided by their number first.
+        # The step needs the mean over its micro-batches, which have equal sizes. backward adds up
+        # their gradients, so each loss is first divided by their number.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
-        mean_loss += loss.detach()  # without its graph, so that the graph's memory is freed
-    # All gradients together are scaled down if their norm (root of the sum of squares) is above 1.
-    # AdamW ignores their usual size, but a large one would stay in its means for many steps. All
-    # processes now have the same gradients, so all scale them by the same number.
+        mean_loss += loss.detach()  # detach frees the memory of the graph
+    # If the norm of all gradients (root of the sum of squares) is above 1, scale them down. AdamW
+    # ignores their usual size, but large ones would stay in its means for many steps. All processes
+    # now have the same gradients, so all scale them by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # because backward adds to the gradient
+    optimizer.zero_grad()  # backward adds to the gradient, so reset it
     if world_size > 1:
-        dist.all_reduce(mean_loss)  # becomes the sum over the processes
+        dist.all_reduce(mean_loss)  # mean_loss becomes the sum over the processes
     loss = mean_loss.item() / world_size
     times.append(time.perf_counter() - began)
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
     steps_done = step + 1  # the first step has the number 0
-    # All models are the same, so rank 0 alone measures. The others soon wait for it.
+    # All models are the same, so rank 0 alone measures. The others wait for it in the next step.
     if rank == 0 and (steps_done % 100 == 0 or steps_done == max_steps):
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)

@@ -5,8 +5,8 @@
                                               gpt2-medium, gpt2-large and gpt2-xl
   python lesson/16_openai.py --weights model.safetensors --hellaswag hellaswag_val.jsonl
 
-HellaSwag is a list of everyday scenes, each with four endings. Without this file, the questions are
-made from the end of input.txt.
+HellaSwag is a list of everyday scenes, each with four endings. Without this file, the program
+builds questions from the end of input.txt.
 
 New: load_weights, load_encoding (of lesson 15), choose_ending, questions_from_text,
 questions_of_hellaswag. Changed: GPT.
@@ -25,14 +25,14 @@ import torch.nn.functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--weights", default="log/lesson.pt")
-parser.add_argument("--hellaswag", help="a file of records, one in each line")
+parser.add_argument("--hellaswag", help="a file of records, one per line")
 options = parser.parse_args()
 seed = 1337
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_weights(name):
-    """Returns ({name of a parameter: tensor}, heads). name: as for --weights."""
+    """Returns ({name of a parameter: tensor}, number of heads). name: as for --weights."""
     if name.endswith(".pt"):
         if not os.path.exists(name):
             raise SystemExit(f"no {name}: first run lesson/14_resume.py, or give --weights gpt2")
@@ -47,7 +47,7 @@ def load_weights(name):
     path = name
     if not name.endswith(".safetensors"):
         path = f"log/{name}.safetensors"
-        # Where this server cannot be reached, HF_ENDPOINT names another one.
+        # If you cannot reach this server, set HF_ENDPOINT to another one.
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         if not os.path.exists(path):
             os.makedirs("log", exist_ok=True)
@@ -55,14 +55,14 @@ def load_weights(name):
             torch.hub.download_url_to_file(url, path)
     weights = {}
     for key, tensor in load_file(path).items():
-        key = key.removeprefix("transformer.")  # some files have it
+        key = key.removeprefix("transformer.")  # some files have this prefix
         # OpenAI's linear layers compute x @ weight, nn.Linear computes x @ weight.T.
         if key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
             tensor = tensor.T
-        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which are no weights
+        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # masks are not weights
             weights[key] = tensor
-    weights["lm_head.weight"] = weights["wte.weight"]  # it is one matrix, which is in the file once
-    # The number of heads is not in the weights. OpenAI's have 64 channels each.
+    weights["lm_head.weight"] = weights["wte.weight"]  # the file contains the shared matrix once
+    # The weights do not contain the number of heads. OpenAI's heads have 64 channels each.
     return weights, weights["wte.weight"].size(1) // 64
 
 
@@ -73,7 +73,7 @@ n_layer = sum(name.endswith("ln_1.weight") for name in weights)
 
 
 def load_encoding():
-    """GPT-2's tokenizer, as in lesson 15."""
+    """Loads GPT-2's tokenizer, as in lesson 15."""
     try:
         import tiktoken
     except ImportError:
@@ -106,43 +106,43 @@ else:
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position takes a weighted mean of the values at this position and those before it.
+    """Computes for each position a weighted mean of the values at this and earlier positions.
 
-    Its query says what it looks for, a key says what a position offers, a value is what it gives.
+    A query says what a position looks for, a key what it offers, a value what it passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # c is for convolution, OpenAI's word for a linear layer that all positions share.
-        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # makes query, key and value of all heads
-        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the heads
+        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
+        self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
         # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # The heads move before the positions, because @ multiplies the last two dimensions.
+        # transpose moves the heads before T, because @ multiplies the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention does the same: is_causal=True is the mask, and the root of hs is inside.
-        # It works in tiles that fit into a small, fast memory. So the (T, T) scores are never
-        # written to the large, slow memory.
+        # Flash attention computes the same: is_causal=True is the mask, and it divides by the root
+        # of hs. It works in tiles that fit into a small, fast memory, and never writes the (T, T)
+        # scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Computes with the channels of each position separately."""
+    """Transforms the channels of each position separately."""
 
     def __init__(self):
         super().__init__()
-        # In the middle, it has room for 4C features of the position, and then sums them up. The
-        # first Transformer chose 4, and nearly all later ones have kept it.
-        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc is for fully connected
-        # GELU is like max(0, x), without the corner. GPT-2's formula for it has a tanh. Two layers
-        # with no GELU between them would be one layer, as a product of two matrices is a matrix.
+        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
+        # chose the factor 4, and nearly all later ones have kept it.
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
+        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
+        # both layers would be equivalent to one, as the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Each reads the residual stream x through a LayerNorm, and adds to it."""
+    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Gives a score to each token that may come next. Such scores are called logits."""
+    """Computes a score for each token that may come next. The scores are called logits."""
 
     def __init__(self):
         super().__init__()
@@ -186,15 +186,15 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x))
 
     def generate(self, idx, max_new_tokens, temperature=0.8, top_k=50):
-        """Draws one token after the other: (1, T) -> (1, T + max_new_tokens).
+        """Samples one token after another: (1, T) -> (1, T + max_new_tokens).
 
-        A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens are
-        drawn: each of the others is unlikely, but all of them together are not.
+        A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens can
+        be sampled: each of the others is unlikely, but all of them together are not.
         """
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             logits = self(idx[:, -block_size:])[:, -1] / temperature  # (1, vocab_size)
-            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the smallest one that may be
+            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the smallest of the top k
             logits = logits.masked_fill(logits < smallest, -math.inf)
             new = torch.multinomial(logits.softmax(dim=1), 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
@@ -202,9 +202,9 @@ class GPT(nn.Module):
 
 
 def choose_ending(context, endings):
-    """Returns the number of the ending that is most likely after the context, per token.
+    """Returns the index of the ending that is most likely after the context, per token.
 
-    context: a list of ids. endings: a list of such lists.
+    context: a list of ids. endings: a list of lists of ids.
     """
     losses = []
     for ending in endings:
@@ -212,13 +212,13 @@ def choose_ending(context, endings):
         targets = row[1:]  # (T), the token after each
         logits = model(row[None, :-1])[0]  # (T, vocab_size)
         n = len(ending)  # only the last n predictions are about the ending
-        # This is a mean over them. With a sum, long endings would be less likely.
+        # cross_entropy is a mean over them. With a sum, long endings would be less likely.
         losses.append(F.cross_entropy(logits[-n:], targets[-n:]).item())
     return losses.index(min(losses))
 
 
 def questions_from_text(n_questions):
-    """Yields (context, endings, label): 40 tokens, the 16 after them, and 16 of three other places.
+    """Yields (context, endings, label): 40 tokens, the next 16, and 16 from three other places.
 
     All are from the last 20,000 tokens of the text, which lessons 14 and 15 keep for validation.
     """
@@ -235,13 +235,13 @@ def questions_from_text(n_questions):
 
 
 def questions_of_hellaswag(path):
-    """Yields (context, endings, label). A record has "ctx", "endings" (four), and "label"."""
+    """Yields (context, endings, label). A record contains "ctx", "endings" (four), and "label"."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)
             text = record["ctx"]
             context = encode(text)
-            # Many tokens begin with a space. So an ending is what the whole text has more ids.
+            # Many tokens begin with a space, so encode the whole text, and remove the context.
             endings = [encode(f"{text} {ending}")[len(context) :] for ending in record["endings"]]
             yield context, endings, int(record["label"])
 
@@ -262,7 +262,7 @@ with torch.no_grad():
         right.append(choose_ending(context, endings) == label)
         if len(right) % 100 == 0:
             print(f"{sum(right)} of {len(right)} right")
-# The standard error: how far a score of so many questions is from the truth, typically.
+# The standard error: how far a score of this many questions typically is from the truth.
 score = np.mean(right)
 error = math.sqrt(score * (1 - score) / len(right))
 print(f"score {score:.3f} +- {error:.3f}; guessing would have 0.250")

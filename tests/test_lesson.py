@@ -272,7 +272,7 @@ def test_fast_kernels_and_a_device_change_nothing():
 @pytest.mark.parametrize("number", range(11, 15))
 def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
     for settings in (dict(batch_size=5), dict(total_batch_size=32)):  # 32 tokens: no sequence
-        with pytest.raises(SystemExit, match="^total_batch_size is no multiple of .* x 64$"):
+        with pytest.raises(SystemExit, match="^total_batch_size is not a multiple of .* x 64$"):
             losses(number, max_steps=1, **settings)
 
 
