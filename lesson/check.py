@@ -4,10 +4,10 @@
   python lesson/check.py 02               checks your answer to task 02
   python lesson/check.py 02 --solution    shows our answer, after you have written yours
 
-Each file in lesson/tasks/ describes a function that is still empty. Write its code in place of the
-line `raise NotImplementedError`. A check trains nothing and takes a few seconds, in which torch
-is imported. It stops at the first wrong place and says where that is. Any answer with the right
-results is right: it need not look like ours.
+Each file in lesson/tasks/ describes a function that is still empty. Replace the line `raise
+NotImplementedError` with its code. A check trains nothing, and takes a few seconds to import torch.
+It stops at the first wrong place and names it. Any answer with the right results is right: it need
+not look like ours.
 """
 
 import copy
@@ -43,7 +43,7 @@ def expect_tensor(x, shape, what="the function"):
 
 
 def is_close(x, y, tolerance=1e-5):
-    """Whether two tensors, or two lists of tensors, agree. The tolerance is relative to y."""
+    """Returns whether two tensors, or lists of tensors, agree. The tolerance is relative to y."""
     if isinstance(x, (list, tuple)):
         return all(is_close(a, b, tolerance) for a, b in zip(x, y, strict=True))
     limit = tolerance * max(1e-3, y.abs().max().item())
@@ -57,7 +57,7 @@ def expect_none_of(x, mistakes):
 
 
 def first_wrong(x, y):
-    """The index of the first number in x that differs from y."""
+    """Returns the index of the first number in x that differs from y."""
     differs = (x.double() - y.double()).abs() > 1e-5 * max(1e-3, y.abs().max().item())
     return tuple((differs | x.isnan()).nonzero()[0].tolist())
 
@@ -106,8 +106,8 @@ def check_cross_entropy(task):
     expect(
         is_close(loss, losses.mean(), 1e-3),
         f"if 1000 is added to all logits, the loss becomes {loss:.4f}, but it should stay "
-        f"{losses.mean():.4f}: exp(1000) is inf in float32. The same number may be added to all "
-        "logits of a position without changing the loss",
+        f"{losses.mean():.4f}: exp(1000) is inf in float32. Adding the same number to all logits "
+        "of a position does not change the loss",
     )
     two = torch.stack([logits[:, 0] + 1000, logits[:, 1] - 1000], dim=1)  # (B, 2, V)
     loss = task.cross_entropy(two, targets[:, :2])
@@ -115,7 +115,7 @@ def check_cross_entropy(task):
     expect(
         is_close(loss, expected, 1e-3),
         f"with logits near 1000 at position 0 and near -1000 at position 1, the loss is {loss:.4f} "
-        f"and not {expected:.4f}: each position needs its own maximum, not that of the batch",
+        f"and not {expected:.4f}: each position needs its own maximum, not one for all",
     )
     logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)  # (1, 1, 2)
     loss = task.cross_entropy(logits * 1, torch.tensor([[0]]))
@@ -155,14 +155,14 @@ def check_mask(task):
 
 
 def why_nan(is_nan):
-    """The sentence about a result of attention that contains nan. is_nan: (B, T, any size)."""
+    """Returns the sentence about an attention result with nan. is_nan: (B, T, any size)."""
     rows = is_nan.any(dim=2).any(dim=0)  # (T)
     if rows.all():
         return "all rows are nan. 0 * (-inf) is nan: is a mask multiplied by -inf?"
     if rows[:-1].all():
         return (
-            "all rows except the last one are nan: softmax does not run over the positions that "
-            "are looked at"
+            "all rows except the last one are nan: softmax does not run over the positions of the "
+            "keys"
         )
     if rows[-1]:
         return (
@@ -225,7 +225,7 @@ def check_weights(weights, scores):
         expect(
             not is_close(weights.sum(dim=1), torch.ones_like(sums)),
             "the columns add up to 1, not the rows: softmax must run over the last dimension, the "
-            "positions that are looked at",
+            "positions of the keys",
         )
         b, i = first_wrong(sums, torch.ones_like(sums))
         sentence = f"row {i} adds up to {sums[b, i]:.6f}, not to 1"
@@ -243,9 +243,9 @@ def check_weights(weights, scores):
 
 
 def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, dim=3):
-    """Attention with mistakes. q, k, v: (B, T, C).
+    """Computes attention, with a mistake. q, k, v: (B, T, C).
 
-    ahead: how many later positions are seen. dim: over which dimension of the scores softmax runs.
+    ahead: how many later positions a query sees. dim: the dimension over which softmax runs.
     """
     B, T, C = q.size()
     hs = C // n_head
@@ -320,8 +320,8 @@ def check_heads(task):
         for scale in (math.sqrt(n_head), math.sqrt(hs)):
             expect(
                 not is_close(y, attend(q, k, v, hs, scale=scale)),
-                f"with n_head = {n_head} and C = {C}, there are {hs} heads of {n_head} channels in "
-                f"place of {n_head} heads of {hs}",
+                f"with n_head = {n_head} and C = {C}, there are {hs} heads of {n_head} channels "
+                f"instead of {n_head} heads of {hs}",
             )
         if y.isnan().any():
             raise Wrong(why_nan(y.isnan()))
@@ -343,12 +343,12 @@ def check_heads(task):
 
 
 def check_reach(task, given, n_head, y):
-    """What changes in the result if one token, or one channel, changes in q, k or v?"""
+    """Finds what changes in the result if one token or one channel of q, k or v changes."""
     T, C = y.size(1), y.size(2)
     hs = C // n_head
 
     def differs(i, place, dims):
-        """Which results change if the numbers of q (i = 0), k or v at a place change their sign."""
+        """Returns which results change if q (i = 0), k or v changes its sign at a place."""
         changed = [x.clone() for x in given]
         changed[i][place] *= -1
         return (task.attention(*changed, n_head) - y).abs().amax(dim=dims) > 1e-5
@@ -359,7 +359,7 @@ def check_reach(task, given, n_head, y):
                 expect(
                     other >= t,
                     f"position {other} changes if token {t} changes in {name}: the mask is missing "
-                    "or shifted, or the positions are mixed when the heads are made",
+                    "or shifted, or splitting into heads mixes the positions",
                 )
                 expect(
                     name != "q" or other == t,
@@ -382,7 +382,7 @@ def check_reach(task, given, n_head, y):
 
 
 class Layers(nn.Module):
-    """A module with the given layers, for their names."""
+    """A module that contains the given layers under their names."""
 
     def __init__(self, **layers):
         super().__init__()
@@ -421,7 +421,7 @@ def check_init(task):
         task.init_weights(gpt, n_layer)
         expect(
             gpt.lm_head.weight is gpt.wte.weight,
-            "lm_head.weight and wte.weight are one matrix no longer: change the values of "
+            "lm_head.weight and wte.weight are no longer one matrix: change the values of "
             "parameters, and do not replace parameters",
         )
         for name, p in gpt.named_parameters():
@@ -460,8 +460,8 @@ def check_initial_values(name, p, n_layer):
                 "residual stream, because attention and MLP each add one",
                 0.02 / (2 * n_layer): "variances add up, not standard deviations, so a root is "
                 "missing",
-                0.005: f"it does not change with n_layer. With n_layer = {n_layer}, it should be "
-                f"{expected:.4f}",
+                0.005: "the standard deviation does not change with n_layer. With n_layer = "
+                f"{n_layer}, it should be {expected:.4f}",
             }
             for value, sentence in mistakes.items():
                 expect(abs(std / value - 1) > 0.08, f"{place}: {sentence}")
@@ -484,7 +484,7 @@ HYPERPARAMETERS = dict(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1
 
 
 def adamw(p, grad, m, v, step, mistake=None):
-    """One step with a mistake -> (p, m, v)."""
+    """Takes one step, with a mistake. Returns (p, m, v)."""
     lr, beta1, beta2, eps, decay = HYPERPARAMETERS.values()
     if mistake == "l2" and p.dim() == 2:
         grad = grad + decay * p
@@ -525,14 +525,15 @@ ADAMW_MISTAKES = {
     "no v": "v is not divided by 1 - beta2^step",
     "no power": "the bias correction divides by 1 - beta, and not by 1 - beta^step",
     "no power of m": "m is divided by 1 - beta1, and not by 1 - beta1^step",
-    "step": "the bias correction is that of the next step: `step` is 1 in the first step",
+    "step": "the bias correction uses step + 1, but `step` already is 1 in the first step",
     "eps": "eps is added inside the root; it belongs outside, after the root",
-    "l2": "the decay is added to the gradient, so it is divided by the root of v, too. That is "
-    "Adam with L2. In AdamW, the decay acts on the parameter alone",
+    "l2": "the decay is added to the gradient, so it is also divided by the root of v. That is "
+    "Adam with L2 regularization. In AdamW, the decay acts on the parameter alone",
     "no lr": "the decay is not multiplied by lr",
     "no decay": "the matrix does not decay",
-    "vectors": "the vector decays, too; only matrices should: biases and LayerNorms are vectors",
-    "late decay": "p decays after the step, but it must decay before",
+    "vectors": "the vector also decays, but only matrices should: biases and LayerNorms are "
+    "vectors",
+    "late decay": "p decays after the step, but it must decay before the step",
     "root of v": "v is divided by 1 - beta2^step after the root; v_hat is under the root",
     "betas": "beta1 and beta2 have changed places",
     "no root": "the root of v is missing",
@@ -542,9 +543,9 @@ ADAMW_MISTAKES = {
 
 
 class Trained:
-    """A parameter that torch.optim.AdamW trains, with the function behind this class.
+    """A parameter that the function behind torch.optim.AdamW trains.
 
-    The class would first import PyTorch's compiler, which takes a second.
+    The class torch.optim.AdamW would first import PyTorch's compiler, which takes a second.
     """
 
     def __init__(self, p):
@@ -604,7 +605,7 @@ def check_adamw(task):
                 expect(
                     not is_close(x, hat) or is_close(x, y),
                     f"{place}: p is right, but the returned {name} is already divided by the bias "
-                    "correction. The next step must go on from the mean itself",
+                    "correction. The next step must continue from the mean itself",
                 )
                 expect(is_close(x, y), f"{place}: p is right, but the returned {name} is wrong")
             p, m, v = (x.detach() for x in result)
@@ -616,7 +617,7 @@ def check_adamw(task):
 class Model(nn.Module):
     """Predicts a token from one token. Its gradient is 1 before the step.
 
-    It notes which forward passes found another gradient.
+    found_gradient says which forward passes found another gradient.
     """
 
     def __init__(self):
@@ -675,25 +676,23 @@ def check_step(task, micro_batches):
         not found.isnan().any(),
         f"{numbers}: the gradient is nan. A mean over no targets is 0 / 0",
     )
-    lost = "what p.grad contained before the step is lost. The function adds to p.grad: the caller "
-    lost += "sets it to zero"
+    lost = "what p.grad contained before the step is lost. The function must add to p.grad, which "
+    lost += "the caller sets to zero"
     expect(not is_close(found, expected), f"{numbers}: {lost}")
     found = found - 1
     if not is_close(found, expected):
         means = sum(g / max(1, count) for g, count in zip(gradients, counts))
         mistakes = {
             "this is the gradient of the mean of their means: a target counts more in a "
-            "micro-batch that has few of them": means / n_batches,
+            "micro-batch that has few targets": means / n_batches,
             "the gradients of their means are added up; nothing is divided by the number of "
             "targets of the whole step": means,
-            "the gradient is that of the sum over all targets: divide by their number": sum(
+            "this is the gradient of the sum over all targets: divide by their number": sum(
                 gradients
             ),
-            f"the sum is divided by all {n_tokens} positions; those with the target -100 are not "
+            f"the sum is divided by all {n_tokens} positions, but a target of -100 does not count "
             "in the loss": sum(gradients) / n_tokens,
-            "the sum is divided by the number of micro-batches, not by that of the targets": sum(
-                gradients
-            )
+            "the sum is divided by the number of micro-batches, not of targets": sum(gradients)
             / n_batches,
             "only the last micro-batch is in the gradient": gradients[-1] / max(1, counts[-1]),
             "only the last micro-batch is in the gradient: call backward for each one": (
@@ -708,7 +707,7 @@ def check_step(task, micro_batches):
         raise Wrong(f"{numbers}: the gradient is wrong; its norm is {factor:.3f} times the right")
     expect(
         isinstance(result, (float, torch.Tensor)),
-        f"the gradient is right, but the function returns {type(result).__name__} and no loss",
+        f"the gradient is right, but the function returns {type(result).__name__}, not a loss",
     )
     has_graph = isinstance(result, torch.Tensor) and result.requires_grad
     expect(not has_graph, "the returned loss still has its graph, which needs memory: detach it")
@@ -752,7 +751,7 @@ def check_positions(task, world_size, position, n, B):
         for start in found:
             expect(
                 hasattr(start, "__index__"),
-                f"{where}: a micro-batch of rank {rank} begins at {start!r}, which is no int",
+                f"{where}: a micro-batch of rank {rank} begins at {start!r}, which is not an int",
             )
             for i in range(start, start + B):
                 readers.setdefault(i, []).append(rank)
@@ -781,7 +780,7 @@ def check_positions(task, world_size, position, n, B):
 
 
 def train(model, optimizer, first, last):
-    """Takes the steps first to last-1 -> their losses. Only the step chooses data and lr."""
+    """Takes the steps first to last-1. Returns their losses. Only the step chooses data and lr."""
     losses = []
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -844,8 +843,8 @@ def check_resume(task):
         for name, x in model.state_dict().items():
             expect(
                 not torch.equal(x, final[name]),
-                f"after load_checkpoint, {name} of the model is that of step 10, not of step 5: "
-                "the checkpoint contains the model itself, which the run goes on training",
+                f"after load_checkpoint, {name} of the model is from step 10, not from step 5: "
+                "the checkpoint contains the model itself, which the run continues to train",
             )
             expect(
                 torch.equal(x, saved[0][name]),
@@ -853,14 +852,14 @@ def check_resume(task):
                 "go into the model that load_checkpoint gets"
                 if attempt == "first"
                 else f"after a second load_checkpoint of the same checkpoint, {name} of the model "
-                "is no longer that of step 5: the training after the first one has changed it",
+                "is no longer from step 5: the training after the first one has changed it",
             )
         check_optimizer_state(optimizer, saved[1], attempt)
         found = done if isinstance(done, int) else type(done).__name__
         expect(
             done == 5,
-            f"load_checkpoint returns {found}, but "
-            "5 steps are done. So the run would continue with the wrong data and learning rate",
+            f"load_checkpoint returns {found}, but 5 steps are done, so the run would continue "
+            "with the wrong data and learning rate",
         )
         rest = train(model, optimizer, 5, 10)
         for step, (x, y) in enumerate(zip(rest, whole[5:]), start=5):
@@ -887,8 +886,8 @@ def check_optimizer_state(optimizer, saved, attempt):
                 f"after load_checkpoint, {name} of the optimizer is not the saved one"
                 if attempt == "first"
                 else f"after a second load_checkpoint of the same checkpoint, {name} of the "
-                "optimizer is no longer that of step 5: the training after the first one has "
-                "changed it. load_state_dict of an optimizer keeps the tensors that it gets",
+                "optimizer is no longer from step 5: the training after the first one has changed "
+                "it. load_state_dict of an optimizer keeps the tensors that it gets",
             )
 
 
@@ -958,7 +957,8 @@ def check_layernorm(task):
             )
             expect(
                 not is_close(dweight, bias.grad),
-                "dweight equals dbias: multiply dy by what weight was multiplied by",
+                "dweight equals dbias: multiply dy by the numbers that the forward pass multiplies "
+                "by weight",
             )
             centered = x - x.mean(dim=2, keepdim=True)  # (B, T, C)
             variance = x.var(dim=2, keepdim=True, unbiased=False)  # (B, T, 1)
@@ -1044,7 +1044,7 @@ def check_orthogonalize(task):
 
 
 def check_rounds(task):
-    """Five rounds for a number that need not be divided by its norm."""
+    """Checks the five rounds with the matrix [[1.0]], whose norm already is 1."""
     found = task.orthogonalize(torch.ones(1, 1)).item()
     expected = 1.0
     for _ in range(5):
@@ -1088,7 +1088,7 @@ def check_merges(task):
         ids = list(text)
         shown = repr(text) if text.isascii() else "a text in Japanese"
         found = task.learn_merges(text, 4)
-        expect(isinstance(found, list), f"the function returns {type(found).__name__}, no list")
+        expect(isinstance(found, list), f"the function returns {type(found).__name__}, not a list")
         expect(len(found) == 4, f"{shown}: {len(found)} merges and not 4")
         for i, pair in enumerate(found):
             pair = tuple(pair)
@@ -1114,8 +1114,8 @@ def check_merges(task):
                 )
                 expect(
                     pair != min(counts, key=lambda pair: (-apart[pair], pair)),
-                    f"{place}: the count of {best} is {most}, because occurrences that overlap "
-                    f"count, too, as in aaa. So it comes before your pair {pair}{now}",
+                    f"{place}: the count of {best} is {most}, because overlapping occurrences "
+                    f"also count, as in aaa, so it comes before your pair {pair}{now}",
                 )
                 expect(
                     counts[pair] == most,
@@ -1156,7 +1156,7 @@ def check_cache(task):
             place += f", after {first} tokens in the cache" if first else ", without a cache yet"
             if not is_close(y, expected[:, part]):
                 check_cache_mistakes(y, q[:, part], k, v, first, last_size, place)
-                raise Wrong(f"{place}: the output differs from that without a cache")
+                raise Wrong(f"{place}: the output differs from attention without a cache")
             first += size
             last_size = size
 
@@ -1222,26 +1222,26 @@ CHECKS = {
 
 
 def find(folder, number):
-    """The file of a task: find(TASKS, "02") -> lesson/tasks/02_mask.py."""
+    """Returns the file of a task: find(TASKS, "02") -> lesson/tasks/02_mask.py."""
     (path,) = folder.glob(f"{number}_*.py")
     return path
 
 
 def check(number, text, path):
-    """Checks an answer -> None if it is right, "open", or the sentence that says what is wrong.
+    """Checks an answer. Returns None if it is right, "open", or the sentence about its mistake.
 
-    text: the program that has the function. path: its file, for messages.
+    text: the program that contains the function. path: its file, for messages.
     """
     names = {"__name__": "task"}
     try:
         exec(compile(text, str(path), "exec"), names)
         CHECKS[number](SimpleNamespace(**names))
-    except NotImplementedError as error:  # PyTorch raises it, too, but with a message
+    except NotImplementedError as error:  # PyTorch also raises it, but with a message
         return place_of(error, path) if str(error) else "open"
     except Wrong as wrong:
         return str(wrong)
     except SyntaxError as error:
-        return f"line {error.lineno} of {path.name} is no Python: {error.msg}"
+        return f"line {error.lineno} of {path.name} is not Python: {error.msg}"
     except AttributeError as error:
         if isinstance(error.obj, SimpleNamespace):
             return f"{path.name} has no function {error.name}"
@@ -1252,7 +1252,7 @@ def check(number, text, path):
 
 
 def place_of(error, path):
-    """Where an answer raises an error: its line, and what Python says."""
+    """Says in which line an answer raises an error, and what Python says."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     what = f"{type(error).__name__}: {error}".rstrip(".")
     if not lines:  # the check cannot use what the function returned
@@ -1261,12 +1261,12 @@ def place_of(error, path):
 
 
 def title(path):
-    """The first sentence of a task's docstring."""
+    """Returns the first sentence of a task's docstring."""
     return path.read_text(encoding="utf-8").split("\n")[0].strip('"')
 
 
 def list_tasks():
-    """Prints the state of each task -> whether all are solved."""
+    """Prints the state of each task. Returns whether all are solved."""
     n_solved = 0
     for number in CHECKS:
         path = find(TASKS, number)
@@ -1281,11 +1281,11 @@ def list_tasks():
 
 
 def main(arguments):
-    """Returns the exit status: 0 if what was checked is right."""
+    """Returns the exit status, which is 0 if everything that was checked is right."""
     if not arguments:
         return int(not list_tasks())
     name, *flags = arguments
-    number = Path(name).name.split("_")[0].zfill(2)  # also of lesson/tasks/02_mask.py
+    number = Path(name).name.split("_")[0].zfill(2)  # the name may be lesson/tasks/02_mask.py
     if name.startswith("-"):
         print(__doc__)
         return 2

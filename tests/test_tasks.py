@@ -165,7 +165,7 @@ MISTAKES = [
     # 05: AdamW
     ("05", "m_hat = m / (1 - beta1**step)", "m_hat = m", "m is not divided by 1 - beta1^step"),
     ("05", "v_hat = v / (1 - beta2**step)", "v_hat = v", "v is not divided by 1 - beta2^step"),
-    ("05", "**step", "**(step + 1)", "that of the next step"),
+    ("05", "**step", "**(step + 1)", "uses step + 1"),
     ("05", "v_hat.sqrt() + eps", "(v_hat + eps).sqrt()", "inside the root"),
     (
         "05",
@@ -173,7 +173,7 @@ MISTAKES = [
         "grad = grad + weight_decay * p",
         "step 1 of a matrix: the decay is added to the gradient",
     ),
-    ("05", "if p.dim() == 2", "if True", "the vector decays, too"),
+    ("05", "if p.dim() == 2", "if True", "the vector also decays"),
     ("05", "lr * weight_decay", "weight_decay", "the decay is not multiplied by lr"),
     ("05", "v_hat.sqrt()", "v.sqrt() / (1 - beta2**step)", "v_hat is under the root"),
     ("05", "eps), m, v", "eps), m_hat, v_hat", "already divided by the bias correction"),
@@ -239,7 +239,7 @@ MISTAKES = [
         "07",
         "return range(position + rank * B, position + n, world_size * B)",
         "return [float(i) for i in range(position + rank * B, position + n, world_size * B)]",
-        "rank 0 begins at 0.0, which is no int",
+        "rank 0 begins at 0.0, which is not an int",
     ),
     # 08: save and resume
     (
@@ -313,7 +313,7 @@ MISTAKES = [
         "11",
         "counts.get(pair, 0) + 1",
         "''.join(map(chr, ids)).count(''.join(map(chr, pair)))",
-        "because occurrences that overlap count, too",
+        "because overlapping occurrences also count",
     ),
     # 12: a cache of keys and values
     ("12", "triu(T - n + 1)", "triu(1)", "the mask begins at the left"),
@@ -516,7 +516,7 @@ def test_a_right_answer_may_look_different(number):
 
 def test_what_the_check_says_about_a_file_that_python_cannot_run():
     assert sentence_about("07", "def starts_of_rank(:\n") == (
-        "line 1 of 07_ranks.py is no Python: invalid syntax"
+        "line 1 of 07_ranks.py is not Python: invalid syntax"
     )
     assert sentence_about("07", "") == "07_ranks.py has no function starts_of_rank"
     text = "def starts_of_rank(*arguments):\n    return 1 / 0\n"

@@ -6,7 +6,7 @@ import torch
 
 
 def attention(q, k, v, n_head):
-    """Returns what all heads collect, side by side: (B, T, C)."""
+    """Returns the concatenated outputs of all heads: (B, T, C)."""
     B, T, C = q.size()
     q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
     k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)

@@ -4,13 +4,13 @@ import copy
 
 
 def save_checkpoint(model, optimizer, step):
-    """Returns a dict with all that the next steps depend on."""
+    """Returns a dict with everything that the next steps depend on."""
     checkpoint = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step)
     return copy.deepcopy(checkpoint)  # state_dict() has the tensors that the next step changes
 
 
 def load_checkpoint(checkpoint, model, optimizer):
-    """Puts the values of a checkpoint into a model and its optimizer. Returns the steps done."""
+    """Loads a checkpoint into a model and its optimizer. Returns the number of completed steps."""
     checkpoint = copy.deepcopy(checkpoint)  # the optimizer would keep its tensors, and change them
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])

@@ -6,7 +6,7 @@ import torch
 
 
 def attention_with_cache(q, k, v, cache):
-    """Returns (y, cache): what the new tokens collect, (B, n, C), and the next cache."""
+    """Returns (y, cache): the output of the new tokens, (B, n, C), and the next cache."""
     if cache is not None:
         k = torch.cat([cache[0], k], dim=1)  # (B, T, C), with the tokens of earlier calls
         v = torch.cat([cache[1], v], dim=1)  # (B, T, C)

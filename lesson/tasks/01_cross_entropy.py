@@ -20,8 +20,8 @@ def cross_entropy(logits, targets):
 
       -ln( exp(a_y) / (exp(a_0) + exp(a_1) + ...) )
 
-    The same number may be added to all logits of a position: the loss does not change. But do not
-    change the tensor `logits` itself, which belongs to the caller.
+    Adding the same number to all logits of a position does not change the loss. But do not change
+    the tensor `logits` itself, which belongs to the caller.
 
     Example: for logits of [[[0.0, 0.0]]] and targets of [[1]], the loss is ln 2 = 0.6931. For
     logits of [[[0.0, 1000.0]]], it is 0 with the target 1, and 1000 with the target 0.

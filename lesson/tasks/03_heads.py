@@ -11,7 +11,7 @@ import torch
 
 
 def attention(q, k, v, n_head):
-    """Returns what all heads collect, side by side: (B, T, C).
+    """Returns the concatenated outputs of all heads: (B, T, C).
 
     q, k, v: (B, T, C) each, after the layer c_attn. n_head divides C. Head h uses the hs = C /
     n_head channels from h * hs to (h + 1) * hs - 1 of q, k and v. In each head,
@@ -20,7 +20,7 @@ def attention(q, k, v, n_head):
       weights = softmax of each row, after the mask   (T, T)
       y = weights v                                   (T, hs)
 
-    and y goes to the same channels of the result. The layer c_proj is not a part of this task.
+    and y fills the same channels of the result. This task does not include the layer c_proj.
 
     Example: with T = 1, a position sees only itself, so the result is v.
     """

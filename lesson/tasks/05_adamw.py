@@ -18,11 +18,11 @@ def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
                v = beta2 * v + (1 - beta2) * grad^2
       step     p is lowered by lr * m_hat / (sqrt(v_hat) + eps)
 
-    m and v begin at 0, so they are too small at first. Bias correction makes up for this:
-    m_hat = m / (1 - beta1^step), and v_hat = v / (1 - beta2^step). The returned m and v are those
-    without the correction.
+    m and v begin at 0, so they are too small at first. Bias correction compensates for this:
+    m_hat = m / (1 - beta1^step), and v_hat = v / (1 - beta2^step). Return m and v without the
+    correction.
 
-    Example: in the first step, m_hat is grad and v_hat is grad^2. So a vector moves by
-    almost exactly lr against the sign of its gradient; eps makes the step slightly smaller.
+    Example: in the first step, m_hat is grad and v_hat is grad^2, so a vector moves by almost
+    exactly lr against the sign of its gradient; eps makes the step slightly smaller.
     """
     raise NotImplementedError

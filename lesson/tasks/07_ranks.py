@@ -14,6 +14,6 @@ def starts_of_rank(rank, world_size, position, n, B):
     All ranks together must read each position of the step once, and no other position. All ranks
     must have equally many micro-batches. Which rank reads which position is your choice.
 
-    Example: with world_size = 1, position = 100, n = 8 and B = 4, rank 0 has [100, 104].
+    Example: with world_size = 1, position = 100, n = 8 and B = 4, rank 0 gets [100, 104].
     """
     raise NotImplementedError

@@ -1,7 +1,6 @@
 """Save and resume: 5 steps and 5 more steps are the same as 10 steps.
 
-This checkpoint stays in memory: it is a dict, not a file. Whatever happens after save_checkpoint,
-it must still be the checkpoint of that moment.
+This checkpoint is a dict in memory, not a file. Later training must not change it.
 
 Check it with: python lesson/check.py 08
 """
@@ -12,20 +11,20 @@ import torch
 
 
 def save_checkpoint(model, optimizer, step):
-    """Returns a dict with all that the next steps depend on.
+    """Returns a dict with everything that the next steps depend on.
 
     model: an nn.Module. optimizer: a torch.optim.AdamW, which has taken `step` steps. Both have
-    state_dict() and load_state_dict(). The learning rate and the data of a step depend on its
-    number only. After this call, the run goes on, and must not change the dict.
+    state_dict() and load_state_dict(). The learning rate and the data of a step depend only on its
+    number. After this call, the run continues, and must not change the dict.
     """
     raise NotImplementedError
 
 
 def load_checkpoint(checkpoint, model, optimizer):
-    """Puts the values of a checkpoint into a model and its optimizer. Returns the steps done.
+    """Loads a checkpoint into a model and its optimizer. Returns the number of completed steps.
 
-    checkpoint: from save_checkpoint. It may be loaded several times, so training after this call
-    must not change it. model, optimizer: new ones, of the same shapes, with other values.
+    checkpoint: from save_checkpoint. The caller may load it several times, so training after this
+    call must not change it. model, optimizer: new ones, with the same shapes and other values.
 
     Example: load_checkpoint(save_checkpoint(model, optimizer, 5), other, other_optimizer) is 5.
     """

@@ -18,10 +18,10 @@ def layer_norm_backward(x, weight, dy, eps):
     the gradient of the loss with respect to y. dx: (B, T, C). dweight, dbias: (C). Do not call
     backward.
 
-    A hint: mean and variance depend on each channel of x. So a change of one channel reaches y in
+    A hint: mean and variance depend on each channel of x, so a change of one channel reaches y in
     three ways: directly, through the mean, and through the variance.
 
-    Example: if dy is the same for all channels, and so is weight, then dx is 0. A number that is
-    added to all channels of x does not change y.
+    Example: if dy is the same for all channels, and so is weight, then dx is 0. Adding the same
+    number to all channels of x does not change y.
     """
     raise NotImplementedError

@@ -17,11 +17,10 @@ def orthogonalize(x):
       3.4445 s - 4.7750 s^3 + 2.0315 s^5
 
     and after five rounds, all are about 1. The singular vectors stay. A hint: if x = U S Vᵀ, then
-    x xᵀ = U S² Uᵀ, so x xᵀ x = U S³ Vᵀ. And the norm of a matrix, the root of the sum of its
-    squares, is at least its largest singular value.
+    x xᵀ = U S² Uᵀ, so x xᵀ x = U S³ Vᵀ. The norm of a matrix, the root of the sum of its squared
+    numbers, is at least its largest singular value.
 
-    In lesson 13, the result is also multiplied by the root of the number of columns. Here, it is
-    not.
+    Lesson 13 also multiplies the result by the root of the number of columns. Do not do this here.
 
     Example: for x = [[3.0, 0.0], [0.0, 1.0]], the result is about [[1.0, 0.0], [0.0, 1.0]].
     """

@@ -13,7 +13,7 @@ def learn_merges(text, n_merges):
     2. Choose the most frequent pair. If several pairs are equally frequent, choose the smallest
        one, as Python compares tuples.
     3. Give this pair the next free id: 256 for the first merge, 257 for the second, and so on.
-       Replace each occurrence of the pair by this id, from left to right. So "aaa" becomes 256, 97.
+       Replace each occurrence of the pair by this id, from left to right, so "aaa" becomes 256, 97.
 
     The text always has at least two ids left. GPT-2's tokenizer first cuts a text into words, and
     merges only inside them. Here, the text is one piece.

@@ -1,7 +1,7 @@
 """Attention with a cache of keys and values, for generation.
 
-To write a text, a model reads one new token after the other. The keys and values of the tokens
-before do not change, so they are kept. generate.py does this.
+To write a text, a model reads one new token after another. The keys and values of earlier tokens do
+not change, so generate.py keeps them in a cache.
 
 Check it with: python lesson/check.py 12
 """
@@ -12,11 +12,11 @@ import torch
 
 
 def attention_with_cache(q, k, v, cache):
-    """Returns (y, cache): what the new tokens collect, (B, n, C), and the cache for the next call.
+    """Returns (y, cache): the output of the new tokens, (B, n, C), and the cache for the next call.
 
-    q, k, v: (B, n, C) each, of the n tokens that are new in this call. There is one head, so the
-    scores are divided by sqrt(C). cache: None in the first call, and then what the last call has
-    returned. Its form is your choice. y must be what attention without a cache computes at the
+    q, k, v: (B, n, C) each, of the n tokens that are new in this call. There is one head, so divide
+    the scores by sqrt(C). cache: None in the first call, then the cache that the last call has
+    returned. Its form is your choice. y must equal what attention without a cache computes at the
     positions of the new tokens: each new token sees all tokens of earlier calls, and of this call
     the tokens up to itself.
 
