@@ -69,10 +69,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # A score says how well the key of a position (column) matches the query of another (row). A
-        # score is a sum of C products with random signs. If the factors have a size of about 1, the
-        # sum has a size of about sqrt(C). Softmax of such large scores gives one position all the
-        # weight, and has almost no gradient, so the scores are divided by sqrt(C).
+        # A score says how well the key of a position (column) matches the query of another (row).
+        # The score sums C products with random signs, so factors with a size of about 1 give a
+        # score with a size of about sqrt(C). Softmax of such large scores gives one position all
+        # the weight, and has almost no gradient, so the scores are divided by sqrt(C).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0

@@ -73,9 +73,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # A score says how well the key of a position (column) matches the query of another (row). A
-        # score is a sum of hs products with random signs. If the factors have a size of about 1,
-        # the sum has a size of about sqrt(hs). Softmax of such large scores gives one position all
+        # A score says how well the key of a position (column) matches the query of another (row).
+        # The score sums hs products with random signs, so factors with a size of about 1 give a
+        # score with a size of about sqrt(hs). Softmax of such large scores gives one position all
         # the weight, and has almost no gradient, so the scores are divided by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal

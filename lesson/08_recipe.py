@@ -77,9 +77,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # A score says how well the key of a position (column) matches the query of another (row). A
-        # score is a sum of hs products with random signs. If the factors have a size of about 1,
-        # the sum has a size of about sqrt(hs). Softmax of such large scores gives one position all
+        # A score says how well the key of a position (column) matches the query of another (row).
+        # The score sums hs products with random signs, so factors with a size of about 1 give a
+        # score with a size of about sqrt(hs). Softmax of such large scores gives one position all
         # the weight, and has almost no gradient, so the scores are divided by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
@@ -151,8 +151,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 # OpenAI chose 0.02 for C = 768. A sum of C products with weights of size s is
-                # sqrt(C) s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for 768
-                # channels and 0.088 for 128, so 0.02 is small here.
+                # sqrt(C) * s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for
+                # 768 channels and 0.088 for 128, so 0.02 is small here.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
@@ -169,8 +169,8 @@ class GPT(nn.Module):
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine how far the means go back: 0.9 is about 10 steps, 0.95 about 20. eps
-        # avoids 0 / 0.
+        # The betas determine how far the means go back: 0.9 means about 10 steps, 0.95 about 20.
+        # eps avoids 0 / 0.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8)
 
     def forward(self, idx, targets=None):

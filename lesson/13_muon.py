@@ -153,9 +153,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same: is_causal=True is the mask, and it divides by the root
-        # of hs. It works in tiles that fit into a small, fast memory, and never writes the (T, T)
-        # scores to the large, slow memory.
+        # Flash attention computes the same as lesson 8: is_causal=True is the mask, and it divides
+        # by the root of hs. It works in tiles that fit into a small, fast memory, and never writes
+        # the (T, T) scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -223,8 +223,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 # OpenAI chose 0.02 for C = 768. A sum of C products with weights of size s is
-                # sqrt(C) s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for 768
-                # channels and 0.088 for 128, so 0.02 is small here.
+                # sqrt(C) * s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for
+                # 768 channels and 0.088 for 128, so 0.02 is small here.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
@@ -241,8 +241,9 @@ class GPT(nn.Module):
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine how far the means go back: 0.9 is about 10 steps, 0.95 about 20. eps
-        # avoids 0 / 0. fused: one kernel updates all parameters, instead of several per parameter.
+        # The betas determine how far the means go back: 0.9 means about 10 steps, 0.95 about 20.
+        # eps avoids 0 / 0. fused: one kernel updates all parameters, instead of several per
+        # parameter.
         adamw = torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
         return [Muon(of_muon, lr=max_lr), adamw]
 

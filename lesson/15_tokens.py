@@ -91,7 +91,7 @@ for new in ids_of_texts(sys.argv[1:] or ["input.txt"]):
         number += 1
         ids = ids[shard_size:]
 if len(ids) <= shard_size:
-    raise SystemExit(f"{len(ids):,} ids are no more than a shard; give more text")
+    raise SystemExit(f"{len(ids):,} ids fill at most one shard; give more text")
 write_shard("train", number, ids[:-shard_size])
 write_shard("val", 0, ids[-shard_size:])
 for path in set(glob(f"{folder}/*.npy")) - set(written):

@@ -125,9 +125,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same: is_causal=True is the mask, and it divides by the root
-        # of hs. It works in tiles that fit into a small, fast memory, and never writes the (T, T)
-        # scores to the large, slow memory.
+        # Flash attention computes the same as lesson 8: is_causal=True is the mask, and it divides
+        # by the root of hs. It works in tiles that fit into a small, fast memory, and never writes
+        # the (T, T) scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)

@@ -74,7 +74,7 @@ def check_cross_entropy(task):
     expect_tensor(loss, ())
     expect(
         torch.equal(given, logits),
-        "the function changes the logits of its caller: write logits = logits - ... in place of "
+        "the function changes the logits of its caller: write logits = logits - ... instead of "
         "logits -= ...",
     )
     log_p = logits.log_softmax(dim=2)  # (B, T, V)
@@ -243,7 +243,7 @@ def check_weights(weights, scores):
 
 
 def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, dim=3):
-    """Computes attention, with a mistake. q, k, v: (B, T, C).
+    """Computes attention, with mistakes if asked for. q, k, v: (B, T, C).
 
     ahead: how many later positions a query sees. dim: the dimension over which softmax runs.
     """
@@ -391,7 +391,7 @@ class Layers(nn.Module):
 
 
 def make_gpt(n_layer, C=64):
-    """The layers of a GPT-2 with the names of the lesson. It has no forward."""
+    """Builds the layers of a GPT-2 with the names of the lesson, but without forward."""
     blocks = []
     for _ in range(n_layer):
         blocks.append(
@@ -440,7 +440,7 @@ def check_init(task):
 
 
 def check_initial_values(name, p, n_layer):
-    """p: the values of a parameter after init_weights."""
+    """Checks p, the values of a parameter after init_weights."""
     if name.endswith("bias"):
         expect((p == 0).all(), f"{name} is not 0")
         return
@@ -543,7 +543,7 @@ ADAMW_MISTAKES = {
 
 
 class Trained:
-    """A parameter that the function behind torch.optim.AdamW trains.
+    """A parameter trained by the function that torch.optim.AdamW calls.
 
     The class torch.optim.AdamW would first import PyTorch's compiler, which takes a second.
     """
@@ -633,7 +633,7 @@ class Model(nn.Module):
 
 
 def make_micro_batches():
-    """Four pairs of x and y, (2, 6) each, with 12, 3, 0 and 7 targets."""
+    """Returns four pairs of x and y, (2, 6) each, with 12, 3, 0 and 7 targets."""
     micro_batches = []
     for n_targets in (12, 3, 0, 7):
         x = torch.randint(11, (2, 6))
@@ -652,7 +652,7 @@ def check_micro_batches(task):
 
 def check_step(task, micro_batches):
     model = Model()
-    losses = []  # of each micro-batch, summed over its targets
+    losses = []  # one per micro-batch, summed over its targets
     for x, y in micro_batches:
         logits = model.table(x).flatten(0, 1)  # (B T, V)
         losses.append(F.cross_entropy(logits, y.flatten(), reduction="sum"))
@@ -829,13 +829,13 @@ def check_resume(task):
     for x, y in zip(tensors_in((model.state_dict(), optimizer.state_dict())), tensors_in(saved)):
         expect(torch.equal(x, y), "save_checkpoint changes the model or the optimizer")
     before = copy.deepcopy(checkpoint)
-    train(model, optimizer, 5, 10)  # the first run goes on
+    train(model, optimizer, 5, 10)  # the first run continues
     final = copy.deepcopy(model.state_dict())
     expect_unchanged(
         checkpoint,
         before,
-        "the checkpoint of step 5 changes while the run goes on: state_dict() contains the tensors "
-        "themselves, which the next step changes",
+        "the checkpoint of step 5 changes while the run continues: state_dict() contains the "
+        "tensors themselves, which the next step changes",
     )
     for attempt in ("first", "second"):
         model, optimizer = make_run(seed=2)  # a new process: other weights, no state
@@ -852,7 +852,7 @@ def check_resume(task):
                 "go into the model that load_checkpoint gets"
                 if attempt == "first"
                 else f"after a second load_checkpoint of the same checkpoint, {name} of the model "
-                "is no longer from step 5: the training after the first one has changed it",
+                "is no longer the saved one: the training after the first load has changed it",
             )
         check_optimizer_state(optimizer, saved[1], attempt)
         found = done if isinstance(done, int) else type(done).__name__
@@ -872,7 +872,7 @@ def check_optimizer_state(optimizer, saved, attempt):
     expect(
         len(state) == len(saved["state"]),
         "after load_checkpoint, the optimizer has no means (exp_avg, exp_avg_sq), so they begin "
-        "again at 0: the loss of step 5 would be right, and that of step 6 wrong",
+        "again at 0: the loss of step 5 would be right, but the loss of step 6 wrong",
     )
     for i, values in saved["state"].items():
         for name, value in values.items():
@@ -886,8 +886,8 @@ def check_optimizer_state(optimizer, saved, attempt):
                 f"after load_checkpoint, {name} of the optimizer is not the saved one"
                 if attempt == "first"
                 else f"after a second load_checkpoint of the same checkpoint, {name} of the "
-                "optimizer is no longer from step 5: the training after the first one has changed "
-                "it. load_state_dict of an optimizer keeps the tensors that it gets",
+                "optimizer is no longer the saved one: the training after the first load has "
+                "changed it. load_state_dict of an optimizer keeps the tensors that it gets",
             )
 
 
@@ -995,7 +995,7 @@ def check_orthogonalize(task):
         rank = min(rows, columns)
         u, _ = torch.linalg.qr(torch.randn(rows, rank))  # (rows, rank)
         v, _ = torch.linalg.qr(torch.randn(columns, rank))  # (columns, rank)
-        sizes = torch.ones(rank)  # many large ones, so that the last one needs all rounds
+        sizes = torch.ones(rank)  # many are large, so that the smallest one needs all rounds
         sizes[-3:] = torch.tensor([0.3, 0.1, 1 / 30])
         for scale in (1.0, 50.0):
             x = scale * (u * sizes) @ v.T  # (rows, columns)
@@ -1169,7 +1169,7 @@ def check_cache_mistakes(y, q, k, v, first, last_size, place):
     ones = torch.ones(n, last, dtype=torch.bool)
     right = ones.tril(first)
     own = right.clone()
-    own[:, :first] = False  # only the new keys
+    own[:, :first] = False  # sees only the new keys
     recent = right.clone()
     recent[:, : first - last_size] = False
     masks = {
@@ -1180,7 +1180,7 @@ def check_cache_mistakes(y, q, k, v, first, last_size, place):
         "the queries see only the keys of this call: the cache is not used": own,
         "the tokens before the last call are lost: return all keys and values, not only the new "
         "ones": recent,
-        "the mask expects the new keys after those of the cache, but they come before them": (
+        "the mask expects the new keys after the cached keys, but the new keys come first": (
             right.roll(first, dims=1)
         ),
         f"the mask begins at the left: query 0 of this call is token {first}, so it sees the keys "

@@ -323,7 +323,7 @@ def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
     settings = dict(data=folder, vocab_size=50257, n_embd=8, block_size=16, total_batch_size=64)
     train, val = losses(12, max_steps=2, **settings)
     assert len(train) == 2 and abs(train[0] - math.log(50257)) < 0.1 and val < train[0]
-    with pytest.raises(SystemExit, match="2 ids are no more than a shard; give more text"):
+    with pytest.raises(SystemExit, match="2 ids fill at most one shard; give more text"):
         run(source, tmp_path / "b.txt")
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(SystemExit, match="needs tiktoken: pip install tiktoken"):

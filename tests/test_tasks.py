@@ -246,7 +246,7 @@ MISTAKES = [
         "08",
         "return copy.deepcopy(checkpoint)  # state_dict() has",
         "return checkpoint  #",
-        "the checkpoint of step 5 changes while the run goes on",
+        "the checkpoint of step 5 changes while the run continues",
     ),
     (
         "08",
