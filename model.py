@@ -1,12 +1,12 @@
-"""GPT-2. It computes logits, or a loss, from a batch of token ids.
+"""GPT-2: computes logits, or a loss, from a batch of token ids.
 
 Attention mixes positions. The MLP works on each position separately. A block adds both outputs to
-the residual stream. GPT is an embedding, blocks and a head; embedding and head share one matrix.
-Parameters have the names of OpenAI's GPT-2. In shapes, B, T and C are the sizes of batch, time and
-channels. Attention has nh heads of hs channels each.
+the residual stream. A GPT contains an embedding, blocks and a head; embedding and head share one
+matrix. Parameters are named as in OpenAI's GPT-2. In shapes, B, T and C are the sizes of batch,
+time and channels. Attention has nh heads of hs channels each.
 
 The lesson writes CausalSelfAttention by hand (lesson/02_attention.py), adds MLP and Block (03, 04),
-heads and depth (05, 06), and makes a GPT without options of them (07_gpt2.py).
+heads and depth (05, 06), and builds a GPT without options from them (07_gpt2.py).
 
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 @dataclass
 class GPTConfig:
     n_layer: int = flag(12, "number of blocks", above=0, at_most=1000)
-    n_head: int = flag(12, "attention heads of a block; divides n_embd", above=0)
+    n_head: int = flag(12, "attention heads per block; must divide n_embd", above=0)
     n_embd: int = flag(768, "width of the residual stream, C", above=0, at_most=10**8)
     block_size: int = flag(1024, "longest context in tokens, T", above=0)
     vocab_size: int = flag(
@@ -46,10 +46,10 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, index):
         super().__init__()
-        self.index = index  # of its block: 0, 1, 2. In GPT-2 all blocks are alike, so it is unused
+        self.index = index  # the block's number, from 0. GPT-2 ignores it: its blocks are alike
         self.n_head = config.n_head
         self.dropout = config.dropout
-        # It computes query, key and value of all heads: "qkv" in GPT.tp_plan.
+        # c_attn computes query, key and value of all heads: "qkv" in GPT.tp_plan.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -70,7 +70,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, in the tanh form that GPT-2 was trained with."""
+    """Two linear layers around a GELU. GPT-2 was trained with its tanh approximation."""
 
     def __init__(self, config):
         super().__init__()
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: it normalizes what attention and MLP read, not the residual stream itself.
+    """A pre-norm block: LayerNorm acts on the inputs of attention and MLP, not on the stream.
 
     See section 2.3 of the GPT-2 paper.
     """
@@ -105,10 +105,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model."""
 
-    config_class = GPTConfig  # plaingpt/weights makes a GPT from the config in a checkpoint
-    optimizer_names = ("adamw", "muon")  # those of configure_optimizers; for --optimizer
-    # --tp splits these layers over its processes, by the last part of the layer's name. All others
-    # stay whole. plaingpt/distributed/split.py explains the words. Muon also reads "qkv".
+    config_class = GPTConfig  # plaingpt/weights builds a GPT from a checkpoint's config
+    optimizer_names = ("adamw", "muon")  # choices of --optimizer in configure_optimizers
+    # --tp splits these layers over processes. A key is the last part of a layer's name. All other
+    # layers stay whole. plaingpt/distributed/split.py explains the values. Muon also reads "qkv".
     tp_plan = dict(
         wte="vocabulary", lm_head="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise"
     )
@@ -116,11 +116,11 @@ class GPT(nn.Module):
     def __init__(self, config, activation_checkpointing=False, seed=None):
         """activation_checkpointing: if True, training keeps only the input of each block.
 
-        seed: of the initialization. None takes torch's random numbers as they come.
+        seed: for the initialization. None: torch's current RNG state.
         """
         super().__init__()
         if seed is not None:
-            torch.manual_seed(seed)  # for layers that init_weights does not know
+            torch.manual_seed(seed)  # for constructors whose values init_weights keeps
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
@@ -138,27 +138,27 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def blocks(self):
-        """All blocks, each once, also those that an edit puts outside transformer.h."""
+        """Returns each block once, even blocks that an edit puts outside transformer.h."""
         return [module for module in self.modules() if isinstance(module, Block)]
 
     @torch.no_grad()
     def init_weights(self, seed=None):
-        """Initializes the parameters as GPT-2 does. seed: None takes torch's random numbers.
+        """Initializes the parameters as GPT-2 does. seed: as in __init__.
 
-        A parameter that is not in initial_values keeps the initialization of its constructor.
+        A parameter for which initial_values returns None keeps its constructor's initialization.
         """
         if seed is not None:
-            torch.manual_seed(seed)  # so that the result does not depend on the constructors
+            torch.manual_seed(seed)  # the result must not depend on what constructors drew
         for name, p in self.named_parameters():
-            if not p.is_meta:  # a parameter on the device meta has no values
+            if not p.is_meta:  # parameters on the meta device have no values
                 values = self.initial_values(name, p.shape)
                 if values is not None:
                     p.copy_(values)
 
     def initial_values(self, name, shape):
-        """Returns GPT-2's initialization of a parameter, or None if GPT-2 has none of this name.
+        """Returns GPT-2's initialization of a parameter, or None for a name that GPT-2 lacks.
 
-        The values are drawn on the CPU, so that they are the same on every device.
+        The CPU draws the values, so that they are the same on every device.
         """
         values = torch.empty(shape, device="cpu")
         layer, _, kind = name.rpartition(".")  # "transformer.h.0.mlp.c_fc" and "weight"
@@ -177,14 +177,13 @@ class GPT(nn.Module):
         return values.normal_(std=std)
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
-        """The residual stream after the last norm: ids (B, T) -> (B, T, C).
+        """Returns the residual stream after the last norm: ids (B, T) -> (B, T, C).
 
         cache: a KVCache for each block, with the keys and values of earlier tokens.
-        pos: the positions, (B, T), or (1, T) for all rows. By default, they continue after the
-        cache.
-        mask: (B, 1, T, T so far) bool. By default, it is causal. T must then be 1 if there are
-        tokens in the cache. plaingpt/scoring gives pos and mask, to pack the endings of several
-        questions into one row. The padding after them has position 0.
+        pos: the positions, (B, T), or (1, T) for all rows. Default: they continue after the cache.
+        mask: (B, 1, T, T so far) bool. Default: causal; T must then be 1 if the cache contains
+        tokens. plaingpt/scoring passes pos and mask to pack the endings of several questions into
+        one row. The padding after these endings has position 0.
         """
         T = idx.size(1)
         start = cache[0].length if cache else 0  # tokens in the cache
@@ -200,8 +199,8 @@ class GPT(nn.Module):
         x = x.to(stream_dtype(x))
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-                # To save memory, this keeps only the input of a block. The backward pass computes
-                # the block again, from the same random state, so the dropout masks are the same.
+                # checkpoint saves memory: it keeps only the block's input. The backward pass
+                # computes the block again, from the same RNG state, so dropout masks are the same.
                 x = checkpoint(
                     block,
                     x,
@@ -216,27 +215,26 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """The head: (..., C) -> (..., vocab_size). If you edit it, edit GPT.loss, too."""
+        """Applies the head: (..., C) -> (..., vocab_size). If you edit this, also edit GPT.loss."""
         return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):
-        """Cross-entropy in nats of hidden states (B, T, C) and targets (B, T).
+        """Returns the cross-entropy in nats of hidden states (B, T, C) and targets (B, T).
 
-        It is F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()), in chunks, but 0
-        without any target.
-        Targets of -100 are ignored. reduction: "mean", or "none" for the loss of each position,
-        (B, T), without a gradient. It is 0 where a target is ignored.
+        Computes F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()) in chunks.
+        Targets of -100 are ignored; if all are, the loss is 0. reduction: "mean", or "none" for
+        the loss of each position, (B, T), without a gradient; the loss of an ignored target is 0.
         """
-        # The logits are a matrix multiplication with this weight, which is fused with the loss. If
-        # your logits are more than that, give self.logits in place of the weight: a function is
-        # called for each chunk, which is slower.
+        # loss_fn multiplies by this weight and computes the loss in one function. If your logits
+        # are more than this multiplication, pass self.logits instead of the weight. This is slower,
+        # because loss_fn then calls self.logits for each chunk.
         return self.loss_fn(x, targets, self.lm_head.weight, reduction)
 
     def forward(self, idx, targets=None):
         """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets.
 
-        A third value with targets, such as {"z": z}, is logged: the mean of each scalar over a
-        step, on all processes.
+        With targets, an edit may return a third value, such as {"z": z}: log.txt then contains the
+        mean of each scalar over a step and all processes.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -245,9 +243,9 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def generate(self, idx, max_new_tokens, **options):
-        """Samples ids after each row: (B, T) -> (B, T + max_new_tokens).
+        """Appends sampled ids to each row: (B, T) -> (B, T + max_new_tokens).
 
-        options: seed, temperature, top_k and top_p. plaingpt/ops/sampling.py explains them.
+        options: seed, temperature, top_k and top_p of generate_tokens.
         """
         return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
@@ -255,8 +253,8 @@ class GPT(nn.Module):
     def load(cls, place):
         """Loads trained weights -> (GPT, Tokenizer), on the CPU. Raises UserError.
 
-        place: a checkpoint of this program, of nanoGPT or of build-nanogpt; a run directory, for
-        its newest checkpoint; or the name or the directory of a Hugging Face GPT-2.
+        place: a checkpoint of plainGPT, nanoGPT or build-nanogpt; a run directory, for its newest
+        checkpoint; or the name or the directory of a Hugging Face GPT-2.
         """
         return load_model(place, cls)
 
@@ -265,16 +263,17 @@ class GPT(nn.Module):
 
         muon_lr: None means learning_rate.
 
-        AdamW has the betas and eps of the GPT-3 paper, appendix B. In both optimizers, weight decay
-        applies to matrices and embeddings, and not to biases and norms.
-        Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices of the
-        blocks. Its updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, 2.2).
+        AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to
+        matrices and embeddings only.
+        Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates the matrices of the
+        blocks, with the root mean square of AdamW's updates (Liu et al. 2025, arXiv:2502.16982,
+        2.2).
         """
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
         in_blocks = {p for block in self.blocks() for p in block.parameters()}
         qkv_names = self.qkv_names() if optimizer == "muon" else []
-        of_muon = []  # these four lists have pairs of name and parameter
+        of_muon = []  # these four lists contain pairs (name, parameter)
         qkv = []
         matrices = []
         vectors = []
@@ -296,7 +295,7 @@ class GPT(nn.Module):
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # A stage of a pipeline may have no parameters for a group, or for AdamW.
+        # On a stage of a pipeline, one group or both may be empty. AdamW needs at least one.
         groups = [group for group in groups if group["params"]] or groups[:1]
         # fused=True is faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
@@ -304,9 +303,9 @@ class GPT(nn.Module):
         return optimizers
 
     def qkv_names(self):
-        """Returns the names of the weights that have query, key and value, one below the other.
+        """Returns the names of the weights whose rows are query, then key, then value.
 
-        Raises UserError if the three do not have C rows each, as with grouped queries.
+        Raises UserError unless each of the three has C rows (grouped queries have fewer).
         """
         names = []
         for name, p in self.named_parameters():
@@ -316,22 +315,22 @@ class GPT(nn.Module):
             n_rows, C = p.shape
             if n_rows != 3 * C:
                 raise UserError(
-                    f"model.py: {name} has {n_rows} rows, and query, key and value of {C} rows "
-                    f"each would be {3 * C}; for --optimizer muon or --tp, make them three layers"
+                    f"model.py: {name} has {n_rows} rows, but query, key and value of {C} rows "
+                    f"each need {3 * C}; for --optimizer muon or --tp, split it into three layers"
                 )
             names.append(name)
         return names
 
     def flops_per_token(self):
-        """Floating-point operations of one token, forward and backward (PaLM paper, appendix B).
+        """Returns the FLOPs per token, forward and backward (PaLM paper, appendix B).
 
-        Matrix products need 6 for each weight of an nn.Linear. The loss pads the head to a multiple
-        of 128 rows. Attention needs 12 n_layer n_embd T. This counts all T x T scores, although the
-        mask needs only half of them.
+        Matrix multiplications need 6 FLOPs per weight of an nn.Linear. The loss pads the head to a
+        multiple of 128 rows. Attention needs 12 n_layer n_embd T FLOPs: this counts all T x T
+        scores, although a causal mask needs only half of them.
         """
         c = self.config
         weights = (-c.vocab_size % 128) * c.n_embd  # the padding
-        for _, module in self.named_modules(remove_duplicate=False):  # one may be used twice
+        for _, module in self.named_modules(remove_duplicate=False):  # a layer may be used twice
             if isinstance(module, nn.Linear):
                 weights += module.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
