@@ -3,13 +3,13 @@
   python answers.py --data test.jsonl      scores the newest checkpoint in log/
   python answers.py --data test.jsonl --checkpoint log/baby --json scores.json
 
-The file has pairs of a prompt and a response, as train_gpt2.py --data reads:
+The file contains pairs of prompt and response, as train_gpt2.py --data reads:
 
   {"prompt": "12+34=", "response": "46"}
 
 A response may end with <|endoftext|>. An answer is right if every token of the
-response, and the end of the text after it, is the most likely one: the greedy
-answer is then the response, and ends.
+response, and the end of text after it, is the most likely one: greedy decoding
+then writes exactly the response, and stops.
 """
 
 from plaingpt.data.tokenizer import END_OF_TEXT
@@ -35,7 +35,7 @@ def prompt_ids(example, tokenizer):
 
 
 def report(examples, scores):
-    """Computes how often the whole response, with the end after it, is the likeliest."""
+    """Computes how often greedy decoding writes the whole response, with the end after it."""
     return dict(acc=float(scores.greedy.mean()))
 
 
@@ -48,7 +48,7 @@ BENCHMARK = Benchmark(
     examples=examples,
     report=report,
     prompt_ids=prompt_ids,
-    figures=dict(acc="the greedy answer is the response, and ends"),
+    figures=dict(acc="greedy decoding writes the response, and stops"),
     logged="acc",
     proportions=("acc",),
 )

@@ -8,20 +8,20 @@ In this help, [x] is the default of a flag, unless the preset has another value.
 
 --peer also times the step of another GPT-2, with AdamW. Other programs on a
 machine change all times, so the models take turns: 3 rounds of --steps each.
-Each model has a process of its own, and a row of its own. The peers compute all
-logits at once, and then their loss:
+Each model has its own process and its own row. The peers compute all logits at
+once, then the loss:
 
 - transformers: the model of Hugging Face; first pip install transformers.
 - plain: our model with the last layer of build-nanogpt.
 
 After the settings, the row shows
 
-- the median time of a step, and the times of the fastest and the slowest,
+- the median time of a step, and the times of the fastest and the slowest step,
 - the tokens per second of all processes,
-- the operations of the model per second, counted with full attention,
-- their share of the peak in the data sheet, if the GPU is a known one,
-- the peak memory of one process, on a GPU only that of its tensors,
-- the time of the first step; it includes compilation if --batch_size is given.
+- the FLOPs per second of the model, counted with full attention,
+- their fraction of the peak in the data sheet, if the program knows the GPU,
+- the peak memory of one process, on a GPU only of its tensors,
+- the time of the first step, including compilation if --batch_size is given.
 """
 
 import math
@@ -51,7 +51,7 @@ from torch.nn.attention import SDPBackend
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, Training, make_training, train_step
 
-OURS = "plaingpt"  # stands before our row if there are peers
+OURS = "plaingpt"  # the label of our row if there are peers
 ROUNDS = 3
 
 
@@ -59,12 +59,12 @@ ROUNDS = 3
 class BenchConfig:
     preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
     batch_size: int | None = flag(None, "sequences [GPU: up to 64; CPU: 4]", above=0)
-    steps: int = flag(10, "timed steps; with --peer, those of a round", above=0)
-    peer: list[Literal["transformers", "plain"]] | None = flag(None, "other GPT-2s to time, too")
+    steps: int = flag(10, "timed steps; with --peer, in each round", above=0)
+    peer: list[Literal["transformers", "plain"]] | None = flag(None, "also time these GPT-2s")
     profile: bool = flag(False, "print the slowest operations; write bench_trace.json", either=True)
 
 
-# These flags of train_gpt2.py are the same here.
+# These flags mean the same as in train_gpt2.py.
 SHARED = (
     "block_size",
     "optimizer",
@@ -79,7 +79,7 @@ SHARED = (
 
 
 def shared_config():
-    """Makes a dataclass of the fields of GPTConfig and TrainConfig that are in SHARED."""
+    """Builds a dataclass from the fields of GPTConfig and TrainConfig that are in SHARED."""
     shared = []
     for config in (GPTConfig, TrainConfig):
         types = types_of(config)
@@ -91,16 +91,16 @@ def shared_config():
 
 
 class Peer(torch.nn.Module):
-    """Another GPT-2. Its last layer is the usual one: it computes all logits, then their loss."""
+    """Another GPT-2, with the usual last layer: computes all logits, then their loss."""
 
     def __init__(self, name, config):
         super().__init__()
-        if name == "plain":  # has 50,304 ids instead of 50,257, as in build-nanogpt
+        if name == "plain":  # 50,304 ids instead of 50,257, as in build-nanogpt
             n_rows = config.vocab_size + -config.vocab_size % 128
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
             hf = require("transformers")
-            # A cache of keys and values is for generation.
+            # Only generation needs a cache of keys and values.
             hf_config = hf.GPT2Config(
                 **vars(config), n_positions=config.block_size, use_cache=False
             )
@@ -112,7 +112,7 @@ class Peer(torch.nn.Module):
 
 
 def make_peer(name, gpt_config, config, process):
-    """Makes a Peer and what trains it -> Training."""
+    """Builds a Peer, its optimizer, scaler and clipper -> Training."""
     raw_model = Peer(name, gpt_config).to(process.device)
     optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
@@ -125,14 +125,14 @@ def make_peer(name, gpt_config, config, process):
 class Subject:
     """A model whose step is timed."""
 
-    label: str  # begins its row
+    label: str  # the beginning of its row
     config: TrainConfig
     process: Process
     training: Training
     micro_batches: list  # of (x, y, weight), as in train_step
     B: int  # sequences of a process in a step
     T: int
-    flops_per_token: int  # of GPT, also for a peer
+    flops_per_token: int  # of GPT, even for a peer
 
     @property
     def n_tokens(self):
@@ -140,16 +140,16 @@ class Subject:
         return self.B * self.T * self.process.dp_size
 
     def time_step(self):
-        """Makes a step -> its seconds. Raises UserError if memory runs out."""
+        """Takes a step -> its seconds. Raises UserError if memory runs out."""
         begin = time.perf_counter()
         with batch_size_advice(self.B):
-            # This also waits for the device.
+            # train_step also waits for the device.
             train_step(self.training, self.micro_batches, self.config.grad_clip, self.process)
         return time.perf_counter() - begin
 
 
 def make_subject(name, given):
-    """Makes our model, or that of a peer, and random data -> Subject. Raises UserError.
+    """Builds our model or a peer, and random data -> Subject. Raises UserError.
 
     given: {name: value} of the flags on the command line.
     """
@@ -173,9 +173,9 @@ def make_subject(name, given):
     else:
         training = make_peer(name, gpt_config, config, process)
     B = largest_B
-    if not (bench.batch_size or bench.peer):  # with peers, all models get the same batch
+    if not (bench.batch_size or bench.peer):  # with peers, all models use one batch size
         B, plan = fit_batch_size(training, config, T, plan, process)
-    # All steps have one size, (n, B). With --pp, a step has several micro-batches.
+    # All steps have the same (n, B). With --pp, a step contains several micro-batches.
     _, micro_B = plan[0]
     torch.manual_seed(process.dp_rank)
     with batch_size_advice(B):
@@ -209,7 +209,7 @@ def describe(subject, first, seconds):
 
 
 def name_attention(subject):
-    """Returns which kernel of attention PyTorch chooses on a GPU, and the version of cuDNN."""
+    """Returns which attention kernel PyTorch chooses on a GPU, and the version of cuDNN."""
     config = subject.training.raw_model.config
     shape = (subject.B, config.n_head, subject.T, config.n_embd // config.n_head)
     q = torch.empty(shape, device=subject.process.device, dtype=subject.process.dtype)
@@ -218,7 +218,7 @@ def name_attention(subject):
 
 
 def profile_step(subject):
-    """Prints the operations of a step that take longest, and writes bench_trace.json."""
+    """Prints the slowest operations of a step, and writes bench_trace.json."""
     with torch.profiler.profile() as profiler:
         subject.time_step()
     is_cuda = subject.process.device.type == "cuda"
@@ -229,7 +229,7 @@ def profile_step(subject):
 
 
 def compare(names, given):
-    """Times models in turn, each in a process of its own. Prints their rows. Raises UserError."""
+    """Times models in turn, each in its own process. Prints their rows. Raises UserError."""
     _, _, world_size = read_ranks()
     if world_size > 1:
         raise UserError(f"--peer {names[-1]}: needs one process; do not use torchrun")
@@ -243,7 +243,7 @@ def compare(names, given):
         worker.start()
         workers.append(worker)
         other_end.close()  # so that `receive` fails if the process ends
-        receive(pipe)  # the next process starts when this one has made its first step
+        receive(pipe)  # the next process starts after this one's first step
         pipes.append(pipe)
     for _ in range(ROUNDS):
         for pipe in pipes:
@@ -252,14 +252,14 @@ def compare(names, given):
     for name, pipe, worker in zip(names, pipes, workers):
         pipe.send("row")
         print0(f"{name} {receive(pipe)}")
-        worker.join()  # lets it remove its semaphores, about which Python would warn
+        worker.join()  # the process removes its semaphores, so Python does not warn
 
 
 def receive(pipe):
-    """Returns what a process sends. Raises its UserError, or one if it has ended."""
+    """Returns what a process sends. Raises a UserError that it sends, or one if it has ended."""
     try:
         found = pipe.recv()
-    except EOFError:  # Linux may kill it without a message if memory runs out
+    except EOFError:  # Linux may kill a process without a message if memory runs out
         raise UserError("a model's process has ended; try a smaller --batch_size") from None
     if isinstance(found, UserError):
         raise found
@@ -267,7 +267,7 @@ def receive(pipe):
 
 
 def serve(name, given, pipe):
-    """Makes steps of a model whenever `compare` asks for a round, and at last sends the row."""
+    """Takes steps of a model whenever `compare` asks for a round, and sends the row at the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends compare, which ends this process
     try:
         subject = make_subject(name, given)
@@ -275,7 +275,7 @@ def serve(name, given, pipe):
         seconds = []
         pipe.send("ready")
         while pipe.recv() == "round":
-            subject.time_step()  # the caches are full of the numbers of another model
+            subject.time_step()  # the caches contain numbers of another model
             for _ in range(pick(BenchConfig, given).steps):
                 seconds.append(subject.time_step())
             torch.cuda.empty_cache()  # the others need this memory
@@ -293,7 +293,7 @@ def main(argv=None):
         return
     subject = make_subject(OURS, given)
     first = subject.time_step()
-    subject.time_step()  # the second step may be slow, too
+    subject.time_step()  # the second step may also be slow
     seconds = [subject.time_step() for _ in range(bench.steps)]
     if bench.profile:
         profile_step(subject)
@@ -304,15 +304,15 @@ def main(argv=None):
 
 
 def peak_memory(device):
-    """Returns the peak memory of this process in bytes, on a GPU only that of its tensors.
+    """Returns the peak memory of this process in bytes, on a GPU only of its tensors.
 
-    It is NaN where it is unknown.
+    NaN means unknown.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     if sys.platform == "win32":
         return math.nan
-    import resource  # Windows does not have it
+    import resource  # Windows lacks this module
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

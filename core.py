@@ -7,16 +7,16 @@
 
 The bundle is a directory with core.yaml, eval_meta_data.csv and eval_data/. Get
 https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip and unzip it.
-In training, it is --evals core=eval_bundle. Your own tasks have the same form
-(docs/benchmarks.md shows it), or are one .jsonl file. Its lines have one of
-three forms:
+In training, use --evals core=eval_bundle. Write your own tasks in the same form
+(docs/benchmarks.md shows it), or in one .jsonl file. Each line has one of three
+forms:
 
   {"query": "A cat in a", "choices": ["hat", "box"], "gold": 0}
   {"context_options": ["Ada sang. She", "Ada sang. It"],
    "continuation": "smiled", "gold": 0}
   {"context": "One, two,", "continuation": "three"}
 
-The metric is the mean accuracy of the tasks, centered: 0 is chance, 1 is
+The metric is the mean centered accuracy of the tasks: 0 is chance, 1 is
 perfect. Prompts and rules follow nanochat; docs/benchmarks.md explains them.
 """
 
@@ -52,8 +52,8 @@ COLUMNS = ("query", "choices", "context_options", "context", "continuation", "go
 @dataclass
 class Options:
     bundle: str | None = flag(None, "directory or .jsonl file [.]")
-    tasks: str | None = flag(None, "names with commas between them [all tasks]")
-    max_per_task: int | None = flag(None, "number of items of a task [all]", at_least=1)
+    tasks: str | None = flag(None, "names, separated by commas [all tasks]")
+    max_per_task: int | None = flag(None, "items per task [all]", at_least=1)
     num_fewshot: int | None = flag(None, "solved examples [bundle's; .jsonl: 0]", at_least=0)
     delimiter: str | None = flag(
         None, r"before answers, such as \n [bundle's; .jsonl: space]", empty=True, line_breaks=True
@@ -62,21 +62,21 @@ class Options:
 
 @dataclass
 class Task:
-    """A task has a file of items, and knows how to ask them."""
+    """A file of items, and how to turn them into prompts."""
 
     label: str
     file: Path
     num_fewshot: int = 0
-    delimiter: str = " "  # stands between a context and its answer
-    kind: str | None = None  # one of KINDS; None: the fields of each item tell it
-    chance: float | None = None  # accuracy by chance; None: computed from its examples
+    delimiter: str = " "  # between a context and its answer
+    kind: str | None = None  # one of KINDS; None: the fields of each item decide
+    chance: float | None = None  # accuracy by chance; None: computed from the items
 
 
 def load(path, limit=0, **options):
-    """Loads a bundle -> Examples, task by task. Raises UserError.
+    """Loads a bundle -> Examples of all its tasks, in order. Raises UserError.
 
-    path, limit: --data and --limit, which mean the same as bundle and max_per_task here. options:
-    fields of Options.
+    path, limit: --data and --limit, which mean the same as bundle and max_per_task. options: fields
+    of Options.
     """
     given = Options(**options)
     if (path and given.bundle) or (limit and given.max_per_task):
@@ -97,12 +97,12 @@ def find_tasks(path, names):
     if kind_of(path) == ".jsonl":
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
-        raise UserError(f"{path}: has no core.yaml; give the eval_bundle, or a .jsonl file")
+        raise UserError(f"{path}: contains no core.yaml; give the eval_bundle, or a .jsonl file")
     tasks = read_tasks(path / "core.yaml", read_chances(path / "eval_meta_data.csv"))
     if not names:
         return list(tasks.values())
     chosen = []
-    for name in dict.fromkeys(map(str.strip, names.split(","))):  # each once
+    for name in dict.fromkeys(map(str.strip, names.split(","))):  # removes duplicates
         if name not in tasks:
             raise UserError(f"--tasks {name}: must be one of {', '.join(tasks)}")
         chosen.append(tasks[name])
@@ -158,13 +158,13 @@ def load_task(task, options):
     n_shots = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n_shots:
-        raise UserError(f"{task.file}: has too few items for --num_fewshot {n_shots}; give fewer")
+        raise UserError(f"{task.file}: too few items for --num_fewshot {n_shots}; give fewer")
     examples = [make_example(item, delimiter, task.kind) for item in items]
     chance = mean_chance(examples) if task.chance is None else task.chance
     solved = [prompts(example)[example.label] + "\n\n" for example in examples]
     complete = []
     for i, (example, item) in enumerate(zip(examples, items)):
-        # nanochat draws from a copy of the other items. Their places are drawn in the same way.
+        # nanochat draws from a list of the other items. Drawing indices draws the same items.
         drawn = random.Random(1234 + i).sample(range(len(items) - 1), n_shots)
         shots = tuple(solved[j if j < i else j + 1] for j in drawn)
         facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
@@ -173,7 +173,7 @@ def load_task(task, options):
 
 
 def mean_chance(examples):
-    """Returns the accuracy of random answers. It is 0 for an item of language_modeling."""
+    """Returns the accuracy of random answers: the mean over items; 0 for language_modeling."""
     chances = []
     for example in examples:
         is_choice = example.kind != "language_modeling"
@@ -182,21 +182,21 @@ def mean_chance(examples):
 
 
 def make_example(item, delimiter, kind=None):
-    """Turns an item into an Example. A context and an ending make a prompt. Raises UserError.
+    """Turns an item into an Example. A prompt is a context with an ending. Raises UserError.
 
-    kind: one of KINDS, or None: the fields of the item tell it.
+    kind: one of KINDS, or None: the fields of the item decide.
     """
     kind = kind or find_kind(item)
     make, _ = KINDS[kind]
     example = make(item, delimiter)
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
-    # A single choice cannot be compared with others. So the model must write it.
+    # A single choice cannot be compared with others, so the model must generate it.
     return replace(example, kind=kind if len(example) > 1 else "language_modeling")
 
 
 def find_kind(item):
-    """Finds the kind of task of an item by its fields. A .jsonl file does not name its kind."""
+    """Finds the kind of an item by its fields, because a .jsonl file does not name the kind."""
     if "choices" in item:
         return "multiple_choice"
     if "context_options" in item:
@@ -205,13 +205,13 @@ def find_kind(item):
 
 
 def prompts(example):
-    """Returns the texts of the pairs, each a context with an ending, after the solved examples."""
+    """Returns all prompts: the solved examples, then a context with an ending."""
     shots = "".join(example.shots)
     return [shots + context + ending for context in example.contexts for ending in example.endings]
 
 
 def prompt_ids(example, tokenizer):
-    """Yields (ids of a context, [ids of each of its endings]). Splits the ids of whole prompts."""
+    """Splits the ids of whole prompts. Yields (ids of a context, [ids of each of its endings])."""
 
     def encode(text):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
@@ -221,20 +221,20 @@ def prompt_ids(example, tokenizer):
 
 
 def make_multiple_choice(item, delimiter):
-    """Makes an Example with one context and several endings."""
+    """Builds an Example with one context and several endings."""
     query, choices, gold = get_fields(item, query=str, choices=list, gold=int)
     return Example([query], [f"{delimiter}{choice}" for choice in choices], gold)
 
 
 def split_multiple_choice(example, encode):
-    """Yields as prompt_ids. The start of all prompts is the same: it is the context."""
+    """Yields like prompt_ids. The context is what all prompts have in common at their start."""
     ids = [encode(prompt) for prompt in prompts(example)]
-    n = len(os.path.commonprefix(ids))  # works with lists, too
+    n = len(os.path.commonprefix(ids))  # also works with lists
     yield ids[0][:n], [prompt[n:] for prompt in ids]
 
 
 def make_schema(item, delimiter):
-    """Makes an Example with several contexts and one ending."""
+    """Builds an Example with several contexts and one ending."""
     contexts, continuation, gold = get_fields(
         item,
         context_options=list,
@@ -245,27 +245,27 @@ def make_schema(item, delimiter):
 
 
 def split_schema(example, encode):
-    """Yields as prompt_ids. The end of all prompts is the same: it is the ending of each."""
+    """Yields like prompt_ids. The ending is what all prompts have in common at their end."""
     ids = [encode(prompt) for prompt in prompts(example)]
     n = len(os.path.commonprefix([prompt[::-1] for prompt in ids]))
     for prompt in ids:
         split = len(prompt) - n
         if split > 0:
             yield prompt[:split], [prompt[split:]]
-        else:  # all of the prompt is the same
+        else:  # the whole prompt is common to all
             yield prompt[:1], [[]]
 
 
 def make_language_modeling(item, delimiter):
-    """Makes an Example with one context and one ending."""
+    """Builds an Example with one context and one ending."""
     context, continuation = get_fields(item, context=str, continuation=str | int | float)
     return Example([context.strip() + delimiter], [str(continuation)])
 
 
 def split_language_modeling(example, encode):
-    """Yields as prompt_ids. The context is the ids that the prompt without its ending has, too.
+    """Yields like prompt_ids. The context ends where the prompt without its ending would differ.
 
-    Raises UserError if the ending has no other ids. Then nanochat stops, too.
+    Raises UserError if no ids are left for the ending; nanochat then stops as well.
     """
     (prompt,) = prompts(example)
     before = prompt.removesuffix(example.endings[0]).rstrip()
@@ -275,7 +275,7 @@ def split_language_modeling(example, encode):
     yield ids[:n], [ids[n:]]
 
 
-# For each icl_task_type: what makes an Example of an item, and what splits its prompts.
+# For each icl_task_type: a function builds an Example from an item, another splits its prompts.
 KINDS = dict(
     multiple_choice=(make_multiple_choice, split_multiple_choice),
     schema=(make_schema, split_schema),
@@ -284,8 +284,8 @@ KINDS = dict(
 
 
 def report(examples, scores):
-    """Computes the metric, and the figures of each task."""
-    with np.errstate(invalid="ignore"):  # an ending without tokens has 0 / 0
+    """Computes the metric, and the accuracies of each task."""
+    with np.errstate(invalid="ignore"):  # an ending without tokens divides 0 by 0
         losses = split_by_example(examples, -scores.log_likelihood / scores.tokens)
     greedy = split_by_example(examples, scores.greedy)
     chances = {}  # {task: accuracy by chance}
@@ -312,17 +312,17 @@ def report(examples, scores):
 def is_correct(example, losses, is_greedy):
     """Returns whether the answer to an item is right.
 
-    losses: mean loss of the ending of each pair. is_greedy: whether the model would write it.
+    losses: mean loss of each ending, per prompt. is_greedy: whether greedy decoding writes it.
     """
     if example.kind == "language_modeling":
         return bool(is_greedy[0])
-    # min() as in nanochat, where NaN is the lowest loss only if it is the first.
+    # min() as in nanochat: NaN is the lowest loss only if it comes first.
     answer = min(range(len(losses)), key=lambda i: losses[i])
     return answer == example.label
 
 
 def main(argv=None):
-    """Runs the program. Prints the figures, then a line for each task."""
+    """Runs the program. Prints the metric, then a line per task."""
     figures = run_benchmark(BENCHMARK, GPT, argv)
     print0(f"\n{'task':<34}accuracy  centered     items")
     for name, task in figures["tasks"].items():

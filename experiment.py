@@ -6,8 +6,8 @@
   python experiment.py -- --optimizer adamw       what you changed, and the
                                                   flags after --
   python experiment.py --base HEAD~3              all changes since that commit
-  python experiment.py --rates 2e-3 4e-3 8e-3     each side at its best learning
-                                                  rate
+  python experiment.py --rates 2e-3 4e-3 8e-3     each program at its best
+                                                  learning rate
   python experiment.py --confirm                  the same question with seeds
                                                   that no run has used
   python experiment.py --sizes 64 96 128 160 --flags "--data my.txt"
@@ -16,24 +16,25 @@
 
 The runs differ in their seeds: 1 to --base_seeds without the change, 1 to
 --seeds with it. experiments/score.py trains each run and measures its loss on
-the validation data of the base. A verdict is about the difference: the mean
-loss with the change, minus the mean loss without it. Both programs are copied
-first, so you can continue to edit. Finished runs are used again. The exit
-status is the verdict:
+the validation data of the base. The verdict depends on the difference: the mean
+loss with the change, minus the mean loss without it. experiment.py first copies
+both programs, so you can continue to edit. Later experiments use finished runs
+again. The exit status is the verdict:
 
   0  better     the 95 % confidence interval (Welch's t-test) is below 0
-  3  equal      it is between -delta and delta, even if 0 is not in it
-  4  worse      it is above 0
+  3  equal      the interval is within ± delta, even if it excludes 0
+  4  worse      the interval is above 0
   5  undecided  none of these; the verdict says which --seeds may decide
   6  invalid    a position of the model sees later tokens
   7  failed     the change does not apply, or a run failed
 
---sizes asks at each size: heads of 32 channels, --tokens_per_weight, and a peak
-learning rate of 1.5 / channels, or --rates for the smallest size and scaled in
-the same way. The verdict is about the largest size. "Worth x1.2 in compute":
-for this loss, the base needs 20 % more compute.
+--sizes compares at each size: heads of 32 channels, --tokens_per_weight, and a
+peak learning rate of 1.5 / channels, or --rates for the smallest size and
+scaled in the same way. The verdict is about the largest size. "Worth x1.2 in
+compute": for the same loss, the base needs 20 % more compute.
 
-Each experiment adds a line to log/experiments/ledger.jsonl. It needs scipy.
+Each experiment adds a line to log/experiments/ledger.jsonl. This program needs
+scipy.
 """
 
 import hashlib
@@ -79,22 +80,22 @@ import numpy as np
 # The first ledger contains the experiments of docs/calibration.md.
 LEDGERS = (CLONE / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
-HEAD_SIZE = 32  # channels of a head, at every size: other heads would be another change
-RATE = 1.5  # --max_lr x channels; measured for Muon: twice the width has about half the best rate
-LATER_TOLERANCE = 1e-4  # relative; rounding to float32 makes a smaller difference
+HEAD_SIZE = 32  # channels per head, at every size: another head size would be a second change
+RATE = 1.5  # --max_lr x channels; measured with Muon: twice the width halves the best learning rate
+LATER_TOLERANCE = 1e-4  # relative; the rounding of float32 causes a smaller difference
 
 
 @dataclass
 class ExperimentConfig:
     flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "of all runs", empty=True)
-    seeds: int = flag(4, "runs with the change; choose it before", at_least=2, at_most=1000)
+    seeds: int = flag(4, "runs with the change; choose in advance", at_least=2, at_most=1000)
     base_seeds: int = flag(8, "runs without it; at least --seeds", at_least=2, at_most=1000)
-    confirm: bool = flag(False, "take seeds that neither program has used")
+    confirm: bool = flag(False, "use seeds that neither program has used")
     at_once: int | None = flag(None, "runs at a time [one per GPU, or core]", above=0, at_most=1000)
     rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
-    delta: float = flag(0.01, "a smaller difference does not matter", above=0)
+    delta: float = flag(0.01, "largest difference that does not matter", above=0)
     sizes: list[int] | None = flag(None, "channels of the models", above=0)
-    tokens_per_weight: float = flag(5.0, "of --sizes: training tokens", above=0)
+    tokens_per_weight: float = flag(5.0, "training tokens per weight, for --sizes", above=0)
     base: str = flag("HEAD", "commit to compare with")
     name: str | None = flag(None, "what --list calls the change [patch and flags]")
     why: str | None = flag(None, "your reason to try it, for the ledger")
@@ -103,9 +104,9 @@ class ExperimentConfig:
 
 
 def choose_rates(programs, rates, at_once):
-    """Returns [base, change], each with its best learning rate. A rate that diverges is skipped.
+    """Returns [base, change], each with its best learning rate among those that converge.
 
-    The runs that choose have the seed 0, which no other run has.
+    These runs use the seed 0, which no other run uses.
     """
     chosen = []
     for program in programs:
@@ -113,7 +114,7 @@ def choose_rates(programs, rates, at_once):
         found = run_missing(tried, [[0]] * len(rates), at_once, may_fail=True)
         losses = [math.inf if loss is None else loss for (loss,) in found]
         best = losses.index(min(losses))
-        edge = "; it is at an edge, so try more" if rates[best] in (min(rates), max(rates)) else ""
+        edge = ", at an edge, so try more" if rates[best] in (min(rates), max(rates)) else ""
         text = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in zip(rates, losses))
         print0(f"{program.name}: losses at --max_lr {text}; the best is {rates[best]:g}{edge}")
         chosen.append(tried[best])
@@ -121,10 +122,10 @@ def choose_rates(programs, rates, at_once):
 
 
 def compare(programs, rates, config, ledger, entry):
-    """Trains what is missing, and adds the facts of the verdict to the entry of the ledger.
+    """Trains the missing runs, and adds the facts of the verdict to the entry of the ledger.
 
-    programs: [base, change], probed. rates: learning rates to choose from, or None. The entry keeps
-    what it contains, even if this raises UserError.
+    programs: [base, change], probed. rates: learning rates to choose from, or None. Even if this
+    raises UserError, the entry keeps the facts so far.
     """
     if rates:
         programs = choose_rates(programs, rates, config.at_once)
@@ -144,7 +145,7 @@ def compare(programs, rates, config, ledger, entry):
             entry.update(verdict="invalid", reason=f"{reason} by {later:.2%} of the largest logit")
             return
     entry.update(compare_losses(base_losses, losses, config.delta))
-    # The ratio is right only if the machine was equally busy for both programs.
+    # The ratio is correct only if the machine was equally busy during both programs.
     speeds = []  # tokens per second
     for program, own in zip(programs, seeds):
         logs = [read_streams(program.place(seed) / "log.txt")["tok_s"].values() for seed in own]
@@ -213,7 +214,7 @@ def main():
         print0("\n".join([*map(entry_as_line, ledger), *discoveries_as_lines(ledger)]))
         return
     with explaining(f"--flags {config.flags}", "correct it", ValueError):
-        flags = shlex.split(config.flags)  # as a shell splits them, so a path may have a space
+        flags = shlex.split(config.flags)  # as a shell does, so a path may contain a space
     words = [part for word in flags + more for part in (word, *re.split("[=,]", word))]
     check_output("--json", config.json, [*patches, *LEDGERS, *words])
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
@@ -221,12 +222,12 @@ def main():
     names = ["this clone"] if changes or files else []
     if patches:
         if changes:
-            print0("note: a patch changes the commit; your edits since then are in no run")
+            print0("note: the patch changes the commit; no run contains your edits since then")
         with explaining("PATCH", "give a file", OSError):
             changes, files = b"".join(Path(path).read_bytes() for path in patches), []
         names = [Path(path).stem for path in patches]
     if not (names or more):
-        raise UserError("nothing is changed; edit model.py, give a patch, or give flags after --")
+        raise UserError("nothing has changed; edit model.py, give a patch, or give flags after --")
     if config.sizes:
         check_sizes(config.sizes, more)
         flags = ["--val_every", "0", *flags]
@@ -237,7 +238,7 @@ def main():
     lock(LAB, "experiments in")  # until the program ends
     if config.json and os.path.isfile(config.json):
         with writing(config.json), open_output(config.json):
-            pass  # nobody must read an older verdict if this program is stopped
+            pass  # if this program is stopped, nobody must read an older verdict
     os.environ["OMP_NUM_THREADS"] = "1"  # in each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     copies = [LAB / "base", LAB / "change"]

@@ -1,10 +1,10 @@
-"""Writes a checkpoint as a directory that Hugging Face transformers loads.
+"""Exports a checkpoint to a directory that Hugging Face transformers loads.
 
   python export.py                         exports the newest checkpoint in log/
   python export.py --checkpoint log/baby --output my-gpt2
 
 The directory contains the weights, the tokenizer and a model card, README.md.
-It needs transformers: pip install transformers
+This program needs transformers: pip install transformers
 """
 
 import tempfile
@@ -39,7 +39,7 @@ pipeline_tag: text-generation
 |---|---|
 {rows}
 """
-# These facts of run.json are in the model card.
+# The model card contains these facts of run.json.
 FACTS = (
     "parameters",
     "tokenizer",
@@ -63,28 +63,28 @@ class ExportConfig:
 
 
 def check_directory(output, source):
-    """Raises UserError if there is something else than an earlier export at this path.
+    """Raises UserError if the path exists and is not an earlier export, or an empty directory.
 
     source: the path of the checkpoint.
     """
     if output.resolve() == source.resolve():
         raise UserError(f"--output {output}: is also an input; give another directory")
     is_taken = any(output.iterdir()) if output.is_dir() else output.exists()
-    # Only an export has this field.
+    # Only an export contains this field.
     if is_taken and not read_json(output / "tokenizer_config.json").get("end_of_text"):
-        raise UserError(f"--output {output}: is a file, or has other files; give a new directory")
+        raise UserError(f"--output {output}: is a file or contains others; give a new directory")
     card = output / "README.md"
     if card.is_file() and is_edited(card.read_text("utf-8", "replace")):
         raise UserError(f"--output {output}: its README.md was edited; move this file away first")
 
 
 def sign(card):
-    """Adds a checksum to the text of a model card, by which is_edited knows it."""
+    """Adds a checksum to the text of a model card, so that is_edited recognizes it."""
     return f"{card}\n<!-- export.py, CRC-32 {zlib.crc32(card.encode()):08x} -->\n"
 
 
 def is_edited(signed):
-    """Returns whether the text of a model card is not as export.py has written it."""
+    """Returns whether somebody has changed the text of a model card since export.py wrote it."""
     card, _, _ = signed.rpartition("\n<!-- export.py")
     return sign(card) != signed
 
@@ -93,7 +93,7 @@ def make_card(source, model, tokenizer, config):
     """Returns the text of the model card. source: the path of the checkpoint."""
     facts = asdict(model.config)
     run_json = read_facts(source.with_name("run.json"))
-    known = run_json["train_config"] | run_json  # run_json has the dtype that was chosen
+    known = run_json["train_config"] | run_json  # run_json contains the dtype that was used
     for fact in FACTS:
         if known.get(fact):
             facts[fact] = known[fact]

@@ -4,15 +4,15 @@
   python fineweb.py --input a.jsonl --output_dir mine  reads your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
 
---input takes .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv, .txt (also as
+--input reads .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv, .txt (also as
 .gz or .zst) and .parquet files, and directories of save_to_disk. In a .txt
-file, <|endoftext|> separates documents. --tokenizer takes a vocabulary of your
-own, see tokenizer.py. After an interruption, the same command continues.
-Damaged records are counted and skipped; the first 5 are shown. With --strict,
-the first one is an error.
+file, <|endoftext|> separates documents. --tokenizer reads a vocabulary of your
+own, which tokenizer.py trains. After an interruption, the same command
+continues. It counts and skips damaged records, and shows the first 5. With
+--strict, the first damaged record is an error.
 """
 
-# plaingpt/data/documents.py reads a stream of documents. Threads encode batches of them. The main
+# plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of them. The main
 # thread writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
 
 import contextlib
@@ -46,38 +46,38 @@ from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
-BATCH = 2**20  # characters that a thread encodes at a time
+BATCH = 2**20  # characters that a thread tokenizes at a time
 SHOWN = 5  # damaged records that are shown
 
 
 @dataclass
 class ShardConfig:
     input: list[str] | None = flag(None, "files or quoted globs of your own text")
-    dataset: str = flag(FINEWEB, "of the Hugging Face hub or a mirror, HF_ENDPOINT", either=True)
+    dataset: str = flag(FINEWEB, "name on the Hugging Face hub or HF_ENDPOINT", either=True)
     name: str | None = flag(None, "configuration of --dataset [sample-10BT of FineWeb-Edu]")
     text_key: str = flag("text", "field or column that holds the text")
     tokenizer: str = flag("gpt2", "tokenizer.json, its directory, or a name of the hub")
     end_of_text: str | None = flag(None, "name of the token between documents")
     output_dir: str = flag("edu_fineweb10B", "directory for the shards")
-    shard_size: int | None = flag(None, "tokens [10^8; small data: fewer]", at_least=1)
-    val_shards: int = flag(1, "shards for validation, the first ones", at_least=0)
-    max_shards: int = flag(10**6, "stop after so many shards", at_least=1)
-    num_proc: int | None = flag(None, "threads that encode [one per core]", at_least=1)
+    shard_size: int | None = flag(None, "tokens per shard [10^8; small data: fewer]", at_least=1)
+    val_shards: int = flag(1, "first shards, used for validation", at_least=0)
+    max_shards: int = flag(10**6, "stop after this many shards", at_least=1)
+    num_proc: int | None = flag(None, "threads that tokenize [one per core]", at_least=1)
     strict: bool = flag(False, "stop at the first damaged record")
 
 
 def read_progress(directory, name, settings):
     """Reads what meta.json says about the shards in a directory -> facts. Raises UserError.
 
-    If it has neither shards nor a file that would be replaced, returns the facts of an empty
-    directory.
+    If the directory contains neither shards nor a file that would be replaced, returns the facts of
+    an empty directory.
 
     settings: what must not change between the runs. facts["next"] says where the next shard begins:
-    it is [n, m] if earlier shards have the first n documents, and m tokens of the documents after
-    them. It is None at the end of the source.
+    [n, m] means that earlier shards contain the first n documents, and m tokens of the documents
+    after these. None means the end of the source.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
-    facts["lost"] = 0  # characters that the vocabulary does not have, and that no token stands for
+    facts["lost"] = 0  # characters that are not in the vocabulary, so that no token stands for them
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
     shards = [*find_shards(directory, "train"), *find_shards(directory, "val")]
     if not replaced and not shards:
@@ -86,9 +86,9 @@ def read_progress(directory, name, settings):
     differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
         raise UserError(
-            f"{directory}: has files of another {', '.join(differ)}; use a new directory"
+            f"{directory}: contains files of another {', '.join(differ)}; use a new directory"
         )
-    facts.update(old)  # also takes the old name: the directory may have been renamed
+    facts.update(old)  # includes the old name: the directory may have been renamed
     with reading(find_meta(directory), "use a new directory"):
         check_facts(facts)
     if len(shards) < facts["shards"]:
@@ -109,7 +109,7 @@ def check_facts(facts):
 
 
 def count_id(parts, i):
-    """Returns how often an id is in arrays of tokens."""
+    """Returns how often an id occurs in arrays of tokens."""
     return sum(int((part == i).sum()) for part in parts)
 
 
@@ -130,7 +130,8 @@ def save_shard(directory, facts, parts, following, tokenizer):
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with writing(path, "free some space; the same command continues"):
         write_json(directory / "progress.json", facts)
-        # It is written once, because training may begin, and read it, before all shards are there.
+        # This file is written once, before the shards, because training may begin and read it
+        # before all shards are there.
         if tokenizer.json and not (directory / "tokenizer.json").exists():
             with replacing(directory / "tokenizer.json") as file:
                 file.write(tokenizer.source.encode())
@@ -138,7 +139,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
         with replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
-    if tokenizer.special:  # in bytes, a document may have line breaks inside
+    if tokenizer.special:  # without special ids, a line break does not always end a document
         facts["documents"] += count_id(parts, tokenizer.end_of_text)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)
     write_json(directory / "progress.json", facts)
@@ -165,8 +166,7 @@ def make_batches(documents):
 def encode_batch(batch, tokenizer):
     """Encodes Documents -> (batch, tokens, how many characters no token stands for).
 
-    tokens: (n,), with end_of_text before each document. A piece that continues a document has no
-    end_of_text before it.
+    tokens: (n,), with end_of_text before each document, but not before a piece that continues one.
     """
     good = [document for document in batch if document.text is not None]
     texts = [document.text for document in good]
@@ -177,7 +177,7 @@ def encode_batch(batch, tokenizer):
 
 
 def encode_all(documents, tokenizer, n_threads):
-    """Yields what encode_batch returns, in order. The threads work a few batches ahead."""
+    """Yields the results of encode_batch in order. The threads work a few batches ahead."""
     with ThreadPoolExecutor(n_threads) as pool:
         futures = (pool.submit(encode_batch, batch, tokenizer) for batch in make_batches(documents))
         running = [*itertools.islice(futures, 2 * n_threads)]
@@ -187,14 +187,14 @@ def encode_all(documents, tokenizer, n_threads):
 
 
 def skip_damaged(batch, n_before, strict):
-    """Prints the damaged documents of a batch, if they are among the first -> number of them.
+    """Counts the damaged documents of a batch, and prints them if they are among the first SHOWN.
 
     n_before: how many documents before this batch are damaged. strict: raises a UserError for the
-    first one instead.
+    first damaged document instead.
     """
     damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
     if damaged and strict:
-        raise UserError(f"{damaged[0]}; correct it, or leave out --strict")
+        raise UserError(f"{damaged[0]}; correct it, or remove --strict")
     for text in damaged[: max(0, SHOWN - n_before)]:
         tqdm.write(visible(f"skipped {text}", sys.stderr), file=sys.stderr)
     return len(damaged)
@@ -203,8 +203,8 @@ def skip_damaged(batch, n_before, strict):
 def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
     if facts["shards"]:
-        print0(f"{directory} has {facts['shards']} whole shards: continuing after them")
-    n_done, n_used = facts["next"]  # n_used: tokens of the first batch that a shard has
+        print0(f"{directory} contains {facts['shards']} whole shards: continuing after them")
+    n_done, n_used = facts["next"]  # n_used: tokens of the first batch in earlier shards
     documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
     documents = itertools.islice(documents, n_done, None)
     n_bytes = sum(path.stat().st_size for path in paths)
@@ -238,11 +238,11 @@ def write_shards(directory, facts, config, paths, tokenizer):
 def load_source(config):
     """Finds the files of --input, or downloads --dataset -> (paths of its files, facts).
 
-    facts: what meta.json says about them, to tell them from other ones. Raises UserError.
+    facts: what meta.json stores to recognize these files. Raises UserError.
     """
     if config.input:
         if config.name:
-            raise UserError("--name: belongs to --dataset; leave out --name or --input")
+            raise UserError("--name: belongs to --dataset; remove --name or --input")
         paths = find_files(config.input)
         source = dict(input=[[path.name, path.stat().st_size] for path in paths])
         return paths, dict(source=source, input_checksum=checksum_of_places(paths))
@@ -251,11 +251,11 @@ def load_source(config):
         name = "sample-10BT"
     paths, rows, revision = load_hub(config.dataset, name)
     source = dict(dataset=config.dataset, name=name, rows=rows, revision=revision)
-    return paths, dict(source=source, input_checksum=None)  # the revision says enough
+    return paths, dict(source=source, input_checksum=None)  # the revision identifies the files
 
 
 def show_result(directory, facts, tokenizer):
-    """Prints what the directory has now, and what to do next."""
+    """Prints what the directory now contains, and what to do next."""
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
     n_documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
@@ -265,11 +265,11 @@ def show_result(directory, facts, tokenizer):
     )
     if facts["lost"]:
         share = facts["lost"] / (facts["lost"] + facts["tokens"])
-        print0(f"note: the tokenizer does not know {share:.1%} of the text, and leaves it out")
+        print0(f"note: the tokenizer does not know {share:.1%} of the text, and omits it")
     if n_val < facts["shards"]:
         print0(f"to train on it: python train_gpt2.py --data {directory}")
     else:
-        print0("no shard is for training; give more text, or a smaller --shard_size")
+        print0("all shards are validation shards; give more text, or a smaller --shard_size")
 
 
 def main(argv=None):
@@ -280,8 +280,8 @@ def main(argv=None):
     name = directory.resolve().name
     if facts_of_source["source"].get("dataset") == FINEWEB:
         name = "edufineweb"
-    # This gives 20 to 40 shards of a text with 4 to 2 bytes per token, so that a small text also
-    # has shards for validation and for training.
+    # With 4 to 2 bytes per token, this makes 20 to 40 shards, so even a small text has shards for
+    # validation and for training.
     n_bytes = sum(path.stat().st_size for path in paths)
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
     settings = dict(
@@ -299,8 +299,8 @@ def main(argv=None):
         facts = read_progress(directory, name, settings)
         if config.strict and facts["skipped"]:
             raise UserError(
-                f"{directory}: was made without --strict, and {facts['skipped']:,} damaged records "
-                "were skipped; correct them, and use a new directory"
+                f"{directory}: without --strict, an earlier run has skipped {facts['skipped']:,} "
+                "damaged records; correct them, and use a new directory"
             )
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(directory, facts, config, paths, tokenizer)

@@ -6,8 +6,8 @@
   python generate.py --prompts questions.txt --json answers.json
   python generate.py --interactive            reads prompts until Ctrl-D
 
-A text appears while it is generated. It ends at <|endoftext|>, at --stop, or
-after --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
+A text appears while the model generates it. The text ends at <|endoftext|>, at
+--stop, or after --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
 """
 
 from contextlib import suppress
@@ -38,15 +38,15 @@ class GenerateConfig:
     interactive: bool = flag(False, "read prompts from the terminal", either=True)
     num_samples: int = flag(1, "texts per prompt", at_least=1)
     max_new_tokens: int = flag(500, "tokens to add to the prompt", at_least=0)
-    stop: str | None = flag(None, r"end a text before this text, such as \n", line_breaks=True)
+    stop: str | None = flag(None, r"stop string, such as \n; not in the output", line_breaks=True)
     ignore_end: bool = flag(False, "do not end a text at <|endoftext|>")
     temperature: float = flag(0.8, "higher: more random; 0: likeliest token", at_least=0)
     top_k: int = flag(50, "draw from the k likeliest tokens; 0: all", at_least=0)
-    top_p: float = flag(1.0, "keep top probabilities up to sum p", above=0, at_most=1)
+    top_p: float = flag(1.0, "draw from the likeliest tokens up to sum p", above=0, at_most=1)
     seed: int = flag(42, "random seed", at_least=0, at_most=2**63 - 1)
     json: str | None = flag(None, "also write prompts and texts to this file")
     device: str = flag("auto", "cuda, mps or cpu")
-    dtype: Dtype = flag("auto", "number format of weights; float32 is the most exact")
+    dtype: Dtype = flag("auto", "number format of weights; float32 is the most precise")
 
 
 def tokenize_prompt(prompt, tokenizer, T):
@@ -54,7 +54,7 @@ def tokenize_prompt(prompt, tokenizer, T):
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     note_unknown(tokenizer, [prompt], "the prompt")
     if len(ids) > T:
-        raise UserError(f"{prompt[:20]!r}...: has {len(ids) - 1} tokens; give at most {T - 1}")
+        raise UserError(f"{prompt[:20]!r}...: contains {len(ids) - 1} tokens; give at most {T - 1}")
     return ids
 
 
@@ -69,7 +69,7 @@ def read_prompts(path):
 
 def ask_prompts(tokenizer, T):
     """Yields the prompts that a user types, as lists of at most T ids, until Ctrl-D."""
-    # With readline, the arrow keys edit a line. Windows does not have it.
+    # With readline, the arrow keys edit a line. Windows lacks readline.
     with suppress(ImportError):
         import readline  # noqa: F401
     print("Ctrl-C ends a text, Ctrl-D the program")
@@ -86,11 +86,11 @@ def ask_prompts(tokenizer, T):
 def decode_new(ids, n_prompt, tokenizer, config):
     """Decodes what follows the prompt, up to end_of_text or --stop -> (text, ended).
 
-    n_prompt: how many of the ids are those of the prompt.
+    n_prompt: how many of the ids belong to the prompt.
     """
     prompt = ids[1:n_prompt]
     new = ids[n_prompt:]
-    # In bytes, a line break is inside a text.
+    # In bytes, end_of_text is a line break, and a text may contain line breaks.
     ended = tokenizer.source != "bytes" and tokenizer.end_of_text in new and not config.ignore_end
     if ended:
         new = new[: new.index(tokenizer.end_of_text)]
@@ -103,8 +103,8 @@ def decode_new(ids, n_prompt, tokenizer, config):
 def write_texts(model, tokenizer, ids, config, seed):
     """Continues a prompt num_samples times. Prints the texts, the first one while it grows.
 
-    ids: those of the prompt, with end_of_text first. Returns {"prompt": text, "texts": list of
-    texts, with the prompt}. In the interactive mode, Ctrl-C ends the texts.
+    ids: of the prompt, with end_of_text first. Returns {"prompt": text, "texts": list of texts,
+    including the prompt}. In the interactive mode, Ctrl-C ends the texts.
     """
     n = config.num_samples
     prompt = tokenizer.decode(ids[1:])
@@ -128,8 +128,7 @@ def write_texts(model, tokenizer, ids, config, seed):
             idx = torch.cat([idx, new], dim=1)
             decoded = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
             texts = [text for text, _ in decoded]
-            # The end of the text is not printed yet: later tokens may complete a character, or
-            # --stop.
+            # The end of the text waits, because later tokens may complete a character or --stop.
             n_settled = max(0, len(texts[0]) - len(config.stop or ""))
             settled = texts[0][:n_settled].rstrip("\ufffd")
             print(visible(settled[n_shown:]), end="", flush=True)
@@ -151,7 +150,7 @@ def main(argv=None):
     model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:
-        # To multiply one vector, a CPU reads a tall matrix faster if it is stored by columns.
+        # A CPU multiplies a tall matrix by one vector faster if the matrix is stored by columns.
         for p in model.parameters():
             if p.dim() == 2 and len(p) >= p.size(1):
                 p.data = p.t().contiguous().t()
@@ -165,8 +164,8 @@ def main(argv=None):
         ids_of_prompts = ask_prompts(tokenizer, T)
     results = []
     for i, ids in enumerate(ids_of_prompts):
-        # A prompt of a file gets the texts that it gets alone. In the interactive mode, the same
-        # prompt again gets another text.
+        # A prompt of a file produces the same texts as alone. In the interactive mode, a repeated
+        # prompt produces another text.
         seed = (config.seed + i) % 2**63 if config.interactive else config.seed
         results.append(write_texts(model, tokenizer, ids, config, seed))
     if config.json:

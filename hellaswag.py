@@ -12,7 +12,7 @@ The 10,042 validation examples come from the hub, or from a file of records:
    "endings": ["lights the stove.", "eats it.", "sings.", "naps."], "label": 0}
 
 The model's answer is the ending that is most likely after the context. Chance
-is 0.25. docs/benchmarks.md has the scores of GPT-2 and GPT-3.
+is 0.25. docs/benchmarks.md contains the scores of GPT-2 and GPT-3.
 """
 
 import re
@@ -28,7 +28,7 @@ from model import GPT
 
 @dataclass
 class Options:
-    style: Literal["completion", "harness"] = flag("completion", "how to write the prompt")
+    style: Literal["completion", "harness"] = flag("completion", "format of the prompt")
 
 
 def examples(records, style=Options.style):
@@ -49,7 +49,7 @@ def clean(text):
 
 
 def report(examples, scores):
-    """Computes the accuracy after the log-likelihood is divided by each of several lengths."""
+    """Computes accuracies: each divides the log-likelihoods of the endings by another length."""
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(

@@ -11,7 +11,7 @@ file with one passage a line, or from a file of records:
 
 The context is the text before the last word. The ending is a space and the last
 word. An answer is right if every token of the ending is the most likely one.
-docs/benchmarks.md has the scores of GPT-2 and GPT-3.
+docs/benchmarks.md contains the scores of GPT-2 and GPT-3.
 """
 
 from plaingpt.scoring.benchmark import Benchmark, Example, bad_record, get_fields, perplexity
@@ -25,7 +25,7 @@ def examples(records):
     for record in records:
         text = get_fields(record, text=str)[0].rstrip("\r\n")
         if record["text"] and not text:
-            continue  # it is an empty line of a text file
+            continue  # this is an empty line of a text file
         context, _, word = text.rpartition(" ")
         if not word.strip():
             raise bad_record(record, f"no word at the end of {text[-20:]!r}")
@@ -33,7 +33,7 @@ def examples(records):
 
 
 def report(examples, scores):
-    """Computes the figures of the last words."""
+    """Computes the metrics of the last words."""
     return dict(
         acc=float(scores.greedy.mean()),
         last_token_acc=float(scores.last_greedy.mean()),

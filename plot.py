@@ -9,10 +9,10 @@
 
 Runs form a group if their names differ only in the number after a last "-" or
 "_", and their settings only in --seed, or in flags that do not change losses. A
-line shows the mean of a group, and a band its mean ± standard deviation. The
-table compares each group with the first one, or says why their losses do not
-compare. The 95 % interval of the difference is Welch's. It needs two runs in
-each group.
+line shows the mean of a group, and a band the mean ± standard deviation. The
+table compares each group with the first one, or says why their losses are not
+comparable. The 95 % confidence interval of the difference is from Welch's
+t-test, which needs two runs in each group.
 
 The training loss is a running mean. The axes of loss and norm fit the values
 after the first tenth of the runs. Dotted lines show published scores.
@@ -33,8 +33,7 @@ from plaingpt.weights.checkpoint import list_model_files
 
 import numpy as np
 
-# These are the panels in their order, with their labels. Streams that are not here follow in panels
-# of their own.
+# The panels in their order, with their labels. Other streams follow, each in its own panel.
 PANELS = dict(
     loss="loss (nats per token)",
     bpb="bits per byte",
@@ -46,8 +45,8 @@ PANELS = dict(
     norm="gradient norm before clipping",
     tok_s="tokens per second",
 )
-# These are published scores. build-nanogpt measured the loss on FineWeb-Edu. docs/benchmarks.md has
-# the sources of the others.
+# Published scores. build-nanogpt measured the loss on FineWeb-Edu. docs/benchmarks.md names the
+# sources of the others.
 SCORES = dict(
     loss={"GPT-2 124M": 3.2924},
     hella={"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337},
@@ -55,7 +54,7 @@ SCORES = dict(
     story={"GPT-3 125M, per token": 0.633},
     wikitext={"GPT-2 124M": 37.37},
 )
-LARGEST = 1e100  # matplotlib computes limits from values, which overflow near 1e308
+LARGEST = 1e100  # matplotlib computes limits from values, and these overflow near 1e308
 LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
 
 
@@ -75,11 +74,11 @@ def read_run(directory):
 
 
 def group_runs(runs):
-    """Groups {directory: run} -> {group: list of runs}. rms-1 and rms-2 are in rms.
+    """Groups {directory: run} -> {group: list of runs}. The group rms contains rms-1 and rms-2.
 
-    A run is what read_run returns: (streams, facts).
+    A run is (streams, facts), from read_run.
     """
-    ignored = {"seed", *RunConfig.__dataclass_fields__}  # these runs repeat one experiment
+    ignored = {"seed", *RunConfig.__dataclass_fields__}  # such runs repeat one experiment
     groups = {}  # {(stem of the names, settings): {directory: run}}
     for directory, (streams, facts) in runs.items():
         settings = {}
@@ -102,10 +101,10 @@ def group_runs(runs):
 def validation_of(facts):
     """Returns what a validation loss depends on besides the model: {name: value}.
 
-    facts: from read_facts. What they do not say is left out.
+    facts: from read_facts. The result omits missing facts.
     """
     known = {**facts["train_config"], **facts["model_config"], **facts["fingerprints"]}
-    known["tokenizer"] = facts.get("tokenizer")  # train_config has only the flag
+    known["tokenizer"] = facts.get("tokenizer")  # train_config contains only the flag
     names = ("tokenizer", "block_size", "validation split", "val_tokens", "val_spread")
     return {name: known[name] for name in names if known.get(name) is not None}
 
@@ -113,10 +112,10 @@ def validation_of(facts):
 def compare_groups(groups):
     """Returns the rows of a table: final validation losses, and differences to the first group.
 
-    There are none if no run has a validation loss. groups: from group_runs.
+    Without any validation loss, there are no rows. groups: from group_runs.
     """
     rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
-    first_losses = []  # those of the first group
+    first_losses = []  # losses of the first group
     first_validation = {}
     for name, runs in groups.items():
         ends = []  # (step, loss) of each run
@@ -159,15 +158,15 @@ def compare_groups(groups):
 
 
 def legend_label(name):
-    """Returns a name as matplotlib's legend shows it.
+    """Escapes a name for matplotlib's legend.
 
-    A legend omits names that begin with "_", and reads "$" as the start of a formula.
+    A legend omits names that begin with "_", and "$" starts a formula.
     """
     return re.sub("^_", "./_", name).replace("$", r"\$")
 
 
 def running_mean(values):
-    """Replaces each value by the mean of the hundredth of the run that ends with it.
+    """Returns the running mean: each value averaged with those before it, over 1 % of the run.
 
     Ignores values that are not finite.
     """
@@ -182,8 +181,8 @@ def split_stream(stream):
     """Splits a stream of a layer, such as grad_11, into its name and the number of the layer.
 
     Returns ("grad", 11), or (stream, None) for other streams. After val_ and bpb_ comes the name of
-    a data set, which may end with any number. A number of four digits is a year: models have at
-    most 1000 layers.
+    a data set, which may end with any number. A number with four digits is a year, because models
+    have at most 1000 layers.
     """
     found = re.fullmatch(r"(.+)_(\d{1,3})", stream)
     if found is None or stream.startswith(("val_", "bpb_")):
@@ -192,7 +191,7 @@ def split_stream(stream):
 
 
 def panel_of(stream):
-    """Returns the name of the panel for a stream. Streams like grad_0 and grad_1 share one."""
+    """Returns the name of a stream's panel. Streams like grad_0 and grad_1 share a panel."""
     return "loss" if stream in LOSSES else split_stream(stream)[0]
 
 
@@ -201,7 +200,7 @@ def draw_group(panels, name, color, runs, x_kind):
     # {step: tokens consumed before it}. The log has the count after a step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
-        panel = panels.get(panel_of(stream))  # the stream tokens has none
+        panel = panels.get(panel_of(stream))  # the stream tokens has no panel
         steps = common_steps(runs, stream)
         if panel and steps:
             x = steps
@@ -219,7 +218,7 @@ def common_steps(runs, stream):
 
 
 def draw_stream(panel, stream, name, color, x, values):
-    """Draws the mean of a group's values, and a band if there are several runs.
+    """Draws the mean of a group's values, and a band if the group contains several runs.
 
     name: of the group. x: (steps). values: (runs, steps).
     """
@@ -268,7 +267,7 @@ def draw(runs, x, wanted=None):
     """
     names = find_panels(runs)
     if missing := [name for name in wanted or [] if name not in names]:
-        raise UserError(f"--panels {missing[0]}: the runs have only {', '.join(names)}")
+        raise UserError(f"--panels {missing[0]}: the runs contain only {', '.join(names)}")
     names = wanted or names
     n_columns = min(2, len(names))
     n_rows = -(-len(names) // n_columns)  # rounded up
@@ -280,9 +279,9 @@ def draw(runs, x, wanted=None):
     for i, (name, members) in enumerate(group_runs(runs).items()):
         group = [streams for streams, _ in members]
         if x == "tokens" and "tokens" not in group[0]:
-            raise UserError(f"{name}: log.txt has no stream tokens; use --x steps")
+            raise UserError(f"{name}: log.txt contains no stream tokens; use --x steps")
         draw_group(panels, legend_label(name), f"C{i}", group, x)
-    # The published losses are those of FineWeb-Edu.
+    # The published losses were measured on FineWeb-Edu.
     is_fineweb = all(reads_fineweb(facts) for _, facts in runs.values())
     for name, panel in panels.items():
         if name in ("loss", "bpb", "norm", "wikitext"):
@@ -331,11 +330,11 @@ def draw_score(panel, model, score):
 def draw_sizes(entry, place):
     """Draws the JSON of experiment.py --sizes -> a matplotlib Figure. Raises UserError.
 
-    The losses of both programs over the compute of the base, as mean and standard deviation of the
-    runs. place: the file, for messages.
+    Draws the losses of both programs over the compute of the base: mean and standard deviation of
+    the runs. place: the file, for messages.
     """
     if "worth" not in entry:
-        raise UserError(f"{place}: is no verdict about several sizes; give one of --sizes --json")
+        raise UserError(f"{place}: is not a verdict on several sizes; give one of --sizes --json")
     figure = require("matplotlib.figure").Figure((7, 4), dpi=120, layout="constrained")
     panel = figure.subplots()
     flops = [own["flops"] for own in entry["by_size"]]
@@ -364,7 +363,7 @@ def main(argv=None):
     verdicts = [name for name in directories if name.endswith(".json")]
     if verdicts and len(directories) > 1:
         raise UserError(
-            f"{verdicts[0]}: is a verdict, which has a picture of its own; give it alone"
+            f"{verdicts[0]}: is a verdict, which needs its own picture; give this file alone"
         )
     if verdicts:
         place = Path(directories[0])

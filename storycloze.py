@@ -6,13 +6,13 @@
 
 The data are not public. Request them from their owners with the form at
 https://cs.rochester.edu/nlp/rocstories. The CSV files of 2016 and of 2018 have
-these columns (other spellings, such as sentence_quiz1, work, too):
+these columns (other spellings, such as sentence_quiz1, also work):
 
   InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence4,
   RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding
 
-The context is the four sentences; the model's answer is the likelier ending.
-Chance is 0.5. docs/benchmarks.md has the score of GPT-3.
+The context is the four sentences. The model's answer is the likelier ending.
+Chance is 0.5. docs/benchmarks.md contains the score of GPT-3.
 """
 
 from plaingpt.scoring.benchmark import Benchmark, accuracy, bad_record, choice, get_fields
@@ -43,10 +43,10 @@ def examples(records):
 
 
 def unify_names(record):
-    """Returns a record whose names have one spelling.
+    """Returns a record with one spelling of its names.
 
-    The files of 2016 and 2018 spell them differently: RandomFifthSentenceQuiz1 and sentence_quiz1
-    become sentencequiz1.
+    The files of 2016 and 2018 differ: RandomFifthSentenceQuiz1 and sentence_quiz1 become
+    sentencequiz1.
     """
     unified = {}
     for name, value in record.items():
@@ -56,7 +56,7 @@ def unify_names(record):
 
 
 def report(examples, scores):
-    """Computes the accuracies without and with division by the length."""
+    """Computes the accuracies without and with division of log-likelihoods by the length."""
     per_token = accuracy(examples, scores, scores.tokens)
     return dict(acc=accuracy(examples, scores), acc_norm_token=per_token)
 

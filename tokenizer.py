@@ -3,9 +3,9 @@
   python tokenizer.py --input 'corpus/*.txt' --vocab_size 32000 --output zh.json
   python fineweb.py --input 'corpus/*.txt' --tokenizer zh.json --output_dir zh
 
---input takes the same files as fineweb.py. The vocabulary is a byte-level BPE,
+--input reads the same files as fineweb.py. The vocabulary is a byte-level BPE,
 so it can encode any text. The output is a tokenizer.json of Hugging Face.
-It needs tokenizers: pip install tokenizers
+This program needs tokenizers: pip install tokenizers
 """
 
 import heapq
@@ -22,22 +22,22 @@ from plaingpt.base.terminal import print0
 from plaingpt.data.documents import find_files, read_documents
 from plaingpt.data.tokenizer import END_OF_TEXT, get_tokenizer
 
-PIECE = 10_000  # characters; large documents are sampled in pieces
+PIECE = 10_000  # characters; a sample contains pieces of large documents
 
 
 @dataclass
 class VocabularyConfig:
     input: list[str] | None = flag(None, "files or quoted globs, as in fineweb.py")
-    vocab_size: int = flag(32000, "number of ids; a small text gives fewer", above=256)
+    vocab_size: int = flag(32000, "vocabulary size; a small text yields fewer ids", above=256)
     output: str = flag("tokenizer.json", "file to write")
     text_key: str = flag("text", "field or column that holds the text")
-    sample_bytes: int = flag(2 * 10**7, "at most so many bytes are trained on", at_least=1)
+    sample_bytes: int = flag(2 * 10**7, "train on at most this many bytes", at_least=1)
 
 
 def read_sample(config):
     """Returns the texts to train on: random pieces of all files. Raises UserError.
 
-    They have at most sample_bytes, but are at least one piece.
+    The pieces have at most sample_bytes bytes together, except for a single piece.
     """
     paths = find_files(config.input)
     random_key = random.Random(0).random
@@ -77,7 +77,7 @@ def main(argv=None):
         length=len(texts),
         show_progress=sys.stderr.isatty(),
     )
-    library.add_special_tokens([END_OF_TEXT])  # gets the last id
+    library.add_special_tokens([END_OF_TEXT])  # END_OF_TEXT gets the last id
     source = library.to_str()
     write_json(config.output, json.loads(source))
     sample = "".join(texts[::20])

@@ -1,21 +1,21 @@
-"""WikiText-103: how well does a model predict articles of Wikipedia?
-(Merity et al. 2016, arXiv:1609.07843)
+"""WikiText-103: how well does a model predict Wikipedia articles? (Merity et al. 2016,
+arXiv:1609.07843)
 
   python wikitext.py                              scores the newest checkpoint
   python wikitext.py --model gpt2 --stride 512    uses windows that overlap
   python wikitext.py --data wiki.test.raw         reads any text file
 
 The 62 test articles come from the hub, or from a file. WikiText is split into
-words (" old " ; 2 @,@ 000 m long). The model reads the words joined again, as
-in the GPT-2 paper (section 3.1). A text without titles (= Title =) is not
-changed; <|endoftext|> separates its documents. The log-likelihood is divided by
-the number of words in the split text. So the word perplexities of models with
-different tokenizers can be compared.
+words (" old " ; 2 @,@ 000 m long). This program joins the words again, as in
+the GPT-2 paper (section 3.1). A text without titles (= Title =) stays as it is;
+<|endoftext|> separates its documents. Word perplexity divides the
+log-likelihood by the number of words in the split text, so it is comparable for
+models with different tokenizers.
 
-An article longer than the model's context is read in windows without overlap.
+The model reads an article longer than its context in windows without overlap.
 With --stride N, the windows advance by N tokens. Each token then has more
 context, and the run takes longer.
-docs/benchmarks.md has the scores of GPT-2.
+docs/benchmarks.md contains the scores of GPT-2.
 """
 
 import math
@@ -51,11 +51,11 @@ class Options:
 def examples(records, stride=Options.stride):
     """Turns records into Examples, one for each article. Raises UserError."""
     for page in pages(records):
-        # Counts words like the harness: white space at either end adds an empty word.
+        # EleutherAI's harness counts an empty word for white space at either end. So does this.
         n_words = len(re.split(r"\s+", page))
         facts = dict(words=n_words, bytes_before=len(page.encode()))
         text = page
-        if re.match(rf"(?m){TITLE}", page.lstrip()):  # a text without titles is not changed
+        if re.match(rf"(?m){TITLE}", page.lstrip()):  # a text without titles stays as it is
             text = detokenize(page)
         yield Example([""], [text], stride=stride, facts=facts)
 
@@ -65,11 +65,11 @@ def pages(records):
     lines = []
     for record in records:
         (line,) = get_fields(record, text=str)
-        # The hub's empty lines are "", without their space.
-        # A record may have half of a surrogate pair, which has no bytes in UTF-8.
+        # The hub stores an empty line as "", without its space. clean_text replaces half
+        # a surrogate pair, which UTF-8 cannot encode.
         lines.append(clean_text(line or " ").removesuffix("\n"))
     text = "\n".join(lines) + "\n"
-    if re.search(rf"(?m)^{TITLE}", text):  # a text without titles is not changed
+    if re.search(rf"(?m)^{TITLE}", text):  # a text without titles stays as it is
         text = text.replace("\r\n", "\n")
     for page in re.split(rf"(?m)\n(?={TITLE})|{re.escape(END_OF_TEXT)}", text):
         if page.strip():
@@ -82,7 +82,7 @@ def detokenize(text):
     # The slashes are a mistake of the harness: the pattern matches almost no text.
     text = re.sub("/' [0-9]/", "/'[0-9]/", text)
     for mark in "-,.":
-        text = text.replace(f" @{mark}@ ", mark)  # these are inside numbers and compounds
+        text = text.replace(f" @{mark}@ ", mark)  # inside numbers and compounds
     for mark in ":;.!?,":
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in BRACKETS:

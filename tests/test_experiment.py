@@ -385,7 +385,7 @@ def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
     panel = plot.draw_sizes(found, "o.json").axes[0]
     base, _ = (line for container in panel.containers for line in container.lines[:1])
     assert list(base.get_ydata()) == [np.mean(own["base_losses"]) for own in found["by_size"]]
-    with pytest.raises(UserError, match="o.json: is no verdict about several sizes"):
+    with pytest.raises(UserError, match="o.json: is not a verdict on several sizes"):
         plot.draw_sizes(dict(verdict="better"), "o.json")
 
 
@@ -546,7 +546,7 @@ def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeyp
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ([], "nothing is changed; edit model.py, give a patch, or give flags after --"),
+        ([], "nothing has changed; edit model.py, give a patch, or give flags after --"),
         (
             ["--base", "nowhere", "--", "--seed", "3"],
             "git rev-parse (fatal: Needed a single revision)",

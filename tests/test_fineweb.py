@@ -250,7 +250,7 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
         printed = capsys.readouterr().out
         extent = f"up to --max_shards {n}: {n} shards (for validation: {min(n, 2)})"
         assert f"out is complete {extent}" in printed
-        assert ("to train on" if n > 2 else "no shard is for training; give more") in printed
+        assert ("to train on" if n > 2 else "all shards are validation shards") in printed
     fine(*flags, directory=out, shard_size=10_000)
     fine(*flags, directory=tmp_path / "whole", shard_size=10_000)
     assert {p.name for p in out.glob("*.npy")} == {"out" + name for name in files}
@@ -324,11 +324,11 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
     for i, (_, reason) in enumerate(BAD[: fineweb.SHOWN]):
         assert re.search(rf"skipped .*a\.jsonl, line {2 * i + 2}: {re.escape(reason)}", err), err
     assert err.count("skipped ") == fineweb.SHOWN
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON .*; correct it, or leave out"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON .*; correct it, or remove"):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "strict")
     assert not list(tmp_path.glob("strict/*.npy"))
     with pytest.raises(
-        UserError, match="made without --strict, and 9 damaged records were skipped"
+        UserError, match="without --strict, an earlier run has skipped 9 damaged records"
     ):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "out")
 
@@ -368,7 +368,7 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--name x", "--name: belongs to --dataset; leave out --name or --input"),
+        ("--name x", "--name: belongs to --dataset; remove --name or --input"),
         ("--end_of_text </s>", "--end_of_text: gpt2 has its own; remove this flag"),
         ("--end_of_text \n --tokenizer bytes", "--end_of_text: bytes has its own; remove"),
     ],

@@ -147,7 +147,7 @@ def test_interactive_mode_reads_prompts_until_the_end(trained, python):
     out = done.stdout
     results = json.loads((trained / "chat.json").read_text())
     assert [result["prompt"] for result in results] == ["MARLOW: ", "你好"]
-    assert "...: has 40 tokens; give at most 31\n" in out and out.count("> ") == 4
+    assert "...: contains 40 tokens; give at most 31\n" in out and out.count("> ") == 4
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_only_the_wanted_panels_are_drawn():
     figure = plot.draw(runs, "steps", ["norm", "loss"])
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert labels == ["gradient norm before clipping", "loss (nats per token)"]
-    with pytest.raises(UserError, match=r"--panels hella: the runs have only loss, bpb, lr, "):
+    with pytest.raises(UserError, match=r"--panels hella: the runs contain only loss, bpb, lr, "):
         plot.draw(runs, "steps", ["hella"])
 
 
@@ -195,7 +195,7 @@ def test_writes_every_format(tmp_path, kind):
     [
         ([], ".: no log.txt with numbers; give a run, such as log/baby"),
         (["nowhere"], "nowhere: no log.txt with numbers"),
-        (["plain", "--x", "tokens"], "plain: log.txt has no stream tokens; use --x steps"),
+        (["plain", "--x", "tokens"], "plain: log.txt contains no stream tokens; use --x steps"),
         (
             [BABY, "--output", "a.xyz"],
             "--output a.xyz: give a file of the kind .png",

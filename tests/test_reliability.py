@@ -431,7 +431,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     [
         ("train_gpt2.py", "--init_from field.pt", "field.pt: not a readable checkpoint ( ... give"),
         ("train_gpt2.py", "--data brace", "brace/meta.json: is damaged ( ... restore it"),
-        ("fineweb.py", "--input text.txt --output_dir brace", "brace: has files of another source"),
+        ("fineweb.py", "--input text.txt --output_dir brace", "brace: contains files of another"),
         ("plot.py", "foreign", "foreign/run.json: is damaged ( ... restore it"),
         ("core.py", "--bundle foreign", "foreign/core.yaml: is damaged (no field 'icl_tasks')"),
     ],
@@ -571,7 +571,7 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     half = len(TEXT) // 2
     (tmp_path / "a.txt").write_text(TEXT[:half] + TEXT[half:].replace("e", "a"))
     _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
-    assert err == "error: out: has files of another input_checksum; use a new directory\n"
+    assert err == "error: out: contains files of another input_checksum; use a new directory\n"
     assert everything(tmp_path / "out") == before
     (tmp_path / "a.txt").write_text(TEXT)
     out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
@@ -644,7 +644,7 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     (world / f"my_{name}").mkdir()
     write_json(world / f"my_{name}" / name, {"mine": 1})
     flags = f"--input text.txt --output_dir my_{name}"
-    fails(world, "fineweb.py", flags, f"my_{name}: has files of another source, ... use a new dir")
+    fails(world, "fineweb.py", flags, f"my_{name}: contains files of another source, ... new dir")
 
 
 # Row: an output that is also an input, such as `--json my.txt` with `--data my.txt` | error
@@ -921,7 +921,7 @@ CASES = {
         ("TINY --resume --n_layer 3 --n_embd 64", "n_layer is 2, not 3 ... n_embd is 32, not 64"),
     ],
     "generate.py": [
-        (f"--prompt {'a' * 32}", "...: has 32 tokens; give at most 31"),
+        (f"--prompt {'a' * 32}", "...: contains 32 tokens; give at most 31"),
         ("--json no/where.json", "--json no/where.json: cannot write there ... give a file"),
         ("--model bert", "bert: ... (model_type is 'bert', not 'gpt2'); use gpt2"),
     ],
