@@ -6,14 +6,14 @@
   python look.py log/sums --text pairs.jsonl            prompts and responses
   python look.py --model gpt2 --text "Hello, I'm a language model,"
 
-The page opens in any browser, without a network. It has the loss of each token
-and the likeliest tokens, the attention of each head, what each block adds to
-the prediction, and a slider over the checkpoints of a run. A run keeps all of
-them with --keep 0. For two runs, it has the steps that both have, and shows
-where their losses differ most.
+The page opens in any browser, without a network. The page shows the loss of
+each token and the likeliest tokens, the attention of each head, what each block
+adds to the prediction, and a slider over the checkpoints of a run. A run keeps
+all checkpoints with --keep 0. For two runs, the page contains the steps that
+both runs have, and shows where their losses differ most.
 
-With a small model of bytes, such as the baby, the page also has its weights,
-and computes it for a text that you type. --no-live leaves them out.
+For a small model of bytes, such as the baby, the page also contains the
+weights, and computes the model for a text that you type. --no-live omits them.
 
 --text is a text, or a file: UTF-8, or .jsonl, .json or .csv with pairs.
 """
@@ -54,11 +54,11 @@ class LookConfig:
     text: str | None = flag(None, "text, or file with a text or pairs [one that the model writes]")
     model: str | None = flag(None, "GPT-2 of Hugging Face: name or directory")
     output: str | None = flag(None, "file to write [look.html in the first run]")
-    max_tokens: int = flag(256, "longest text; a page grows with its square", at_least=1)
-    max_checkpoints: int = flag(12, "of a run, from the first to the last", at_least=1)
+    max_tokens: int = flag(256, "longest text; the page grows with its square", at_least=1)
+    max_checkpoints: int = flag(12, "checkpoints of a run, from first to last", at_least=1)
     sample_tokens: int = flag(200, "tokens that each checkpoint writes", at_least=0)
-    live: bool = flag(True, "put the weights of a small model of bytes into the page")
-    own_code: bool = flag(False, "run the model.py of each run: its commit and changes.patch")
+    live: bool = flag(True, "store the weights of a small model of bytes in the page")
+    own_code: bool = flag(False, "use the model.py of each run: its commit and changes.patch")
     device: str = flag("auto", "cuda, mps or cpu")
 
 
@@ -86,15 +86,15 @@ def find_run(place):
     if (path / "config.json").is_file():
         return Run(str(path), {"exported": path}, path)
     raise UserError(
-        f"{place}: has no checkpoint; give a run, such as log/baby, or a file model_*.pt"
+        f"{place}: contains no checkpoint; give a run, such as log/baby, or a file model_*.pt"
     )
 
 
 def find_runs(places, model):
     """Finds what the command line names -> one or two Runs. Raises UserError.
 
-    places: the arguments without a flag. model: that of --model, or None. Without any, the run with
-    the newest checkpoint in log/ is taken.
+    places: the arguments without a flag. model: of --model, or None. Without both, the result is
+    the run with the newest checkpoint in log/.
     """
     runs = [find_run(place) for place in places]
     if model:
@@ -102,14 +102,15 @@ def find_runs(places, model):
     if not runs:
         runs.append(find_run(find_newest_model().parent))
     if len(runs) > 2:
-        raise UserError(f"{len(runs)} runs are given; give one or two")
+        raise UserError(f"{len(runs)} runs are too many; give one or two")
     return runs
 
 
 def choose_snapshots(runs, n):
-    """Chooses at most n snapshots, the last one included -> list of names.
+    """Chooses at most n snapshots, including the last one -> list of names.
 
-    Two runs have those that are in both; if there is none, the last one of each: [None].
+    For two runs, chooses from the snapshots of both; without a common snapshot, the last one of
+    each: [None].
     """
     names = [name for name in runs[0].checkpoints if name in runs[-1].checkpoints]
     if not names:
@@ -124,12 +125,12 @@ def choose_snapshots(runs, n):
 def own_class(run):
     """Replaces run.GPT by the class that the run has trained, in the block. Raises UserError.
 
-    The model.py of the run is that of its commit, with its changes.patch. Everything else comes
+    The model.py comes from the commit of the run, with its changes.patch. Everything else comes
     from this clone.
     """
     facts = read_facts(run.directory / "run.json")
     if not facts.get("git_commit"):
-        raise UserError(f"--own_code: {run.name}/run.json names no commit; leave out --own_code")
+        raise UserError(f"--own_code: {run.name}/run.json names no commit; remove --own_code")
     patch = run.directory / "changes.patch"
     changes = patch.read_bytes() if patch.is_file() else b""
     with tempfile.TemporaryDirectory() as place:
@@ -154,7 +155,7 @@ def import_file(path, name):
     """Imports a Python file as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and inspect look for it there
+    sys.modules[name] = module  # dataclasses and inspect look for the module there
     spec.loader.exec_module(module)
     return module
 
@@ -175,12 +176,12 @@ def read_text(given, tokenizer, n):
     note_unknown(tokenizer, [clean_text(text)], "the text")
     ids = [tokenizer.end_of_text, *tokenizer.encode(text)]
     if len(ids) == 1:
-        raise UserError("--text: has no tokens; give a longer one")
+        raise UserError("--text: contains no tokens; give a longer one")
     return Text(ids[: n + 1], None, note_cut(len(ids) - 1, n))
 
 
 def note_cut(n_tokens, n):
-    """Returns the sentence that a text was cut, or nothing. n: how many tokens it may have."""
+    """Returns a sentence if a text is longer than n tokens, or nothing."""
     if n_tokens <= n:
         return ""
     note = f"The text has {n_tokens:,} tokens. The page shows the first {n:,}."
@@ -189,7 +190,7 @@ def note_cut(n_tokens, n):
 
 
 def read_pairs_of_page(path, tokenizer, n):
-    """Reads the first pairs of a file, as the training does -> Text. Raises UserError."""
+    """Reads the first pairs of a file, as training does -> Text. Raises UserError."""
     pairs = []
     size = 0
     for record in read_records([path], columns=("prompt", "response")):
@@ -201,15 +202,15 @@ def read_pairs_of_page(path, tokenizer, n):
     if not pairs:
         raise UserError(f"--text {path}: no first pair of at most {n} tokens; give shorter ones")
     ids, counted = join_pairs(pairs, tokenizer, n)
-    end = int(counted.nonzero()[0][-1]) + 1  # the rest is filled with end_of_text
+    end = int(counted.nonzero()[0][-1]) + 1  # end_of_text fills the rest
     note = "" if size <= n else f"The page shows the first {len(pairs):,} pairs."
     return Text(ids[:end].tolist(), counted[:end].tolist(), note)
 
 
 def write_sample(model, tokenizer, text, n):
-    """Lets the model write n tokens -> text. For pairs, it answers the first prompt.
+    """Lets the model write n tokens -> text. For pairs, the model answers the first prompt.
 
-    text: the Text of the page. The draws are those of generate.py with its defaults.
+    text: the Text of the page. Sampling is the same as in generate.py with its defaults.
     """
     options = GenerateConfig()
     n_prompt = text.counted.index(True) if text.counted else 1
@@ -223,7 +224,7 @@ def write_sample(model, tokenizer, text, n):
 
 
 def find_own_snapshot(run, snapshot):
-    """Returns the name of a snapshot, or that of the last one of the run if it does not have it."""
+    """Returns the name of a snapshot, or of the run's last one if the run lacks the snapshot."""
     return snapshot if snapshot in run.checkpoints else list(run.checkpoints)[-1]
 
 
@@ -237,7 +238,7 @@ def load(run, snapshot, process):
 
 
 def describe(run, snapshot, model):
-    """Returns which model of a run this is, in words. snapshot: as in find_own_snapshot."""
+    """Describes the model of a run in words. snapshot: as in find_own_snapshot."""
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
     size = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
@@ -246,15 +247,15 @@ def describe(run, snapshot, model):
 
 
 def look_at_all(runs, config, process):
-    """Looks at all snapshots of the runs -> (Text, Snapshots, newest). Raises UserError.
+    """Records all snapshots of the runs -> (Text, Snapshots, newest). Raises UserError.
 
-    newest: the last model of each run with its tokenizer, as in load.
+    newest: (GPT, Tokenizer) of the last checkpoint of each run.
     """
     newest = [load(run, None, process) for run in runs]
     tokenizer = newest[0][1]
     if newest[-1][1].name != tokenizer.name:
         names = " and ".join(run.name for run in runs)
-        raise UserError(f"{names}: have different tokenizers; give runs with the same one")
+        raise UserError(f"{names}: have different tokenizers; give runs with the same tokenizer")
     contexts = [model.config.block_size for model, _ in newest]
     nothing = Text([tokenizer.end_of_text], None)
     given = config.text or write_sample(newest[0][0], tokenizer, nothing, N_OWN_TEXT)
@@ -288,7 +289,7 @@ def describe_live(config, newest, text):
 
 
 def default_output(runs):
-    """Returns where the page goes: into the first run, with the name of the second one, if any."""
+    """Returns the path of the page: in the first run, with the name of a second run in its name."""
     name = f"look-{Path(runs[1].name).name}.html" if len(runs) > 1 else "look.html"
     return (runs[0].directory or Path()) / name
 
@@ -301,7 +302,7 @@ def main(argv=None):
     output = config.output or default_output(runs)
     inputs = [config.text]
     for run in runs:
-        source, *_ = run.checkpoints.values()  # they are in one directory
+        source, *_ = run.checkpoints.values()  # all are in one directory
         inputs += list_model_files(source)
     check_output("--output", output, inputs)
     process = setup(config.device, "float32")
@@ -310,7 +311,7 @@ def main(argv=None):
             if config.own_code and run.directory:
                 copies.enter_context(own_class(run))
             elif changes_model(run):
-                print0(f"note: {run.name} has changes of model.py; --own_code reads it with them")
+                print0(f"note: {run.name} has changed model.py; --own_code uses its version")
         text, snapshots, newest = look_at_all(runs, config, process)
         live = describe_live(config, newest, text)
     tokenizer = newest[0][1]

@@ -1,11 +1,11 @@
 """Trains a run of experiment.py and scores it: its loss on held-out text, and a causality test.
 
 experiment.py copies this program into the copy of the base, or of the change, and starts it there,
-so `model` is the model.py of that copy. The arguments are a file and the flags of train_gpt2.py.
-Without the file, the program writes the validation sequences of the run to it. Otherwise, it writes
-score.json into the run directory: the mean cross-entropy of GPT.logits on these sequences, in nats
-per token. So every run of an experiment is scored on the sequences of the base, and an edit of
-GPT.loss or of the validation changes no score.
+so `model` is the model.py of that copy. The arguments are a file and the flags of train_gpt2.py. If
+the file is missing, the program writes the validation sequences of the run into it. Otherwise, the
+program writes score.json into the run directory: the mean cross-entropy of GPT.logits on these
+sequences, in nats per token. Every run of an experiment is thus scored on the sequences of the
+base, and an edit of GPT.loss or of the validation does not change the score.
 """
 
 import math
@@ -36,7 +36,7 @@ def main():
     if not validation.exists():
         with replacing(validation) as file:
             torch.save(read_validation(place, config, facts["model_config"]), file)
-    elif checkpoint.exists():  # otherwise, the run was stopped
+    elif checkpoint.exists():  # without it, the run was stopped
         torch.set_float32_matmul_precision("highest")
         device = "cpu" if config.device == "auto" else config.device
         sets = [(share, x.to(device), y.to(device)) for share, x, y in torch.load(validation)]
@@ -60,7 +60,7 @@ def read_validation(place, config, model_config):
 
 
 def mean_loss(model, x, y):
-    """Returns the mean cross-entropy in float32. x, y: (n, T); a target of -100 does not count."""
+    """Returns the mean cross-entropy in float32. x, y: (n, T). Ignores targets of -100."""
     nats = 0.0
     B = max(1, 2**24 // (x.size(1) * model.config.vocab_size))  # logits of 64 MB
     for ids, targets in zip(x.split(B), y.split(B)):
@@ -70,9 +70,9 @@ def mean_loss(model, x, y):
 
 
 def effect_of_later_tokens(model, x):
-    """Returns how much logits change with later tokens, relative to the largest logit.
+    """Returns how much later tokens change logits, relative to the largest logit.
 
-    x: (n, T). Each position is tested for T up to 128; otherwise, 128 positions with both ends.
+    x: (n, T). Tests each position for T up to 128; otherwise, 128 positions with both ends.
     """
     T = x.size(1)
     effect = 0.0

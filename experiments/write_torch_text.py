@@ -1,10 +1,10 @@
-"""Writes a text that everybody has: the Python files of the installed torch, some 46 MB.
+"""Writes a text that everybody has: the Python files of the installed torch, about 46 MB.
 
   python experiments/write_torch_text.py torch_py.txt
 
-The files are in the order of a hash of their names. So the end of the text, which is held out for
-validation, is not one directory. Another version of torch gives another text, and the fingerprint
-in run.json shows it.
+A hash of their names orders the files, so the end of the text, which is held out for validation,
+does not come from one directory. Another version of torch yields another text; the fingerprint in
+run.json then differs.
 """
 
 import hashlib

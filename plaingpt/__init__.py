@@ -1,14 +1,14 @@
-"""The parts of the programs. A folder imports only those that stand before it in this list:
+"""The parts of the programs. A folder imports only the folders before it in this list:
 
 ops, base      what the model and a step compute; errors, flags, files, source code
 distributed    processes, devices, memory, models that are split over processes
 data           documents, tokenizers, shards, data sets, their order
 weights        checkpoints, and weights of other programs
 scoring        benchmarks: examples, rows of tokens, scores
-run            a training run: its settings, directory, log, benchmarks and samples
-look           what a model does with a text, and the page that shows it
-lab            experiments: two programs are compared; no other folder imports it
+run            a training run: settings, directory, log, benchmarks and samples look           what
+a model does with a text, and the page that shows it
+lab            experiments, which compare two programs; no other folder imports lab
 """
 
-# This import comes before torch, which ignores Ctrl-C while it imports numpy itself.
+# numpy is imported before torch, because torch ignores Ctrl-C while importing numpy itself.
 import numpy  # noqa: F401

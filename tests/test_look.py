@@ -248,7 +248,7 @@ def test_attention_with_another_mask(kind):
 @pytest.mark.parametrize(
     "kind, fault",
     [
-        ("hand", "it makes no call of F.scaled_dot_product_attention"),
+        ("hand", "it does not call F.scaled_dot_product_attention"),
         ("dropout", "softmax(qkᵀ)·v differs from the result of the call by "),
         ("keys", "its queries and keys have the shapes (1, 4, 28, 8) and (1, 2, 29, 8)"),
     ],
@@ -331,7 +331,7 @@ def test_a_block_that_returns_no_stream():
     )
     blocks = record_text(gpt, ids_of(TEXT)).blocks
     assert [bool(block.fault) for block in blocks] == [False, False, False, True]
-    assert blocks[3].fault == "it returns no tensor (B, T, C)"
+    assert blocks[3].fault == "it does not return a tensor (B, T, C)"
 
 
 def test_a_block_that_is_used_twice_is_shown_twice():
@@ -458,17 +458,17 @@ def test_own_code(run, tmp_path):
     (packed,) = read_page(directory / "look.html")["snapshots"][0]["looks"]
     assert np.allclose(losses_of(packed), record_text(gpt.eval(), ids_of(TEXT)).prediction.losses)
     assert packed["facts"].endswith(" of 2 heads, trained with a changed model.py")
-    with pytest.raises(UserError, match="run.json names no commit; leave out --own_code"):
+    with pytest.raises(UserError, match="run.json names no commit; remove --own_code"):
         look_at(run, "--text", TEXT, "--own_code")
 
 
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("nowhere --text a", "nowhere: has no checkpoint; give a run, such as log/baby"),
-        ("RUN RUN RUN --text a", "3 runs are given; give one or two"),
+        ("nowhere --text a", "nowhere: contains no checkpoint; give a run, such as log/baby"),
+        ("RUN RUN RUN --text a", "3 runs are too many; give one or two"),
         ("RUN --text held.txt", "--text held.txt: no such file; give another one, or a text"),
-        ("RUN --text empty.txt", "--text: has no tokens; give a longer one"),
+        ("RUN --text empty.txt", "--text: contains no tokens; give a longer one"),
         ("RUN --text utf16.txt", "--text utf16.txt: cannot be read"),
         ("RUN --text a --output no/a.html", "--output no/a.html: cannot write there"),
         ("RUN --text in.txt --output in.txt", "--output in.txt: is also an input"),

@@ -1,1 +1,1 @@
-"""Experiments: the base and a change are trained and measured, for verdicts and a ledger."""
+"""Experiments: this folder trains and scores a base and a change, for verdicts and a ledger."""

@@ -9,7 +9,7 @@ from plaingpt.base.source import CLONE, diff_since, run_git
 
 
 def changes_of_clone(commit):
-    """Returns what was changed in this clone since a commit: (patch, untracked Python files)."""
+    """Returns what has changed in this clone since a commit: (patch, untracked Python files)."""
     found = run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py")
     # The link by which Emacs locks model.py also ends with .py, but leads to no file.
     files = [name for name in os.fsdecode(found).split("\0") if (CLONE / name).is_file()]
@@ -20,8 +20,8 @@ def make_copy(place, commit, changes=b"", files=()):
     """Copies a commit, and changes the copy. Raises UserError.
 
     place: path of the copy. changes: a patch, which git merges with later changes of the same file
-    if the history contains the file that the patch was made from. files: paths in this clone. A
-    worktree has a HEAD of its own, so the changes.patch of a run in the copy contains the changes.
+    if the history contains the original file of the patch. files: paths in this clone. A worktree
+    has its own HEAD, so the changes.patch of a run in the copy contains the changes.
     """
     shutil.rmtree(place, ignore_errors=True)
     run_git("worktree", "add", "--force", "--detach", place, commit)
@@ -40,7 +40,7 @@ def make_copy(place, commit, changes=b"", files=()):
 def remove_copies(places):
     """Removes copies, even those that make_copy did not complete."""
     for place in places:
-        # Not `git worktree prune`: it would also forget worktrees of the user on other disks.
+        # `git worktree prune` would also forget the user's worktrees on other disks.
         with contextlib.suppress(UserError):
             run_git("worktree", "remove", "--force", place)
         shutil.rmtree(place, ignore_errors=True)

@@ -20,8 +20,8 @@ from tqdm import tqdm
 LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a link to a larger disk
 VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
-# Facts of run.json that change no loss, or that the key contains in another form: the code by
-# program.json, and the data by their fingerprint.
+# Facts of run.json that do not change the loss, or that the key contains in another form: the code
+# by program.json, the data by their fingerprint.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started".split()}
 
 
@@ -31,19 +31,19 @@ class Program(NamedTuple):
     name: str  # "base" or "change", which is also the name of the copy in LAB
     flags: list
     facts: dict = {}  # from run.json and its configs, see `probe`
-    key: str = ""  # a hash of all that a loss depends on: runs with the same key differ in the seed
-    speed: float = 0.0  # FLOPs per second of a run; 0 if it is unknown
+    key: str = ""  # a hash of all that a loss depends on, except for the seed
+    speed: float = 0.0  # FLOPs per second of a run; 0 if unknown
 
     def place(self, seed):
         """Returns the directory of a run, which later experiments use again."""
         return LAB / "runs" / f"{self.key}-{seed}"
 
     def score(self, seed):
-        """Returns what score.py has found, {"loss", "later"}, or {}."""
+        """Returns what score.py has written, {"loss", "later"}, or {}."""
         return read_json(self.place(seed) / "score.json")
 
     def set(self, **settings):
-        """Returns this program with other settings. The key ignores those that it already has."""
+        """Returns this program with other settings. The key ignores settings that stay the same."""
         new = {name: value for name, value in settings.items() if self.facts[name] != value}
         flags = [text for name, value in new.items() for text in (f"--{name}", str(value))]
         key = hash_of([self.key, new]) if new else self.key
@@ -69,10 +69,10 @@ def count_flops(facts):
 
 
 def train(jobs, at_once, may_fail=False):
-    """Trains runs. One that was stopped earlier continues. Raises UserError if one must not fail.
+    """Trains runs, or continues them. Raises UserError if a run fails, unless may_fail.
 
-    jobs: (Program, run directory, more flags) of each. at_once: how many at a time. After Ctrl-C,
-    no other run starts, and the running ones save.
+    jobs: (Program, run directory, more flags) of each run. at_once: how many runs at a time. After
+    Ctrl-C, no other run starts, and the running ones save.
     """
     n_gpus = count_gpus()
     processes = []
@@ -81,12 +81,12 @@ def train(jobs, at_once, may_fail=False):
         program, place, more = jobs[i]
         place.mkdir(parents=True, exist_ok=True)
         device = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
-        # Python imports from the directory of a program, so score.py is in the copy.
+        # Python imports from the directory of a program, so `probe` has put score.py into the copy.
         command = [sys.executable, LAB / program.name / "score.py", VALIDATION, *device]
         command += [*program.flags, *more, *QUIET, place]
         with open(place / "output.txt", "w") as output:
-            # In a session of its own, it is out of reach of the terminal's Ctrl-C, and gets only
-            # the signal below.
+            # In its own session, the run does not receive the terminal's Ctrl-C, only the signal
+            # below.
             run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             processes.append(run)
             status = run.wait()
@@ -100,12 +100,12 @@ def train(jobs, at_once, may_fail=False):
             list(tqdm(pool.map(train_one, range(len(jobs))), "Ctrl-C saves", len(jobs)))
         except KeyboardInterrupt:
             for process in processes:
-                process.terminate()  # the run saves; after its end, this does nothing
+                process.terminate()  # a run then saves; after its end, this does nothing
             raise
 
 
 def probe(programs):
-    """Trains base and change for a second, which writes their facts -> the programs, complete.
+    """Trains base and change for a second each, and reads their facts -> the complete programs.
 
     The base also writes the validation sequences on which all runs are scored. Raises UserError.
     """
@@ -124,7 +124,7 @@ def probe(programs):
         start = Path(facts["init_from"] or "/nowhere")
         files = sorted(file for file in (start, *start.glob("*")) if file.is_file())
         key = hash_of([code["hash"], known, checksum_of_places([VALIDATION, *files])])
-        # The first step is slow. A run that compiles may take no other one in a second.
+        # The first step is slow. With torch.compile, a second may contain no other step.
         tokens_per_second = [*read_streams(place / "log.txt")["tok_s"].values()][1:]
         n_tokens = facts["max_steps"] * facts["total_batch_size"]
         speed = max(tokens_per_second, default=0) * count_flops(facts) / n_tokens
@@ -136,15 +136,15 @@ def probe(programs):
 
 
 def run_missing(programs, seeds, at_once=None, may_fail=False):
-    """Trains the runs that are not known yet -> the losses of each program's runs.
+    """Trains the runs that have no score yet -> the losses of each program's runs.
 
     seeds: a list for each program. at_once: how many runs at a time; None: one per GPU, or core.
-    may_fail: whether a run may, as with a large learning rate. A loss is None if it is missing, or
+    may_fail: whether a run may fail, as with a large learning rate. A loss is None if missing or
     not finite. Raises UserError.
     """
     at_once = at_once or count_gpus() or count_cores()
     runs = [(seed, program) for program, own in zip(programs, seeds) for seed in own]
-    runs.sort(key=lambda run: run[0])  # runs of one seed are trained at the same time
+    runs.sort(key=lambda run: run[0])  # runs of one seed train at the same time
     missing = [(seed, program) for seed, program in runs if not program.score(seed)]
     line = f"{len(runs) - len(missing)} of {len(runs)} runs are known"
     if missing and all(program.speed for program in programs):

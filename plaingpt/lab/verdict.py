@@ -1,4 +1,4 @@
-"""Verdicts and their ledger: intervals, differences as compute, the false discovery rate."""
+"""Verdicts and their ledger: confidence intervals, worth in compute, false discovery rates."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from plaingpt.base.terminal import print0
 
 import numpy as np
 
-GOOD = ("better", "helps")  # "helps" is in ledgers of version 1.0
+GOOD = ("better", "helps")  # ledgers of version 1.0 contain "helps"
 
 
 def welch(base, changed):
@@ -38,8 +38,8 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        goal = max(abs(difference), delta - abs(difference))  # half a width that decides
-        n = np.arange(len(changed) + 1, 1001)  # runs of each side, with these means and variances
+        goal = max(abs(difference), delta - abs(difference))  # half the width that decides
+        n = np.arange(len(changed) + 1, 1001)  # runs per program, with these means and variances
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)
         enough = n[require("scipy.stats").t.ppf(0.975, 2 * n - 2) * error <= goal]
         reason = f"about --seeds {[*enough, 'above 1000'][0]} may decide"
@@ -48,18 +48,18 @@ def compare_losses(base, changed, delta):
 
 
 def worth(i, flops, losses, difference):
-    """Returns what a difference in loss at size i is worth in compute: 1.2 is 20 % more.
+    """Returns what a difference in loss at size i is worth in compute: 1.2 means 20 % more.
 
-    flops, losses: of the base at each size. The slope of its loss over the logarithm of compute is
-    that at size i, from the neighboring sizes. Returns None if the loss does not fall there.
+    flops, losses: of the base at each size. The slope of this loss over the logarithm of compute at
+    size i follows from the neighboring sizes. Returns None if the loss does not fall there.
     """
-    n_ends = min(2, len(flops) - 1)  # sizes beside an end that give its slope
+    n_ends = min(2, len(flops) - 1)  # neighbors that determine the slope at an end
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
     return math.exp(difference / slope) if slope < 0 else None
 
 
 def entry_as_line(entry):
-    """Returns an experiment of the ledger as one line, for a person."""
+    """Returns an experiment of the ledger as one readable line."""
     line = f"{entry['date']}  {entry['change']}: {entry['verdict']}; "
     if "difference" in entry:
         line += "confirmation with new seeds; " if entry.get("confirm") else ""
@@ -72,16 +72,16 @@ def entry_as_line(entry):
 
 
 def worth_as_text(entry):
-    """Returns what the difference of an entry is worth in compute, for a person."""
+    """Returns what the difference of an entry is worth in compute, in words."""
     if None in entry["worth"]:
         return "worth an unknown compute: the loss of the base does not fall with the size"
     return "worth x{:.2f} [{:.2f}, {:.2f}] in compute".format(*entry["worth"])
 
 
 def discoveries_as_lines(entries):
-    """Returns lines for a person: the changes that look better, with false discovery rates."""
+    """Returns readable lines: the changes that look better, with false discovery rates."""
     tested = [entry for entry in entries if "p_value" in entry]
-    # A change that was tried again counts once: by its last p-value, or by its confirmation.
+    # A repeated change counts once: by its last p-value, or by its confirmation.
     tested.sort(key=lambda entry: bool(entry.get("confirm")))
     ideas = list({tuple(entry["keys"]): entry for entry in tested}.values())
     if not any(entry["verdict"] in GOOD for entry in ideas):
@@ -95,7 +95,7 @@ def discoveries_as_lines(entries):
 
 
 def read_ledgers(paths):
-    """Returns the experiments so far, as dicts. paths: of files that may be missing."""
+    """Returns the experiments so far, as dicts. paths: ledgers, which may be missing."""
     entries = []
     for path in filter(Path.exists, paths):
         with reading(path, "remove the line that is not JSON"):
@@ -107,7 +107,7 @@ def read_ledgers(paths):
 
 
 def add_entry(path, entry):
-    """Adds an experiment to a ledger. The new line replaces half a line at the end."""
+    """Adds an experiment to a ledger. The new line replaces an incomplete line at the end."""
     with writing(path), open(path, "a+b") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -117,8 +117,8 @@ def add_entry(path, entry):
 def choose_seeds(keys, config, ledger):
     """Returns the seeds of the base's runs and of the change's. Both are ranges from 1 on.
 
-    With --confirm, they begin after the last seed that the ledger has for one of the programs.
-    keys: of both programs. Raises UserError if there is no verdict to confirm.
+    With --confirm, the ranges begin after the last seed in the ledger of either program. keys: of
+    both programs. Raises UserError if the ledger contains no verdict to confirm.
     """
     first = 1
     if config.confirm:

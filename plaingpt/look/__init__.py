@@ -1,1 +1,1 @@
-"""What a model does with a text: its losses, its attention, its blocks, and the page of them."""
+"""What a model does with a text: losses, attention, blocks; and the page that shows them."""

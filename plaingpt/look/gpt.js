@@ -14,8 +14,8 @@ class Linear {
     const { weight, bias, n_in, n_out } = this;
     const T = x.length / n_in;
     const y = new Float32Array(T * n_out);  // (T, n_out)
-    // Eight sums at a time, of two rows of x and four of the weight, because sums that do not wait
-    // for each other are four times as fast. If there is no further row, the last one is repeated.
+    // This computes eight sums at a time, of two rows of x and four of the weight, because sums that
+    // do not wait for each other are four times as fast. If no row is left, it repeats the last one.
     for (let o = 0; o < n_out; o += 4) {
       const [o0, o1, o2, o3] = [0, 1, 2, 3].map((j) => Math.min(o + j, n_out - 1));
       const [w0, w1, w2, w3] = [o0 * n_in, o1 * n_in, o2 * n_in, o3 * n_in];

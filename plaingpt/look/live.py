@@ -1,8 +1,8 @@
-"""Packs a small model for a page that computes it: its weights, and losses of PyTorch to compare.
+"""Packs a small model for a page that computes it: weights, and losses of PyTorch to compare.
 
-gpt.js computes GPT-2 and nothing else. So the names and shapes of the weights must be GPT-2's, and
-the page compares its losses with PyTorch's. These also tell a model.py that computes something else
-with the same weights.
+gpt.js computes only GPT-2, so the names and shapes of the weights must be GPT-2's. The page also
+compares its losses with PyTorch's, because a changed model.py may compute something else with the
+same weights.
 """
 
 import inspect
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 MOST_PARAMETERS = 1_000_000  # 5 MB of a page
 LONGEST_CONTEXT = 1024  # a page compares this many losses when it opens, in about a second
-FACTORS = (1, 30)  # of the hidden states. With 30, the logits are so large that a soft-cap shows
-# What computes each part of the model: the line of model.py that contains this text.
+FACTORS = (1, 30)  # scale the hidden states; 30 makes the logits so large that a soft-cap shows
+# The line of model.py that computes a part of the model contains this text.
 LINES = {
     "wte": "t.wte(idx)",
     "wpe": "t.wpe(pos)",
@@ -38,9 +38,9 @@ LINES = {
 
 
 def find_reason(model, tokenizer, n_runs):
-    """Returns why a page cannot compute the model: the end of a sentence; "" if it can.
+    """Returns why a page cannot compute the model: the end of a sentence, or "" if it can.
 
-    model: the GPT of the last checkpoint. n_runs: how many runs the page has.
+    model: the GPT of the last checkpoint. n_runs: how many runs the page shows.
     """
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
@@ -86,12 +86,12 @@ def gpt2_shapes(c):
 def pack_model(model, ids):
     """GPT -> dict for JSON: its weights, losses to compare, and lines of model.py.
 
-    model: on the CPU, in float32, in eval mode. ids: those of the text.
+    model: on the CPU, in float32, in eval mode. ids: of the text.
     """
     c = model.config
-    # A tied head is there once: named_parameters leaves out its second name.
+    # named_parameters omits the second name of a tied head, so the page stores it once.
     weights = {name: pack_array(p.detach(), "<f4") for name, p in model.named_parameters()}
-    # The page's own text may be shorter than a window of attention, so there is a long one, too.
+    # The text of the page may be shorter than an attention window, so a long text is also checked.
     other = np.random.default_rng(0).integers(c.vocab_size, size=c.block_size + 1).tolist()
     checks = []
     for text in (ids, other):
@@ -110,7 +110,7 @@ def losses_of(model, ids, factor):
 
 
 def find_lines(GPT):
-    """Returns {part: [number, line of model.py]}, without parts that a changed model.py lacks."""
+    """Returns {part: [number, line of model.py]}. Omits parts that a changed model.py lacks."""
     source = inspect.getsource(sys.modules[GPT.__module__]).splitlines()
     lines = {}
     for part, words in LINES.items():

@@ -1,19 +1,19 @@
-// Draws what models make of a text: what the page has of it, or what play.js computes of it.
-// What is chosen is in the address behind "#", so that a link shows it: token (a number), snapshot
-// (the place of the slider), head (run, call and head, such as 0.1.3).
+// Draws what models do with a text: what look.py has recorded, or what play.js computes.
+// The address contains the reader's choice after "#", so that a link shows it: token (a number),
+// snapshot (the position of the slider), head (run, call and head, such as 0.1.3).
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
-const WIDEST = 3;  // nats: a larger difference of two losses has the same colour
+const WIDEST = 3;  // nats: larger differences between two losses have the same colour
 const LAST = data.snapshots.length - 1;
 // At first, the middle of the text is chosen, or the first token of a response.
 const FIRST = data.counted ? data.counted.indexOf(true) : Math.floor(data.tokens.length / 2);
 const state = { token: FIRST, snapshot: LAST, head: [0, 0, 0] };
-let shown;  // what is drawn: {tokens, counted, looks}, as in recorded()
+let shown;  // what the page draws: {tokens, counted, looks}, as in recorded()
 let play = null;  // of play.js, if the page computes the model
 const names = nameRuns();
 const texts = [];  // the elements with the text: each has a span for each token
-const heads = [];  // the buttons of the heads that are shown
+const heads = [];  // the buttons of all heads on the page
 const arcs = [];  // for each run: {element, svg, list}, the text with its arcs, and their list
 
 /** Returns short names of the runs: the last parts of their paths, if these differ. */
@@ -45,7 +45,7 @@ function recorded(snapshot) {
 
 /** Unpacks what a model makes of a text. A LiveLook of play.js has the same parts. */
 function unpackLook(look) {
-  const T = data.tokens.length - 1;  // the tokens that the model reads: not the last one
+  const T = data.tokens.length - 1;  // the tokens that the model reads: all but the last one
   const blocks = look.blocks.map((block) => (block.fault ? block : {
     name: block.name,
     prediction: unpackPrediction(block.prediction),
@@ -336,7 +336,7 @@ function drawMatrix(weights, T, largest, chosen) {
     const y = Math.floor(row * size / T);
     for (let column = 0; column < T; column++) {
       const at = 4 * (y * size + Math.floor(column * size / T));
-      const alpha = Math.round(255 * Math.sqrt(weights(row, column)));  // shows small weights, too
+      const alpha = Math.round(255 * Math.sqrt(weights(row, column)));  // also shows small weights
       if (alpha >= picture.data[at + 3]) picture.data.set([...(row === chosen ? frame : ink), alpha], at);
     }
   }
@@ -366,7 +366,7 @@ function drawHead() {
   headText.line.replaceChildren(...(isLast
     ? ["The last token is only predicted. The model does not read it, so it looks nowhere."]
     : [from, ...(largest.length ? ["the weights are: ", ...largest] : ["this head looks at no token."])]));
-  // The square root shows small weights, too.
+  // The square root also shows small weights.
   colour(headText.text, (i) => (isLast || i >= T ? 0 : Math.sqrt(weights(state.token, i))));
   headText.picture.replaceChildren(drawMatrix(weights, T, 512, state.token));
 }
@@ -421,7 +421,7 @@ function drawChecks() {
 
 // ---- arcs --------------------------------------------------------------------------------------
 
-const MOST_HEADS = 8;  // whose arcs are drawn; page.css has as many colours
+const MOST_HEADS = 8;  // heads whose arcs are drawn; page.css contains as many colours
 const MOST_ARCS = 3;  // of a head
 const LEAST_WEIGHT = 0.1;  // of all arcs but the first one of a head
 
@@ -454,7 +454,7 @@ function findArcs({ calls, T }, run) {
       found.push({
         place: [run, c, head],
         name: `block ${call.block}, head ${head + 1}`,
-        colour: ((call.block - 1) * call.heads.length + head) % MOST_HEADS,  // also if a block is off
+        colour: ((call.block - 1) * call.heads.length + head) % MOST_HEADS,  // even if a block is off
         arcs: columns.slice(0, MOST_ARCS).filter(([, weight], i) => weight >= (i ? LEAST_WEIGHT : 1e-9)),
       });
     }

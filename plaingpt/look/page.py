@@ -1,8 +1,9 @@
-"""Writes records of a text into one HTML file, which needs no network and no other file.
+"""Writes records of a text into one HTML file, which needs neither a network nor other files.
 
-page.html has the parts of the page, page.css their look, and page.js draws the numbers. With the
-weights of a small model, gpt.js computes them for a text that the reader types. Arrays are stored
-as base64: losses and weights in float32, and attention in 8 bits, since the eye needs no more.
+page.html contains the parts of the page, page.css their style, and page.js draws the numbers. With
+the weights of a small model, gpt.js computes the numbers of a text that the reader types. The page
+stores arrays as base64: losses and weights in float32, and attention in 8 bits, which is enough for
+the eye.
 """
 
 import base64
@@ -16,7 +17,7 @@ from plaingpt.look.record import AttentionCall, BlockOutput, Record
 
 import numpy as np
 
-# A page has so many bytes of attention at most, or the attention of the last snapshot only.
+# A page contains at most this many bytes of attention, or the attention of the last snapshot only.
 LIMIT = 2**24
 SCRIPTS = ("gpt.js", "live.js", "page.js", "play.js")  # in the order in which they run
 
@@ -24,12 +25,12 @@ SCRIPTS = ("gpt.js", "live.js", "page.js", "play.js")  # in the order in which t
 def split_text(ids, tokenizer):
     """Splits a text into the texts of its tokens -> list of texts, one for each id.
 
-    A character whose bytes are in several tokens belongs to the first one. The text of a token
-    that only continues a character is empty. Special ids have their names.
+    A character whose bytes are in several tokens belongs to the first of these. The text of a token
+    that only continues a character is empty. The text of a special id is its name.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
-    begun = None  # the index of the token in which the character begins that is not complete
+    begun = None  # the index of the token in which an incomplete character begins
     for i in ids:
         name = name_of_special(i, tokenizer)
         text = decoder.decode(bytes_of(i, tokenizer), final=name is not None)
@@ -47,12 +48,12 @@ def split_text(ids, tokenizer):
 
 
 def name_token(i, tokenizer):
-    """Returns the text of a single id. Bytes that are no character are shown like <E4>."""
+    """Returns the text of a single id. A byte that belongs to no character looks like <E4>."""
     data = bytes_of(i, tokenizer)
     name = name_of_special(i, tokenizer)
     if name is not None:
         return name
-    if not data:  # it is no token of the vocabulary, but the model has a row for it
+    if not data:  # beyond the vocabulary; only the model has a row for this id
         return f"<{i}>"
     try:
         return data.decode()
@@ -69,14 +70,14 @@ def name_of_special(i, tokenizer):
 
 
 def bytes_of(i, tokenizer):
-    """Returns the bytes of an id; none for a special one, and for one beyond the vocabulary."""
+    """Returns the bytes of an id; b"" for special ids and for ids beyond the vocabulary."""
     is_text = i < tokenizer.n_vocab and i not in tokenizer.special.values()
     return tokenizer.token_bytes[i] if is_text else b""
 
 
 @dataclass
 class Look:
-    """A record of one model, and what else the page shows of it."""
+    """A record of one model, and what else the page shows of this model."""
 
     record: Record
     facts: str  # which model it is, in words
@@ -85,7 +86,7 @@ class Look:
 
 @dataclass
 class Snapshot:
-    """What the page shows at one place of its slider: one look for each run."""
+    """What the page shows at one position of its slider: one Look for each run."""
 
     name: str  # such as "step 300"
     looks: list[Look]
@@ -97,10 +98,10 @@ class Text:
 
     ids: list[int]
     counted: list[bool] | None  # for pairs: whether an id belongs to a response
-    note: str = ""  # a sentence about what was left out
+    note: str = ""  # a sentence about what the page omits
 
     def mean_of(self, losses):
-        """Returns the mean of the losses, (n); for pairs, that of the responses, which count."""
+        """Returns the mean of the losses, (n); for pairs, the mean over the responses."""
         if self.counted is not None:
             losses = losses[np.array(self.counted[1:])]
         return float(losses.mean(dtype=np.float64))
@@ -109,8 +110,8 @@ class Text:
 def build_page(text, snapshots, runs, tokenizer, live):
     """Returns the HTML file, as bytes.
 
-    text: a Text. snapshots: list of Snapshots. runs: names of the runs, one or two. tokenizer: that
-    of the ids. live: what pack_model returns, or {"why": the reason that the page has no model}.
+    text: a Text. snapshots: list of Snapshots. runs: names of the runs, one or two. tokenizer: of
+    the ids. live: what pack_model returns, or {"why": the reason that the page contains no model}.
     """
     n_bytes = sum(size_of_calls(look.record) for snapshot in snapshots for look in snapshot.looks)
     packed = []
@@ -137,8 +138,8 @@ def fill_template(title, data):
     script = "\n".join(map(read_part, SCRIPTS))
     page = read_part("page.html").replace("{{title}}", html.escape(title))
     page = page.replace("{{style}}", read_part("page.css")).replace("{{script}}", script)
-    # Without "<", no text can end the element <script>. JSON reads the escape as "<". The data come
-    # last, because a text may have any of these marks.
+    # Without "<", no text can end the element <script>. JSON reads the escape as "<". The data are
+    # inserted last, because a text may contain any of these marks.
     written = json.dumps(data, allow_nan=False).replace("<", r"\u003c")
     return page.replace("{{data}}", written).encode("utf-8", "backslashreplace")
 
@@ -148,7 +149,7 @@ def read_part(name):
 
 
 def find_ids(text, snapshots):
-    """Returns all ids that a page names: those of the text, and those that models predict."""
+    """Returns all ids that a page names: the ids of the text, and the ids that models predict."""
     ids = set(text.ids)
     for snapshot in snapshots:
         for look in snapshot.looks:
@@ -170,7 +171,7 @@ def size_of_calls(record):
 
 
 def pack_look(look, with_attention):
-    """Look -> dict for JSON. with_attention: whether the page has its attention."""
+    """Look -> dict for JSON. with_attention: whether the dict contains the attention."""
     record = look.record
     errors = [call.error for call in record.calls if call.weights is not None]
     return dict(
@@ -203,7 +204,7 @@ def pack_block(block: BlockOutput):
 
 
 def pack_call(call: AttentionCall):
-    """AttentionCall -> dict for JSON. A weight is stored as a whole number from 0 to 255."""
+    """AttentionCall -> dict for JSON. Stores a weight as an integer from 0 to 255."""
     if call.fault:
         return dict(block=call.block + 1, fault=call.fault)
     weights = (call.weights.cpu().numpy() * 255).round().astype(np.uint8)  # (nh, T, T)
@@ -216,5 +217,5 @@ def pack_call(call: AttentionCall):
 
 
 def pack_array(values, dtype):
-    """Numbers -> base64 of them in this dtype, row by row, as a text."""
+    """Numbers -> their base64 text, in this dtype, row by row."""
     return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()

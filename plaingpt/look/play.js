@@ -1,7 +1,7 @@
 // What a reader does with a live page: types, lets the model write, switches parts off, and solves
 // riddles. live.js computes, and page.js draws what depends on the text.
 
-const BARS = 8;  // next tokens that are shown
+const BARS = 8;  // next tokens on the page
 
 // ---- the text ----------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ function predict(logits, id, k) {
 const typed = byId("typed");
 let timer = null;  // while the model writes
 
-const textOf = (ids) => decode(ids.slice(1));  // without the end of text that stands first
+const textOf = (ids) => decode(ids.slice(1));  // without the end of text at the start
 
 /** Reads what is typed. The token before the cursor is chosen. */
 function type() {
@@ -207,7 +207,7 @@ function shapesOf(part, T) {
   return shapes[part] ?? [x, x];
 }
 
-let pointed = null;  // [part, label] of the part whose shapes are shown
+let pointed = null;  // [part, label] of the part whose shapes the page shows
 
 /** Shows the shapes of the part that is pointed at, and the line of model.py that computes it. */
 function drawPart() {
@@ -423,7 +423,7 @@ function makeRiddle({ choices, check }) {
   return make("li", {}, [make("span", { className: "question" }), " ", ...(choices ? [select, " "] : []), button, " ", answer]);
 }
 
-let asked = null;  // the text of which the questions are
+let asked = null;  // the text that the questions are about
 
 /** Draws the questions. If the text has changed, the answers to the old ones go. */
 function drawQuestions() {
@@ -464,7 +464,7 @@ function unpackModel({ config, weights, checks, why }) {
     return { ids, losses: Object.fromEntries(pairs) };
   });
   const { difference, worst } = compare(gpt, unpacked);
-  if (!(worst <= TOLERANCE)) {  // also if it is NaN
+  if (!(worst <= TOLERANCE)) {  // also true for NaN
     return `its losses differ from PyTorch's by up to ${worst.toPrecision(2)}, relative: model.py was changed`;
   }
   const made = new Play(gpt, data.ids);

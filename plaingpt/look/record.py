@@ -1,8 +1,8 @@
-"""Runs a model on a text once, and keeps what it predicts, where it looks, what each block adds.
+"""Runs a model on a text once, and records its predictions, its attention, what each block adds.
 
-Attention is what F.scaled_dot_product_attention is given, and what it returns. A model that was
-changed, by rotary positions or another mask, calls the same function. So its attention is the one
-that it really has.
+The attention comes from the arguments and results of F.scaled_dot_product_attention. A changed
+model, with rotary positions or another mask, calls the same function, so the record contains the
+attention that this model really computes.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-# The arguments that may be given without their names, in their order.
+# The positional arguments of F.scaled_dot_product_attention, in their order.
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # what the weights depend on
-TOLERANCE = 1e-3  # relative; a GPU that multiplies in TF32 makes a smaller difference
-N_LIKELIEST = 5  # of the model's prediction
+TOLERANCE = 1e-3  # relative; a GPU that multiplies in TF32 causes a smaller difference
+N_LIKELIEST = 5  # tokens of the model's prediction
 N_LIKELIEST_OF_BLOCK = 3
 
 
@@ -30,8 +30,8 @@ class AttentionCall:
     """One call of F.scaled_dot_product_attention, for one text."""
 
     block: int  # in which block it was, from 0
-    weights: torch.Tensor | None = None  # (nh, T, T): a row has the weights of all keys
-    error: float = 0.0  # the largest difference of weights @ v from the result; relative
+    weights: torch.Tensor | None = None  # (nh, T, T): a row contains the weights of all keys
+    error: float = 0.0  # largest difference between weights @ v and the result; relative
     fault: str = ""  # why there are no weights to show: the end of a sentence
 
 
@@ -39,7 +39,7 @@ class AttentionWatch(TorchFunctionMode):
     """A context that keeps an AttentionCall for each call of F.scaled_dot_product_attention.
 
     A TorchFunctionMode sees the calls of all functions of PyTorch in its context. `block` is the
-    number of the block that is running, or None; `watching` sets it.
+    number of the running block, or None; `watching` sets it.
     """
 
     def __init__(self):
@@ -70,7 +70,7 @@ def record_call(block, given, result):
     value = value.float().repeat_interleave(weights.size(1) // value.size(1), dim=1)
     difference = (weights @ value - result.float()).abs().max()
     error = (difference / result.float().abs().max().clamp(min=1e-9)).item()
-    if not error <= TOLERANCE:  # also if it is NaN
+    if not error <= TOLERANCE:  # also true for NaN
         fault = f"softmax(qkᵀ)·v differs from the result of the call by {error:.2g}, relative"
         return AttentionCall(block, error=error, fault=fault)
     return AttentionCall(block, weights[0], error)
@@ -80,7 +80,7 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
     """Returns softmax(qkᵀ), as F.scaled_dot_product_attention defines it: (B, nh, T, S), float32.
 
     query: (B, nh, T, hs). key: (B, nh, S, hs), or fewer heads with enable_gqa. The other arguments
-    are those of PyTorch. Dropout is left out.
+    are as in PyTorch. This ignores dropout.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
@@ -93,23 +93,23 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # A token that may see no key has the weight 0 for all of them.
+    # A token that may see no key gives weight 0 to all keys.
     return scores.softmax(dim=-1).masked_fill(scores == -math.inf, 0.0)
 
 
 @dataclass
 class Prediction:
-    """What is predicted for each of n tokens: the text without its first token."""
+    """What a model predicts for each of n tokens: the text without its first token."""
 
-    losses: np.ndarray  # (n): of the right token, in nats
-    ranks: np.ndarray  # (n): how likely the right token is among all; 1 is the likeliest one
-    ids: np.ndarray  # (n, k): the likeliest tokens, the likeliest one first
+    losses: np.ndarray  # (n): losses of the right tokens, in nats
+    ranks: np.ndarray  # (n): rank of the right token among all; 1 is the likeliest
+    ids: np.ndarray  # (n, k): the likeliest tokens, in order
     probs: np.ndarray  # (n, k): their probabilities
 
 
 @dataclass
 class BlockOutput:
-    """The residual stream after a block, and what the norm and the head make of it."""
+    """The residual stream after a block, and the prediction from it by last norm and head."""
 
     name: str
     prediction: Prediction | None = None
@@ -131,7 +131,7 @@ def record_text(model, ids):
     """Runs a model on a text -> Record.
 
     model: a GPT in float32, in eval mode. ids: list of n + 1 ids, at most its context plus 1. The
-    first one is not predicted, and the last one is only predicted.
+    first id is only an input, and the last id is only a target.
     """
     device = model.lm_head.weight.device
     idx = torch.tensor([ids[:-1]], device=device)  # (1, n)
@@ -157,14 +157,14 @@ def score_tokens(model, ids, device):
 def watching(model, watch):
     """Tells an AttentionWatch which block is running. Yields the list of what the blocks return.
 
-    The first element is what the first block is given. It takes the hooks away in the end.
+    The first element is the input of the first block. At the end, this removes its hooks.
     """
     streams = []
 
     def before(block, args, kwargs):
         if not streams:
             streams.append([*args, *kwargs.values()][0])  # GPT.hidden may write block(x=x, pos=pos)
-        watch.block = len(streams) - 1  # by the order of calls: a block may be in several places
+        watch.block = len(streams) - 1  # counts calls, because a block may run several times
 
     def after(block, args, output):
         watch.block = None
@@ -184,12 +184,12 @@ def watching(model, watch):
 def describe_block(model, i, stream, targets):
     """Predicts from the residual stream after block i, or after the embedding for 0 -> BlockOutput.
 
-    stream: what the block has returned. targets: (n).
+    stream: the output of the block. targets: (n).
     """
     name = f"block {i}" if i else "embedding"
     n = len(targets)
     if not torch.is_tensor(stream) or stream.shape != (1, n, model.config.n_embd):
-        return BlockOutput(name, fault="it returns no tensor (B, T, C)")
+        return BlockOutput(name, fault="it does not return a tensor (B, T, C)")
     x = model.transformer.ln_f(stream)[0]  # (n, C)
     prediction = predict(model, x, targets, N_LIKELIEST_OF_BLOCK)
     norms = stream[0].float().norm(dim=-1).cpu().numpy()  # (n)
@@ -212,10 +212,10 @@ def predict(model, x, targets, k):
 
 
 def complete_calls(calls, n_layer):
-    """Adds an AttentionCall with a fault for each block that has made no call. Sorts by block."""
+    """Adds an AttentionCall with a fault for each block without a call. Sorts by block."""
     seen = {call.block for call in calls}
     for i in range(n_layer):
         if i not in seen:
-            fault = "it makes no call of F.scaled_dot_product_attention"
+            fault = "it does not call F.scaled_dot_product_attention"
             calls.append(AttentionCall(i, fault=fault))
     return sorted(calls, key=lambda call: call.block)
