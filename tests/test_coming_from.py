@@ -106,7 +106,7 @@ def test_ids_of_nanogpt_with_more_than_16_bits(tmp_path, dtype, first):
 def test_ids_of_characters_are_not_gpt2s(tmp_path):
     """nanoGPT's meta.pkl was not copied."""
     np.arange(65, dtype="<u2").tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="its ids are below 256, as those of bytes or characters"):
+    with pytest.raises(UserError, match="its ids are below 256, like ids of bytes or characters"):
         Sources([str(tmp_path)])
     assert Sources([str(tmp_path)], "bytes").tokenizer.name == "bytes"
 

@@ -255,7 +255,7 @@ OWN_HEADS = {  # edits of GPT.logits or GPT.loss alone -> a part of the message
     ),
 }
 REMEDY = (
-    "; in GPT.loss, give self.logits to loss_fn in place of self.lm_head.weight (a term that is "
+    "; in GPT.loss, pass self.logits to loss_fn instead of self.lm_head.weight (a term that is "
     "only for training belongs in GPT.forward)\n"
 )
 

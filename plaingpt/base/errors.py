@@ -1,4 +1,4 @@
-"""Errors of the user, which become one sentence, and bugs, which keep their traceback."""
+"""Errors: a user's error becomes one sentence, a bug keeps its traceback."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ import sys
 
 from plaingpt.base.terminal import visible
 
-# What a user can do about an error of the operating system.
+# These sentences say what a user can do about an error of the operating system.
 REMEDIES = {
     errno.EACCES: "change the permissions",
     errno.EPERM: "change the permissions",
@@ -32,7 +32,7 @@ def run_program(main):
     try:
         main()
     except BrokenPipeError:
-        # Redirects stdout. Otherwise, the flush at interpreter exit fails again.
+        # Without this redirection, the flush at interpreter exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (UserError, OSError) as error:
@@ -52,7 +52,7 @@ def require(module):
     """Imports a module of an optional package. Raises UserError with the command to install it."""
     try:
         imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:  # the package is missing, or a package that it imports
+    except ModuleNotFoundError as error:  # the package, or a package that it imports, is missing
         raise missing_package(error.name) from error
     package = sys.modules[module.partition(".")[0]]
     # Python also imports a folder with the name of a missing package. A folder has no __file__.
@@ -84,7 +84,7 @@ def first_line(error):
     If the first line only announces the second one, returns the second one.
     """
     text = str(error)
-    if isinstance(error, KeyError):  # its text is only the key
+    if isinstance(error, KeyError):  # the text of a KeyError is only the key
         text = f"no field {text}"
     if getattr(error, "strerror", None):  # the text of an OSError, without the error number
         text = error.strerror

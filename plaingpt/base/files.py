@@ -17,7 +17,7 @@ from plaingpt.base.terminal import print0
 # checksum_of_places reads PLACE bytes at each of at most N_PLACES places.
 PLACE = 2**16
 N_PLACES = 64
-# A line of log.txt: step, stream, value.
+# A line of log.txt contains step, stream, value.
 LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
 
@@ -73,7 +73,7 @@ def open_output(path):
 
 def lock(directory, flag, remedy="wait for it"):
     """Locks a directory until the returned file descriptor is closed. Raises UserError."""
-    # Locks the directory itself, so that no lock file remains. Windows cannot open a directory.
+    # This locks the directory itself, so no lock file remains. Windows cannot open a directory.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:
         import fcntl
@@ -82,7 +82,7 @@ def lock(directory, flag, remedy="wait for it"):
     except BlockingIOError as error:
         os.close(descriptor)
         raise UserError(f"{flag} {directory}: another process uses it; {remedy}") from error
-    except (ImportError, OSError) as error:  # Windows and some network disks have no locks
+    except (ImportError, OSError) as error:  # Windows and some network disks lack locks
         print0(f"note: {directory} cannot be locked ({error}); start only one run there")
     return descriptor
 
@@ -133,9 +133,9 @@ def read_json(path):
 def checksum_of_places(paths):
     """Returns a CRC-32 of 64 places of each file, as a text. Raises OSError.
 
-    Each place has 64 KiB. The first place is the start of the file, the last place is its end, and
-    the others lie evenly between them. The places cover all of a file of up to 4 MiB. In a larger
-    file, this misses an edit between two places that keeps the size, but reading takes no time.
+    Each place has 64 KiB. The first place is the start of the file, the last place its end, and all
+    are evenly spaced. In a file of up to 4 MiB, the places cover everything. In a larger file, this
+    misses an edit between two places that keeps the size, but takes almost no time.
     """
     crc = 0
     for path in paths:

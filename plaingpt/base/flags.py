@@ -1,4 +1,4 @@
-"""Command-line flags, which are the fields of dataclasses.
+"""Command-line flags: the fields of dataclasses.
 
 A field has a type. The arguments of `flag` are its default, its help text and its range:
 
@@ -45,7 +45,7 @@ LARGEST = 1e12
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What a flag means, and which values it takes.
+    """What a flag means, and which values it accepts.
 
     A number that has only a lower bound must be below LARGEST.
     """
@@ -55,9 +55,9 @@ class Flag:
     below: float | None = None
     at_least: float | None = None
     at_most: float | None = None
-    empty: bool = False  # an empty value means something; for other flags, it is a mistake
-    either: bool = False  # users can give either this flag or the flag before it
-    line_breaks: bool = False  # in a text, a backslash and an n are a line break
+    empty: bool = False  # an empty value means something; other flags reject it
+    either: bool = False  # this flag and the flag before it exclude each other
+    line_breaks: bool = False  # a backslash and an n in the value mean a line break
 
     def allows(self, value):
         """Returns whether a number is in the range."""
@@ -139,7 +139,7 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 def read_version():
     """Returns the version in pyproject.toml, such as "1.0"."""
     path = Path(__file__).parents[2] / "pyproject.toml"
-    if not path.exists():  # the user has copied only the Python files
+    if not path.exists():  # somebody has copied only the Python files
         return "unknown"
     return re.search(r'^version = "(.+)"$', path.read_text("utf-8"), re.M)[1]
 
@@ -168,8 +168,8 @@ def add_flags(parser, configs, groups):
         for field in dataclasses.fields(config):
             flag = field.metadata["flag"]
             group = made.get(field.name, group)
-            # Each flag begins a set of flags of which only one can be given. A flag with `either`
-            # joins the set of the flag before it.
+            # Each flag begins a set of flags that exclude each other. A flag with `either` joins
+            # the set of the flag before it.
             if not flag.either:
                 alternatives = group.add_mutually_exclusive_group()
             options = make_options(types[field.name], flag, field.default)

@@ -28,7 +28,7 @@ def count_cores():
 
 def count_gpus():
     """Returns the number of CUDA GPUs that this process may use."""
-    import torch  # here, so that a program that never counts GPUs starts a second earlier
+    import torch  # a program that never counts GPUs thus starts a second earlier
 
     return torch.cuda.device_count()
 
@@ -36,7 +36,7 @@ def count_gpus():
 def read_ranks():
     """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size). Raises UserError.
 
-    Without them, a program has one process. Without LOCAL_RANK, each machine has one process.
+    Without these variables, a program has one process. Without LOCAL_RANK, each machine has one.
 
     Only rank 0 prints and saves, so a process with a wrong rank would run in vain.
     """

@@ -13,7 +13,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether a run should stop, because of a signal or because its time is over."""
+    """Stores whether a run should stop, because of a signal or because its time is over."""
 
     def __init__(self):
         self.has_signal = False
@@ -55,7 +55,7 @@ class StopRequest:
         self.has_signal = True
         how_often = "twice"
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # the next one ends the program
+            signal.signal(number, signal.SIG_DFL)  # the next signal ends the program
             how_often = "again"
         if (is_first or number == signal.SIGINT) and os.environ.get("RANK", "0") == "0":
             message = f"stopping: saves the last step, then ends; Ctrl-C {how_often} to quit now\n"

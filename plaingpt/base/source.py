@@ -10,8 +10,9 @@ from plaingpt.base.errors import UserError, explaining, first_line
 from plaingpt.base.terminal import print0
 
 CLONE = Path(__file__).parents[2]
-# The user's git settings may ask for colors, other prefixes, another program, fewer context lines,
-# an order of the files, or a description instead of a diff. `git apply` cannot read such a patch.
+# The user's git settings may select colors, other prefixes, another diff program, fewer context
+# lines, an order of the files, or a description instead of a diff. `git apply` cannot read such a
+# patch.
 DIFF = (
     "--binary",
     "--no-color",
@@ -90,7 +91,7 @@ def hash_of_program():
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None) or "/"
         if not name.startswith(str(CLONE)):
-            continue  # most modules belong to torch; a Path for each would take 0.05 s
+            continue  # most modules belong to torch, and creating a Path for each takes 0.05 s
         file = Path(name)
         # The clone may also contain Python itself and its packages.
         is_foreign = library in file.parents or "site-packages" in file.parts

@@ -1,4 +1,4 @@
-"""What a program shows in a terminal: lines of rank 0, and a progress bar."""
+"""Terminal output of a program: lines of rank 0, and a progress bar."""
 
 import os
 import re
@@ -38,5 +38,5 @@ def shorten_line(line):
 def show_progress(done, total, text):
     """Shows a progress bar in the last line of a terminal, until the next print0."""
     if sys.stdout.isatty():
-        bar = "#" * (20 * done // total)  # at the end, 20 characters
+        bar = "#" * (20 * done // total)  # 20 characters when all is done
         print0(shorten_line(f"{done}/{total} [{bar:<20}] {text}"), end="")

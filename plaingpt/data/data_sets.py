@@ -83,7 +83,7 @@ def is_pairs_file(path):
 def encode_text(path, tokenizer):
     """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
 
-    Except for bytes, a text with <|endoftext|> gets the ids that fineweb.py would write, with
+    Except for bytes, the ids of a text with <|endoftext|> are the same as from fineweb.py, with
     end_of_text before each document. The ids of any other text contain no end_of_text. Raises
     UserError.
     """
@@ -176,7 +176,7 @@ def find_document(tokens, start, end_of_text):
     if n == 0:
         return start
     ids = tokens.read(start, min(2**20, (n + 1) // 2))
-    return start + int(np.argmax(ids == end_of_text))  # argmax is 0 if no id matches
+    return start + int(np.argmax(ids == end_of_text))  # argmax returns 0 if no id matches
 
 
 class Sources:
@@ -188,7 +188,7 @@ class Sources:
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
-        # A notebook may start several runs, and files may have changed between two runs.
+        # A notebook may start several runs, and files may change between two runs.
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
@@ -235,9 +235,9 @@ def find_common_tokenizer(paths, place):
 def find_tokenizer(data, place=None):
     """Returns the Tokenizer of a data set.
 
-    If the data set names no tokenizer, --tokenizer decides. Without this flag, shards have gpt2,
-    and a text has bytes. place: value of --tokenizer. Raises UserError if there are no data, or if
-    the tokenizer of the data differs from the flag.
+    If the data set names no tokenizer, --tokenizer decides. Without this flag, shards use gpt2, and
+    a text uses bytes. place: value of --tokenizer. Raises UserError if there are no data, or if the
+    tokenizer of the data differs from the flag.
     """
     path = Path(data)
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
@@ -275,7 +275,7 @@ def check_gpt2_ids(path):
         ids = open_shard(file)[: 2**16]
         if len(ids) and ids.max() < 256:
             raise UserError(
-                f"--data {path}: its ids are below 256, as those of bytes or characters are; give "
+                f"--data {path}: its ids are below 256, like ids of bytes or characters; give "
                 "--tokenizer bytes, or --tokenizer gpt2 if they are GPT-2's"
             )
 
@@ -309,7 +309,7 @@ class Data:
 
 
 def log_names(paths):
-    """Returns a name without white space for each data set: the end of its path, or the whole path.
+    """Returns a name without white space for each data set: the end of its path, or all of it.
 
     Bytes of a path that are not UTF-8 become escapes such as \\udce9.
     """

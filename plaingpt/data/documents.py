@@ -1,8 +1,8 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Reading needs only a few megabytes of memory, even for large files. The exceptions are a JSON array,
-a line, a .csv or .tsv file, a benchmark's text file, and a document of a .txt file without cuts,
-which are read whole.
+Reading needs only a few megabytes of memory, even for large files. The exceptions, which are read
+whole, are a JSON array, a line, a .csv or .tsv file, a benchmark's text file, and a document of a
+.txt file without cuts.
 
 Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, or JSON as
 bytes. A damaged line of JSON is one damaged record. After any other damage, reading ends.
@@ -27,11 +27,11 @@ BLOCK = 2**20  # bytes to read at a time
 TABLES = (".parquet", ".arrow")
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # the first line of such an object
-MOST_CHARACTERS = 2**31 - 1  # the largest limit that Windows accepts
+MOST_CHARACTERS = 2**31 - 1  # Windows accepts no larger limit
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
-# The libraries that read files raise these if a file is damaged.
+# The libraries that read files raise these errors if a file is damaged.
 DAMAGE = (
     OSError,
     ValueError,
@@ -168,7 +168,7 @@ def choose_columns(names, columns):
     """
     chosen = [name for name in names if name in columns] or names
     for name in chosen:
-        if name and chosen.count(name) > 1:  # a record would contain only the last one
+        if name and chosen.count(name) > 1:  # a record would contain only the last column
             raise ValueError(f"two columns are named {name!r}")
     return chosen
 
@@ -297,7 +297,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
         try:
             requests.head(datasets.config.HF_ENDPOINT, timeout=5)
         except requests.RequestException:
-            datasets.config.HF_HUB_OFFLINE = True  # until this program ends
+            datasets.config.HF_HUB_OFFLINE = True  # this setting stays until the program ends
     # Network errors come from several libraries.
     with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)

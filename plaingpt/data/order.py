@@ -10,7 +10,7 @@ import torch
 
 
 class Turns:
-    """The turns of the data sets in a mixture. A single data set has all of them.
+    """The turns of the data sets in a mixture. A single data set takes all turns.
 
     shares: the share of the sequences from each set, as Fractions that add up to 1.
     """
@@ -31,8 +31,8 @@ class Turns:
 def order_of_sets(shares):
     """Returns one period of a mixture: for each turn, (data set k, number of its earlier turns).
 
-    shares: Fractions that add up to 1. Each set has n x share of the first n turns, with an error
-    of less than one. The sets take turns in the order of their deadlines (Baruah et al. 1996,
+    shares: Fractions that add up to 1. Of the first n turns, each set takes n x share, with an
+    error of less than one. The sets take turns in the order of their deadlines (Baruah et al. 1996,
     "Proportionate Progress").
     """
     period = math.lcm(*(share.denominator for share in shares))
@@ -45,7 +45,7 @@ def order_of_sets(shares):
             # Only a set below its share may be next. The deadline is the last turn that is allowed
             # for its next sequence.
             if counts[k] * period < n * part:
-                deadline = -(-(counts[k] + 1) * period // part)  # the quotient is rounded up
+                deadline = -(-(counts[k] + 1) * period // part)  # rounds the quotient up
                 due.append((deadline, k))
         _, first = min(due)
         order.append((first, counts[first]))
@@ -83,7 +83,7 @@ def hash_numbers(*numbers):
 
 
 def prefetch(batches, device):
-    """Yields the same batches. Except on MPS, a thread prepares the next batch meanwhile."""
+    """Yields the same batches. Except on MPS, a thread meanwhile reads the next batch."""
     if device.type == "mps":
         # Two threads that use MPS may crash the process (pytorch/pytorch#197805).
         yield from batches

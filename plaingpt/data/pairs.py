@@ -1,10 +1,10 @@
-"""Reads pairs of a prompt and a response. Only the responses are trained.
+"""Reads pairs of a prompt and a response. Only the responses are in the loss.
 
 A pair is end_of_text, prompt, response. The tokenizer encodes both texts separately, so that
-generate.py computes the same ids for the prompt. If a response ends with <|endoftext|>, this is
-removed. Only the response and the end_of_text after it are targets. A pair lies in one sequence of
-T tokens, and end_of_text fills the rest. For T = 8, this is the first sequence and the start of the
-second one; <> is end_of_text:
+generate.py computes the same ids for the prompt. If a response ends with <|endoftext|>, this mark
+is removed. Only the response and the end_of_text after it are targets. A pair lies in one sequence
+of T tokens, and end_of_text fills the rest. For T = 8, here are the first sequence and the start of
+the second one; <> is end_of_text:
 
     token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
@@ -47,10 +47,10 @@ def read_pairs(path, tokenizer, T, val_fraction):
     a token is a target.
 
     Shuffles the pairs with a fixed seed. The last pairs, val_fraction of all, are for validation.
-    This does not depend on the tokenizer or T, so other runs validate on the same pairs, unless the
-    file or val_fraction changes. Raises UserError.
+    This split does not depend on the tokenizer or T, so other runs validate on the same pairs,
+    unless the file or val_fraction changes. Raises UserError.
     """
-    if path.stat().st_size > 2**26:  # in memory, pairs take up to 40 times as much as in the file
+    if path.stat().st_size > 2**26:  # pairs need up to 40 times as much memory as disk space
         raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
     records = list(read_records([path], columns=("prompt", "response")))
     pairs = [encode_pair(record, tokenizer) for record in records]
@@ -114,7 +114,7 @@ def larger_context(T, size):
 
 
 def join_pairs(pairs, tokenizer, T):
-    """Puts the pairs into sequences -> (ids, counted), as read_pairs. Skips longer pairs."""
+    """Packs the pairs into sequences -> (ids, counted), as read_pairs. Skips longer pairs."""
     end = tokenizer.end_of_text
     ids = array("I", [end])
     counted = bytearray(1)

@@ -1,4 +1,4 @@
-"""Finds and opens files of token ids: shards, and the files of other programs.
+"""Finds and opens files of token ids: shards, and files of other programs.
 
 A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. The ids are
 uint16, as in build-nanogpt, or uint32 for vocabularies above 65,536 ids. Each document begins with
@@ -29,7 +29,7 @@ BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # keys: llm.c's magic,
 # The keys are the codes in X.idx. Code 4 is int32, but this reads uint32, so that a negative id
 # becomes a large id, which is outside every vocabulary.
 MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
-# The name of a Megatron file for validation contains this.
+# The name of a Megatron file for validation contains this text.
 VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 
 
@@ -87,11 +87,11 @@ def read_meta(directory):
 
 
 def check_complete(directory, n_tokens):
-    """Raises UserError unless the shards of a directory have as many tokens as meta.json says."""
+    """Raises UserError unless the shards of a directory contain the tokens that meta.json says."""
     n = read_meta(directory).get("tokens")
     if not isinstance(n, int):  # another program's meta.json may contain anything
         return
-    # While fineweb.py is running, it writes a shard before the number.
+    # A running fineweb.py writes a shard before the number.
     is_running = (directory / "progress.json").exists()
     if n_tokens < n or (n_tokens > n and not is_running):
         raise UserError(

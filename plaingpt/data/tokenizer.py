@@ -34,7 +34,7 @@ class Tokenizer:
     name: str  # "gpt2", "bytes", or a description. If names are equal, the ids have equal bytes
     source: str  # what get_tokenizer needs to create it again; checkpoints store it
     token_bytes: list[bytes]  # the bytes of each id
-    special: dict[str, int]  # the ids that stand for no text
+    special: dict[str, int]  # {name: id} of ids that stand for no text
     # This id stands before every document, and generation starts from this id. For "bytes" and
     # "lines", this id is the line break, which also stands for text.
     end_of_text: int
@@ -43,7 +43,7 @@ class Tokenizer:
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
-        # The mark stands for end_of_text. It is random, so that no text contains the mark.
+        # The mark stands for end_of_text. A random mark occurs in no text.
         self.mark = f"<|{uuid.uuid4()}|>"
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class Tokenizer:
 
 def note_unknown(tokenizer, texts, what):
     """Prints how much of some texts the vocabulary lacks, if any. what: name of the texts."""
-    if tokenizer.unknown is None:  # the vocabulary lacks nothing, so this saves cleaning the texts
+    if tokenizer.unknown is None:  # the vocabulary lacks nothing, so cleaning texts is needless
         return
     n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
     if n_unknown:

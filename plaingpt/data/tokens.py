@@ -20,8 +20,8 @@ class Tokens:
 
     name: the name in messages. files: paths of shards, or [array] with the ids of a text.
     vocab_size: vocabulary size of the model. counted: for pairs, (n,) bool, which tokens of the
-    array are targets. None means that all are. is_held_out: whether these are validation tokens
-    that were cut off the data, because there is no val split on disk.
+    array are targets; None: all. is_held_out: whether these are validation tokens that open_splits
+    has cut off the training data, because there is no val split on disk.
     """
 
     def __init__(self, name, files, vocab_size, counted=None, is_held_out=False):
@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def has_pairs(self):
-        """Whether these are prompts and responses, of which only some tokens are in the loss."""
+        """Whether these are prompts and responses, so that the loss includes only some tokens."""
         return self.counted is not None
 
     def __len__(self):
@@ -105,7 +105,7 @@ class Tokens:
                 continue
             if not isinstance(file, np.ndarray):
                 n = min(n, ENDS)
-            for first in sorted({start, stop - n}):  # only one place if n covers the whole file
+            for first in sorted({start, stop - n}):  # n may cover the whole file
                 ids = self.read(first, n)
                 # uint16 and uint32 shards with the same ids have the same checksum.
                 dtype = "<u2" if ids.max() < 2**16 else "<u4"
@@ -118,7 +118,7 @@ def open_ids(file):
 
 
 def find_cut(items, val_fraction):
-    """Returns where the validation part begins: at the end, val_fraction of the items.
+    """Returns where the validation part begins: the last val_fraction of the items.
 
     items: Tokens, or a list of pairs.
     """

@@ -39,7 +39,7 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     plan = []
     for step in range(config.rampup_steps):
         more = (n - first) * step // config.rampup_steps
-        more -= more % first  # a multiple of the first n
+        more -= more % first  # n stays a multiple of the first n
         plan.append((first + more, first_B))
     plan.append((n, B))
     return plan
@@ -48,10 +48,10 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
 def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
     """Returns (n, B) of a step with the number of tokens that the flag says.
 
-    flag: "total_batch_size" or "rampup_batch_size". The other arguments are as in plan_steps.
+    flag: "total_batch_size" or "rampup_batch_size". The other arguments: as in plan_steps.
     """
-    size = getattr(config, flag)  # in tokens
-    unit = T * dp_size  # in tokens: a sequence on every process
+    size = getattr(config, flag)  # tokens
+    unit = T * dp_size  # tokens of one sequence on every process
     if size % unit or not unit <= size <= n_sequences * T:
         raise UserError(
             f"--{flag} {size}: give a multiple of {unit} (--block_size {T} x {dp_size} processes), "
@@ -131,19 +131,19 @@ def halved_batch_sizes(plan, dp_size):
 
 
 def has_memory(training, B, T, process):
-    """Returns whether all processes have memory to train with micro-batches of (B, T).
+    """Returns whether all processes have enough memory to train with micro-batches of (B, T).
 
-    Runs two micro-batches while the memory of AdamW's moments, and some more, is allocated. Keeps
-    the gradients, the buffers and the random state as they are before a step.
+    Allocates the memory of AdamW's moments, and some more, then runs two micro-batches. Keeps the
+    gradients, the buffers and the RNG state as they are before a step.
     """
     # (module, name, buffer, its values): forward may change, replace or create a buffer.
     buffers = []
     for module in training.raw_model.modules():
         for name, buffer in module._buffers.items():
             buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
-    torch.cuda.empty_cache()  # frees the memory of the attempt before
-    n_fit = torch.zeros(())  # 1 if this process has memory
-    set_gradient_sync(training.model, False)  # one process may fail, so none may wait
+    torch.cuda.empty_cache()  # frees the memory of the previous attempt
+    n_fit = torch.zeros(())  # 1 if this process has enough memory
+    set_gradient_sync(training.model, False)  # one process may fail, so no other may wait
     if isinstance(training.model, DDP):
         training.model.require_forward_param_sync = False  # DDP would also broadcast buffers
     # batch_size_advice turns an out-of-memory error into a UserError.
@@ -152,8 +152,8 @@ def has_memory(training, B, T, process):
         batch_size_advice(B),
         torch.random.fork_rng(range(torch.cuda.device_count())),
     ):
-        # AdamW's moments take 8 bytes per parameter. The first step allocates them between
-        # activations. The gaps, too small for other tensors, took up to 2 bytes per parameter.
+        # AdamW's moments need 8 bytes per parameter. The first step allocates them between
+        # activations. The gaps, too small for other tensors, were up to 2 bytes per parameter.
         moments = [
             p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
         ]

@@ -1,7 +1,7 @@
 """Chooses the device of a process, its dtype, and whether to use torch.compile.
 
 The dtypes have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
-FP16 1+5+10. FP16 has a small range: small gradients become zero unless a scaler enlarges them.
+FP16 1+5+10. FP16 has a small range: small gradients underflow unless a scaler enlarges them.
 
 Also contains names and peak FLOP/s of hardware.
 """
@@ -20,7 +20,7 @@ from plaingpt.ops.precision import has_bfloat16
 
 import torch
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # of --dtype
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # choices of --dtype
 
 
 def find_device(name, local_rank=0, world_size=1):
@@ -45,16 +45,16 @@ def find_device(name, local_rank=0, world_size=1):
 def set_deterministic():
     """Makes PyTorch use algorithms that return the same bits in each run, or raise an error.
 
-    On a GPU, nondeterministic algorithms are faster: their sums depend on the order in which
+    On a GPU, nondeterministic algorithms are faster, but their sums depend on the order in which
     threads finish. Call this before any code uses the GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # True is slow, and only for bugs
+    torch.utils.deterministic.fill_uninitialized_memory = False  # True is slow; it is for debugging
 
 
 def choose_device(n_gpus, world_size):
-    """Makes the choice of --device auto -> "cuda", "mps" or "cpu".
+    """Chooses the device for --device auto -> "cuda", "mps" or "cpu".
 
     n_gpus: number of GPUs that torch can use.
     """
@@ -91,7 +91,7 @@ def choose_compile(wanted, device):
 def choose_dtype(name, device):
     """Turns --dtype into a torch.dtype.
 
-    auto is bfloat16 where bfloat16 is fast. Otherwise, auto is float16 on CUDA, else float32.
+    auto means bfloat16 where bfloat16 is fast, otherwise float16 on CUDA, and float32 elsewhere.
     """
     if name == "auto":
         if has_bfloat16(device):
@@ -106,8 +106,8 @@ def choose_dtype(name, device):
 def set_matmul_precision(dtype, device):
     """Sets the precision of float32 matrix multiplications.
 
-    dtype: the dtype of the other matrix multiplications. If dtype is not float32, float32 matrix
-    multiplications may also round their inputs. Their sums stay float32.
+    dtype: of the other matrix multiplications. If dtype is not float32, float32 matrix
+    multiplications may also round their inputs, but not their sums.
     """
     if dtype == torch.float32:
         precision = "highest"  # rounds nothing
@@ -138,7 +138,7 @@ PEAK_FLOPS = {
 
 
 def hardware_name(device):
-    """Returns the type and the name of the hardware, as a text for people."""
+    """Returns the type and the name of the hardware, as a readable text."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"

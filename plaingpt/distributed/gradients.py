@@ -31,8 +31,8 @@ def set_gradient_sync(model, is_on):
 class GradientClipper:
     """Clips the gradients of a model, which may be split. With TP, also compares gradients once.
 
-    model: the trained model: a GPT, which may be compiled and in DDP, or a Pipeline. tp: number of
-    processes that compute one layer.
+    model: a Pipeline, or a GPT, possibly compiled and inside DDP. tp: number of processes that
+    compute one layer.
     """
 
     def __init__(self, model, tp):
@@ -56,7 +56,7 @@ class GradientClipper:
             norm = norm_of_pipeline(model, parameters)
         else:
             norm = norm_of(parameters)
-        if self.must_compare and norm.isfinite():  # in the first step with a finite gradient
+        if self.must_compare and norm.isfinite():  # compares only once, in a finite step
             compare_gradients(model)
             self.must_compare = False
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -102,11 +102,11 @@ def compare_gradients(model):
         if p.grad is not None and p.placements[-1].is_replicate():  # -1 is the dimension of TP
             norms.append((name, p.grad.full_tensor().norm().item()))
     norms_of_processes = [None] * dist.get_world_size()
-    dist.all_gather_object(norms_of_processes, norms)  # all norms on all processes, so that all end
+    dist.all_gather_object(norms_of_processes, norms)  # all processes must raise the error
     found = []
     for each in norms_of_processes:
         found += each
-    found.sort()  # norms of one parameter are now neighbours, the smallest first
+    found.sort()  # the norms of one parameter are now neighbours, in increasing order
     for (name, norm), (next_name, next_norm) in zip(found, found[1:]):
         if name == next_name and next_norm - norm > 1e-4 * next_norm:
             raise UserError(f"--tp: the processes have different gradients of {name}; remove --tp")

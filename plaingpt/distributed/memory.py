@@ -1,4 +1,4 @@
-"""Memory: how long glibc keeps freed memory, and what to advise when memory is too small."""
+"""Memory: how long glibc keeps freed blocks, and advice for an out-of-memory error."""
 
 import contextlib
 import ctypes
@@ -17,8 +17,8 @@ def set_malloc(keep_memory):
     """Sets whether glibc keeps large freed blocks.
 
     By default, glibc returns these blocks to the system. Allocating them again, zeroed, takes a
-    third of a step, so glibc should keep them. FSDP is the exception, because FSDP often frees
-    whole tensors, and kept blocks would fragment the memory.
+    third of a step, so glibc should keep these blocks. FSDP is the exception: it often frees whole
+    tensors, and kept blocks would fragment the memory.
     """
     if sys.platform != "linux":
         return
@@ -29,7 +29,7 @@ def set_malloc(keep_memory):
         libc.mallopt(M_TRIM_THRESHOLD, MOST)
         libc.mallopt(M_MMAP_THRESHOLD, MOST)
     else:
-        libc.mallopt(M_MMAP_THRESHOLD, 2**17)  # the default, which glibc would otherwise raise
+        libc.mallopt(M_MMAP_THRESHOLD, 2**17)  # the default; fixes it, or glibc would raise it
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so matches the text.
+        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so this matches the text.
         if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise

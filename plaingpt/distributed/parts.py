@@ -1,6 +1,6 @@
 """The parts of a split model: creates, initializes, and gathers them for checkpoints.
 
-The parts are DTensors: tensors of which each process has a part.
+The parts are DTensors: tensors of which each process holds a part.
 """
 
 from plaingpt.distributed.memory import memory_advice
@@ -14,7 +14,7 @@ def slice_like(p, name, whole, device, tp_plan):
     """Returns this process's part of a whole tensor, on the device, split as parameter p is split.
 
     name: the name of p, or of an optimizer's value for p, which begins with the name of p. tp_plan:
-    GPT.tp_plan. Processes exchange nothing.
+    GPT.tp_plan. This needs no communication.
     """
     if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
         return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint
@@ -49,7 +49,7 @@ def map_tensors(value, function):
         return {key: map_tensors(each, function) for key, each in value.items()}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    # NumPy's numbers also end here, because torch.load with weights_only=True cannot read them.
+    # This includes NumPy's numbers, because torch.load with weights_only=True cannot read them.
     raise TypeError(f"it is a {type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -78,7 +78,7 @@ def gather(model, parts, process):
 
 
 def join_parts(name, part, tp_plan):
-    """Returns the whole tensor of which each process has a part. All processes must call this."""
+    """Returns the whole tensor of which each process holds a part. All processes must call this."""
     if not is_dtensor(part):
         return map_tensors(part, torch.Tensor.detach)
     whole = part.detach().full_tensor()
@@ -106,12 +106,12 @@ def whole_gpt(model):
 def fill_split_model(model, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
-    Creates one whole tensor at a time, so no process ever has the whole model in memory. All
+    Creates one whole tensor at a time, so no process ever holds the whole model in memory. All
     processes draw the random numbers of all parameters, and each process keeps its part, so the
-    values depend only on the seed, not on how the model is split.
+    values depend only on the seed, not on the split.
 
-    model: from cut_model, on the meta device. meta_gpt: from make_whole_gpt. weights: a state
-    dict, or None for random values. Raises UserError if the device has too little memory.
+    model: from cut_model, on the meta device. meta_gpt: from make_whole_gpt. weights: a state dict,
+    or None for GPT-2's initialization. Raises UserError if the device has too little memory.
     """
     others = make_other_values(meta_gpt, weights, seed, device)
     part = own_gpt(model)
@@ -140,8 +140,8 @@ def fill_split_model(model, meta_gpt, weights, seed, device):
 def make_other_values(meta_gpt, weights, seed, device):
     """Returns the parameters and buffers that GPT.initial_values does not have: {name: tensor}.
 
-    Only their constructors can initialize these tensors. So if there are any, this creates the
-    whole GPT once, as one process does. weights: as in fill_split_model.
+    Only their constructors can initialize these tensors, so this then creates the whole GPT once,
+    as one process does. weights: as in fill_split_model.
     """
     names = [name for name, _ in meta_gpt.named_buffers()]
     if not weights:

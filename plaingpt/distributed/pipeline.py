@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each process has some of the blocks of a GPT."""
+"""Pipeline parallelism: each process holds some of the blocks of a GPT."""
 
 import copy
 from dataclasses import replace
@@ -16,7 +16,7 @@ class Pipeline(nn.Module):
     """A GPT whose blocks are in several processes. `part` is the GPT of this process.
 
     A call with the micro-batches of a step also computes their gradients. hidden, logits and loss
-    are for evaluation. On all processes, they return the same as the methods of GPT.
+    are for evaluation. On all processes, these methods return the same results as GPT's methods.
     """
 
     def __init__(self, part, mesh, is_tied, process):
@@ -29,10 +29,10 @@ class Pipeline(nn.Module):
         self.index = mesh.get_local_rank("pp")  # of this stage
         self.is_first = self.index == 0
         self.is_last = self.index == self.n_stages - 1
-        self.size = None  # (micro-batches, B, T) of the last step
+        self.size = None  # (n_micro, B, T) of the last step
         self.schedule = None  # PyTorch's schedule for this size, with buffers for all micro-batches
         self.names = None  # names of a step's metrics, in the order of their values in a message
-        # If embedding and head are one matrix, the first and the last stage have a copy each.
+        # If embedding and head are one matrix, the first and the last stage hold a copy each.
         self.has_tied = is_tied and (self.is_first or self.is_last)
         ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
         self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
@@ -50,7 +50,7 @@ class Pipeline(nn.Module):
     def forward(self, micro_batches, scaler):
         """Runs the forward and the backward pass of a step -> {name: mean over its micro-batches}.
 
-        The loss has the name "train". micro_batches: list of (x, y, weight), as in train_step of
+        The name of the loss is "train". micro_batches: list of (x, y, weight), as in train_step of
         train_gpt2.py.
         """
         n_micro = len(micro_batches)
@@ -58,7 +58,7 @@ class Pipeline(nn.Module):
         x = torch.cat([x for x, _, _ in micro_batches])  # (n_micro x B, T)
         y = torch.cat([y for _, y, _ in micro_batches])  # (n_micro x B, T)
         weights = torch.stack([weight for _, _, weight in micro_batches])  # (n_micro)
-        self.metrics = {}  # metrics of the step, which only the last stage adds
+        self.metrics = {}  # metrics of the step; only the last stage adds metrics
         zero = torch.zeros((), device=x.device)
         scaler.scale(zero)  # creates the scale, which stages without a loss also need
         size = (n_micro, B, T)
@@ -103,7 +103,7 @@ class Pipeline(nn.Module):
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
 
     def hidden(self, idx, *args, **kwargs):
-        """As GPT.hidden: ids (B, T) -> (B, T, C)."""
+        """Does what GPT.hidden does: ids (B, T) -> (B, T, C)."""
         shape = (*idx.shape, self.config.n_embd)
         x = idx
         for index in range(self.n_stages):
@@ -111,12 +111,12 @@ class Pipeline(nn.Module):
         return x
 
     def logits(self, x):
-        """As GPT.logits: (..., C) -> (..., vocab_size)."""
+        """Does what GPT.logits does: (..., C) -> (..., vocab_size)."""
         shape = (*x.shape[:-1], self.config.vocab_size)
         return self.on_stage(self.n_stages - 1, shape, "logits", x)
 
     def loss(self, x, targets, reduction="mean"):
-        """As GPT.loss: (B, T, C) and (B, T) -> scalar, or (B, T)."""
+        """Does what GPT.loss does: (B, T, C) and (B, T) -> scalar, or (B, T)."""
         shape = () if reduction == "mean" else targets.shape
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
@@ -148,7 +148,7 @@ class Stage(nn.Module):
         with self.process.autocast:
             if not self.is_last:
                 return self.part.hidden(x)
-            # A schedule passes on only tensors. Next, it calls scaled_loss, which reads self.more.
+            # The schedule passes on only tensors. It then calls scaled_loss, which reads self.more.
             _, loss, *self.more = self.part(x, targets)
             return loss
 
@@ -223,8 +223,8 @@ def check_stages(model, n_stages):
     """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
 
     A stage passes only the residual stream to the next stage, and only the last stage calls
-    GPT.forward, but an edited model.py may need more than that. So this compares the training loss
-    of a small GPT with the loss of its stages, all in this process.
+    GPT.forward, but an edited model.py may need more. Therefore, this compares the training loss of
+    a small GPT with the loss of its stages, all in this process.
 
     model: the GPT to split; this uses its class and its config.
     """
@@ -239,10 +239,10 @@ def check_stages(model, n_stages):
             for p in whole.parameters():
                 nn.init.normal_(p, std=0.3)  # large weights, because the initialization hides edits
             expected = metrics_of_forward(whole, x, y)
-        except Exception as error:  # such as an edit that works for one model size only
+        except Exception as error:  # for example, an edit may work for one model size only
             print0(f"note: the stages are not compared, because a small GPT fails: {error!r}")
             return
-        # An edit may need a whole GPT, which a stage is not.
+        # An edit may need a whole GPT, but a stage is only a part.
         with explaining("--pp: model.py cannot run in stages", "remove --pp"):
             for stage in range(n_stages):
                 part = copy.deepcopy(whole)
@@ -270,7 +270,7 @@ def first_block(stage, n_stages, config):
     n = config.n_layer
     if stage == n_stages:
         return n
-    # The head takes as long as this many blocks, so the last stage has fewer blocks.
+    # The head takes as long as this many blocks, so the last stage holds fewer blocks.
     head = config.vocab_size / (12 * config.n_embd)
     even = round(stage * (n + head) / n_stages)
     return min(n - n_stages + stage, max(stage, even))  # each stage gets at least one block

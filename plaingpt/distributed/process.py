@@ -26,9 +26,9 @@ import torch.distributed as dist
 class Process:
     """This process among the processes of a program, its device and its dtype.
 
-    The processes form a mesh of pp x dp x tp. They have dp_size replicas of the model, and each
-    replica reads its own sequences. With TP or PP, several processes share one replica and read
-    the same sequences.
+    The processes form a mesh of pp x dp x tp with dp_size replicas of the model. Each replica reads
+    its own sequences. With TP or PP, several processes share one replica and read the same
+    sequences.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Process:
         """Computes means over all processes: {name: scalar tensor} -> {name: float}.
 
         One message contains all scalars, so all processes need the same names in the same order.
-        The CPU waits here for the device.
+        Here, the CPU waits for the device.
         """
         values = torch.stack(list(scalars.values()))  # (number of names)
         return dict(zip(scalars, (self.sum(values) / self.dp_size).tolist()))
@@ -117,11 +117,11 @@ def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
 def join_processes(rank, world_size, device):
     """Joins PyTorch's process group, and leaves the group at exit."""
     is_cuda = device.type == "cuda"
-    # Otherwise NCCL warns about the messages of PyTorch's pipelines.
+    # Without this, NCCL warns about the messages of PyTorch's pipelines.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     # MASTER_ADDR or MASTER_PORT may be missing.
     with explaining("the processes cannot join", "use torchrun", ValueError):
-        timeout = timedelta(hours=1)  # rank 0 may need long to download
+        timeout = timedelta(hours=1)  # a download on rank 0 may take long
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # On one machine, torchrun --max_restarts keeps the addresses of dead processes.
@@ -134,8 +134,8 @@ def join_processes(rank, world_size, device):
             device_id=device if is_cuda else None,
             timeout=timeout,
         )
-    # These two run at exit, even after an error, in reverse order. gloo's threads need some time
-    # after destroy_process_group. Otherwise, they may crash (pytorch/pytorch#179291).
+    # Both functions run at exit, even after an error, in reverse order. gloo's threads need some
+    # time after destroy_process_group; otherwise, they may crash (pytorch/pytorch#179291).
     atexit.register(time.sleep, 0.5)
     atexit.register(dist.destroy_process_group)
 

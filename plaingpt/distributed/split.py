@@ -4,11 +4,11 @@
                    ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
   --tp N           Tensor parallelism: N processes split the heads, the width of the MLP and the
                    vocabulary (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
-  --pp N           Pipeline parallelism: N processes have some blocks each. Micro-batches pass
+  --pp N           Pipeline parallelism: N processes hold some blocks each. Micro-batches pass
                    through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
 Users can combine the flags in a mesh of pp x dp x tp processes. TP communicates most, so its
-processes have consecutive ranks. The processes read different data only along dp. A process has:
+processes have consecutive ranks. The processes read different data only along dp. A process holds:
 
                      of the model           of the data
   --parallel ddp     all                    its own sequences; DDP averages the gradients
@@ -21,9 +21,9 @@ processes have consecutive ranks. The processes read different data only along d
 
 With --tp or --pp and --parallel ddp, FSDP averages the gradients and shards nothing.
 
-FSDP and TP change a GPT in place: its parameters become DTensors, of which each process has a part.
-full_tensor() returns the whole tensor. All processes must call full_tensor(), otherwise those that
-do wait for ever. With PP, each process has a Pipeline around a GPT with some of the blocks.
+FSDP and TP change a GPT in place: its parameters become DTensors, of which each process holds a
+part. full_tensor() returns the whole tensor. All processes must call full_tensor(), otherwise those
+that do wait for ever. With PP, each process holds a Pipeline around a GPT with some of the blocks.
 """
 
 import logging
@@ -38,7 +38,7 @@ import torch
 
 
 def is_split(config, process):
-    """Returns whether a process has only a part of the model."""
+    """Returns whether a process holds only a part of the model."""
     is_fsdp = config.parallel == "fsdp"
     return process.world_size > 1 and (is_fsdp or config.tp * config.pp > 1)
 
@@ -49,8 +49,8 @@ def split_model(GPT, gpt_config, weights, config, process):
     The model is split before it allocates memory, so no process ever holds the whole model. All
     processes must call hidden, logits and loss of their parts, which return the complete result.
 
-    GPT: the class. weights: a state dict, or None for random values. Raises UserError if tp or pp
-    do not fit the model.
+    GPT: the class. weights: a state dict, or None for GPT-2's initialization. Raises UserError if
+    tp or pp do not fit the model.
     """
     meta_gpt = make_whole_gpt(GPT, gpt_config)
     model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
@@ -132,8 +132,8 @@ def check_shared(model, config, process):
 
 
 def check_heads(model, tp):
-    """Raises UserError if tp processes cannot have the same number of heads of a layer."""
-    model.qkv_names()  # raises UserError if query, key and value differ in their number of heads
+    """Raises UserError unless tp processes can hold equally many heads of each layer."""
+    model.qkv_names()  # raises UserError for grouped queries
     hs = model.config.n_embd // model.config.n_head
     for name, module in model.named_modules():
         word = model.tp_plan.get(name.rpartition(".")[2])
@@ -200,13 +200,13 @@ def split_layers(model, mesh):
 def split_layer(module, word, mesh):
     """Splits a layer over a mesh, as a word of GPT.tp_plan says.
 
-    - vocabulary: a process has the rows of some ids. The results of an nn.Embedding are summed, the
-      results of an nn.Linear are gathered, so all processes have the whole result.
+    - vocabulary: a process holds the rows of some ids. An all-reduce sums the results of an
+      nn.Embedding; an all-gather joins the results of an nn.Linear.
     - colwise: a process computes some of the outputs.
-    - heads: a process computes the outputs of some heads, which have n_embd / n_head each.
+    - heads: a process computes the outputs of some heads, n_embd / n_head per head.
     - qkv: the same, for an nn.Linear that returns all queries, then all keys, then all values.
-    - rowwise: a process has some of the inputs, such as the outputs of a colwise layer. The results
-      are summed, so all processes have the whole result.
+    - rowwise: a process holds some of the inputs, such as the outputs of a colwise layer. An
+      all-reduce sums the results.
     """
     import torch.distributed.tensor.parallel as tp
     from torch.distributed.tensor import Replicate
@@ -232,8 +232,8 @@ def keep_whole(module, mesh):
     """Keeps a layer whole on every process: norms and positions.
 
     In the unchanged model.py, the input of these layers is also whole. If you add norms of q and k,
-    their input (B, nh, T, hs) has only the heads of this process, and the gradient of such a norm
-    is the sum of the gradients of all processes.
+    their input (B, nh, T, hs) contains only the heads of this process, and the gradient of such a
+    norm is the sum of the gradients of all processes.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 

@@ -1,4 +1,4 @@
-"""DTensors: tensors of which each process has a part."""
+"""DTensors: tensors of which each process holds a part."""
 
 
 def is_dtensor(tensor):
@@ -13,7 +13,7 @@ def count_tp(tensor):
 
 
 def reorder_rows(x, n_stacked, tp, back=False):
-    """Reorders the rows of matrices that lie one below the other into tp parts of whole heads.
+    """Reorders the rows of stacked matrices into tp parts of whole heads.
 
     A part contains some heads of each matrix. x: (n_stacked * rows, ...). back: whether to do the
     inverse.

@@ -30,7 +30,8 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
         head: a weight (V, C), or a DTensor sharded by rows, if the logits are x @ head.T. For any
         other logits, a function (N, C) -> (N, V). The forward pass calls the function for each
-        chunk, and the backward pass calls it again, which takes longer, but needs no formula.
+        chunk, and the backward pass calls the function again, which takes longer, but works for
+        every function.
 
         The loss ignores positions with target -100. Other targets must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
@@ -90,7 +91,7 @@ def rows_of_chunk(device, dtype, V):
     if dtype == torch.float16:
         # p.t() @ x_chunk would overflow if all positions of a large chunk have one target.
         rows = min(rows, 2048)
-    # With more than 65,536 ids, a chunk has fewer positions, so that its size stays the same.
+    # With more than 65,536 ids, a chunk contains fewer positions, so its memory stays the same.
     return max(1, rows * 2**16 // max(V, 2**16))
 
 

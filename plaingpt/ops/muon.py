@@ -8,7 +8,7 @@ from plaingpt.ops.precision import has_bfloat16
 import torch
 import torch.distributed as dist
 
-MOST_NUMBERS = 2**26  # in a stack of matrices, such as 64 of 1024 x 1024
+MOST_NUMBERS = 2**26  # numbers in a stack of matrices, such as 64 of 1024 x 1024
 
 
 class Muon(torch.optim.Optimizer):
@@ -21,13 +21,13 @@ class Muon(torch.optim.Optimizer):
     matrices than to compute it.
 
     params: as for any optimizer of PyTorch: parameters, pairs of a name and a parameter, or groups.
-    All parameters are matrices. n_stacked is the number of matrices that lie one below the other in
-    each parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
-    matrices by itself. All processes must create a Muon.
+    All parameters are matrices. n_stacked is the number of matrices stacked by rows in each
+    parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
+    matrices separately. All processes must create a Muon.
 
-    With DDP, each process orthogonalizes its share of the matrices and sends it to the others,
-    because this work takes most of the time. All processes keep the momentum of all matrices, so
-    that a checkpoint fits any number of processes.
+    With DDP, each process orthogonalizes its share of the matrices and sends the results to the
+    others, because orthogonalization takes most of Muon's time. All processes keep the momentum of
+    all matrices, so that a checkpoint fits any number of processes.
     """
 
     def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_stacked=1):
@@ -89,7 +89,7 @@ def count_copies(groups):
     """Returns the number of processes with a copy of these parameters: all with DDP, else one."""
     if not dist.is_initialized():
         return 1
-    # The stages of a pipeline have parameters with other names. Without names, assumes one copy.
+    # Pipeline stages have parameters with different names. Without names, this assumes one copy.
     own = [group.get("param_names") for group in groups]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, own)
@@ -101,9 +101,9 @@ def count_copies(groups):
 def to_matrices(x, n_stacked):
     """Returns the matrices of a parameter, (n_stacked, rows, columns), with rows <= columns.
 
-    Orthogonalized as one matrix, query, key and value would share their directions, and their
-    updates would be smaller than in the code of Muon's authors. x: (n_stacked * rows, columns). A
-    DTensor is gathered first.
+    If query, key and value were orthogonalized as one matrix, they would share their singular
+    directions, and their updates would be smaller than in the code of Muon's authors. x: (n_stacked
+    * rows, columns). First gathers a DTensor.
     """
     tp = count_tp(x)
     if is_dtensor(x):
@@ -130,10 +130,10 @@ def from_matrices(x, p):
 
 
 def orthogonalize(x):
-    """Makes matrices nearly orthogonal with five Newton-Schulz iterations.
+    """Approximately orthogonalizes matrices with five Newton-Schulz iterations.
 
-    These keep the singular vectors and bring the singular values near 1. x: (n, rows, columns),
-    with rows <= columns. The source is kellerjordan.github.io/posts/muon.
+    The iterations keep the singular vectors and move the singular values close to 1. x: (n, rows,
+    columns), with rows <= columns. The source is kellerjordan.github.io/posts/muon.
     """
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # singular values are now at most 1
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""What generation needs besides the model: a cache of keys and values, and sampling of tokens."""
+"""Generation: a cache of keys and values, and sampling of tokens."""
 
 import contextlib
 import math
@@ -6,8 +6,8 @@ import math
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# All attention kernels except cuDNN's, which prepares a plan for each new shape. With a mask and
-# T % 128 == 64, cuDNN's kernel also computes gradients of NaN (pytorch/pytorch#196678).
+# These are all attention kernels except cuDNN's, which prepares a plan for each new shape. With a
+# mask and T % 128 == 64, cuDNN's kernel also computes NaN gradients (pytorch/pytorch#196678).
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

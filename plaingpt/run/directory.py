@@ -14,7 +14,7 @@ from plaingpt.weights.checkpoint import find_checkpoints
 
 import torch
 
-# A training step writes these streams, after the evaluations of the same step. Later lines of the
+# A training step writes these streams after the evaluations of the same step. Later lines of this
 # step, which a user may add, also belong to the training step.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 RUN_FILES = (
@@ -29,7 +29,7 @@ RUN_FILES = (
 
 
 def check_newest(directory, resume, step):
-    """Raises UserError if another process saved a checkpoint after this one read the newest.
+    """Raises UserError if another process saved a checkpoint after this process read the newest.
 
     resume: whether this process read a checkpoint. step: the step of that checkpoint, or 0.
     """
@@ -51,7 +51,7 @@ def prepare_run_directory(directory, step):
     """
     log_file = directory / "log.txt"
     known = {}
-    has_trained = False  # whether a line of the training step `step` has come
+    has_trained = False  # whether this loop has seen a line of the training step `step`
     with writing(f"--log_dir {directory}"):
         with replacing(log_file) as file:
             for line_step, stream, value in read_log(log_file):
@@ -71,8 +71,8 @@ def prepare_run_directory(directory, step):
 def move_aside(directory):
     """Moves the files of an old run into directory/old-1, or old-2, ... Raises OSError.
 
-    The files stay below the directory, which may be a separate volume. If moving one file fails,
-    moves all of them back.
+    The files stay below the directory, which may be a separate volume. If a move fails, this moves
+    all files back.
     """
     old = []
     for name in RUN_FILES:
@@ -100,12 +100,12 @@ def move_aside(directory):
 def write_facts(step, gpt, config, flags, data, process):
     """Writes run.json and changes.patch, with which a user can repeat the run.
 
-    changes.patch contains the uncommitted changes of tracked files, if there are any. run.json
-    lists the names of untracked files.
+    changes.patch contains the uncommitted changes of tracked files, if any. run.json lists the
+    names of untracked files.
 
-    step: where the run starts. If this is max_steps, a finished run was resumed, whose files stay
-    unchanged. gpt: the whole GPT. flags: {name: value} of the flags on the command line. Raises
-    UserError.
+    step: where the run starts. If this is max_steps, the user has resumed a finished run, whose
+    files stay unchanged. gpt: the whole GPT. flags: {name: value} of the flags on the command line.
+    Raises UserError.
     """
     if step == config.max_steps:
         return

@@ -13,7 +13,7 @@ from plaingpt.scoring.score import TOKENS, make_rows, score
 import torch
 import torch.nn.functional as F
 
-MOST_COMPARED = 128  # positions whose logits are computed at the start
+MOST_COMPARED = 128  # positions whose logits check_loss compares
 
 
 def import_benchmarks(config):
@@ -40,8 +40,8 @@ def import_benchmarks(config):
 def load_evals(benchmarks, tokenizer, gpt_config):
     """Loads the data of benchmarks -> [(Benchmark, its examples, its rows)].
 
-    benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. If there are no
-    data, this raises UserError with a path, and otherwise skips the benchmark with a note.
+    benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. If the data are
+    missing, this raises UserError with a path, and otherwise skips the benchmark with a note.
     """
     evals = []
     for benchmark, path in benchmarks:
@@ -80,14 +80,14 @@ def check_loss(model, loader, process):
 
     Training and validation call GPT.loss, benchmarks and generation call GPT.logits. If a user
     edits only one of them, training and scoring use different models. This check calls both as
-    validation does. loader: a DataLoaderLite, of which this reads the first tokens. All processes
-    must call this.
+    validation does. loader: a DataLoaderLite; this reads its first tokens. All processes must call
+    this.
     """
     idx, _ = loader.batch(0, 1, process.device)  # (1, T)
-    idx = idx[:, :MOST_COMPARED]  # (1, n); also serves as the targets, which may be any ids
+    idx = idx[:, :MOST_COMPARED]  # (1, n); also the targets, which may be any ids
     precision = torch.get_float32_matmul_precision()
     model.eval()
-    with attention_for_many_shapes():  # no step has this shape
+    with attention_for_many_shapes():  # a shape that no step uses
         with process.autocast:
             x = model.hidden(idx)  # (1, n, C)
         # In float32, without autocast, an edit causes a difference, and rounding does not. Large
@@ -99,7 +99,7 @@ def check_loss(model, loader, process):
         names = find_untrained(own_gpt(model), x, idx)
     torch.set_float32_matmul_precision(precision)
     model.train()
-    names = from_stage(-1, names, model)  # with --pp, the last stage has the head
+    names = from_stage(-1, names, model)  # with --pp, the last stage holds the head
     expected = F.cross_entropy(logits, idx[0], reduction="none")  # (n)
     difference = (losses - expected).abs().max().item()
     what = None
@@ -109,19 +109,19 @@ def check_loss(model, loader, process):
         what = f"GPT.logits uses {', '.join(names)}, and GPT.loss does not"
     if what:
         raise UserError(
-            f"model.py: {what}; in GPT.loss, give self.logits to loss_fn in place of "
+            f"model.py: {what}; in GPT.loss, pass self.logits to loss_fn instead of "
             "self.lm_head.weight (a term that is only for training belongs in GPT.forward)"
         )
 
 
 def find_untrained(gpt, x, targets):
-    """Returns the names of the parameters that GPT.logits uses, and GPT.loss does not.
+    """Returns the names of the parameters that only GPT.logits uses, and not GPT.loss.
 
     Such a parameter would keep its initialization. A bias of zero or a scale of one does not change
     the loss, so a comparison of losses misses it. gpt: the GPT of this process. x: hidden states,
     (1, n, C). targets: (1, n).
     """
-    if gpt.lm_head is None:  # this stage of a pipeline has no head
+    if gpt.lm_head is None:  # another stage of the pipeline holds the head
         return []
     parameters = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
     inputs = [x.requires_grad_(), *parameters.values()]
@@ -183,7 +183,7 @@ def write_tokens(model, idx, n_tokens, process, **options):
 
 
 def answer(model, x, y, tokenizer, process):
-    """Answers the first prompt of a sequence of pairs -> text, also with the expected response.
+    """Answers the first prompt of a sequence of pairs -> text, with the expected response.
 
     x, y: inputs and targets, (T,) each. The answer has as many tokens as the response.
     """

@@ -78,7 +78,7 @@ def find_wandb_id(directory):
     """Returns the id of the newest run of W&B in a run directory, or None."""
     ids = []
     for path in directory.glob("wandb/*run-*"):
-        # The id may have dashes.
+        # The id may contain dashes.
         if found := re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(.+)", path.name):
             ids.append(found.groups())  # (time, id)
     return max(ids)[1] if ids else None
@@ -91,7 +91,7 @@ class Progress:
         self.config = config
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(process)
-        self.seconds_per_token = []  # of the last ten steps
+        self.seconds_per_token = []  # in the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
@@ -132,7 +132,7 @@ class Progress:
         """Returns the seconds that the steps after this one will take. n_tokens: of this step."""
         total = self.config.total_batch_size
         steps_left = self.config.max_steps - step - 1
-        # In a ramp, steps have fewer tokens than total_batch_size; the number grows linearly.
+        # In a ramp, steps read fewer tokens than total_batch_size; the number grows linearly.
         ramp_left = min(steps_left, max(0, self.config.rampup_steps - step - 1))
         tokens_left = total * steps_left - ramp_left * (total - n_tokens) / 2
         return statistics.median(self.seconds_per_token) * tokens_left
@@ -217,7 +217,7 @@ def print_summary(gpt, optimizers, config, data, plan, process):
 
 
 def note_initialization(model):
-    """Prints which matrices of a new model have an initialization other than GPT-2's."""
+    """Prints which matrices of a new model GPT.initial_values does not initialize."""
     own = {}  # {name without the number of the block: None}, in order
     for name, p in model.named_parameters():
         if p.dim() > 1 and model.initial_values(name, (0,)) is None:
@@ -252,14 +252,14 @@ class RunLog:
         on_rank0(self.open, gpt.config, step)
         on_rank0(write_facts, step, gpt, config, flags, data, process)
         self.progress = Progress(config, gpt.flops_per_token(), process)
-        if step < config.max_steps:  # otherwise, a finished run was resumed
+        if step < config.max_steps:  # otherwise, the user has resumed a finished run
             print_summary(gpt, training.optimizers, config, data, plan, process)
         if step == 0 and not config.init_from:
             note_initialization(gpt)
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
-        # Imports these packages before it moves any file, because one of them may be missing.
+        # This imports these packages before it moves any file, because one of them may be missing.
         if self.config.tensorboard:
             require("tensorboard")  # torch.utils.tensorboard needs it
         if self.config.wandb:
@@ -278,7 +278,7 @@ class RunLog:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:
             self.sinks.append(WandB(directory, self.config, gpt_config))
-        # TensorBoard has removed the values of this step, so this sends those that log.txt keeps.
+        # TensorBoard has removed the values of this step, so this sends the ones in log.txt.
         self.publish(step, known)
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""What the file of a benchmark needs: its questions, and the metrics of its scores."""
+"""What the file of a benchmark needs: Examples, and metrics of their scores."""
 
 import itertools
 import math
@@ -16,9 +16,9 @@ class Example:
     """One question. Its pairs are contexts x endings, in this order."""
 
     contexts: list[str]
-    endings: list[str]  # each starts with its white space
+    endings: list[str]  # each begins with its white space
     label: int = 0  # the right pair
-    stride: float = math.inf  # of windows (0: no overlap; math.inf: only the last window)
+    stride: float = math.inf  # of windows, in tokens (0: no overlap; inf: only the last window)
     facts: dict = field(default_factory=dict)  # what else report() needs, and --json writes
     # Only core.py uses the next two fields.
     kind: str = ""  # kind of task
@@ -44,7 +44,7 @@ def prompt_ids(example, tokenizer):
 
 
 def check_ending(ids, context, ending):
-    """Raises UserError if an ending has no ids of its own: any model would predict it.
+    """Raises UserError if an ending has no ids, because any model would predict this ending.
 
     The tokenizer may omit the text of the ending, or use one token for the end of the context and
     all of the ending.
@@ -66,7 +66,7 @@ class Benchmark:
     hub: dict | None  # arguments of load_hub; None: the data are not on the hub
     examples: Callable | None  # (records, **options) -> iterator of Examples
     report: Callable  # (examples, scores) -> {metric: value}
-    figures: dict  # {metric: what it is, and what to compare it with}
+    figures: dict  # {metric: its meaning, and what to compare it with}
     logged: str  # the metric that a run logs
     columns: tuple = ()  # the fields that examples reads, the only ones decoded. (): all
     proportions: tuple = ()  # the metrics to print with the standard error of a proportion
@@ -74,7 +74,7 @@ class Benchmark:
     input_options: tuple = ()  # names of these flags that are files or directories to read
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
-    spare: int = 0  # positions of the model's context that a long text leaves free
+    spare: int = 0  # positions of the model's context that stay free after a long text
 
 
 def split_by_example(examples, values):
@@ -84,7 +84,7 @@ def split_by_example(examples, values):
 
 
 def accuracy(examples, scores, lengths=1):
-    """Returns the share of examples whose right pair has the highest log-likelihood / length.
+    """Returns the fraction of examples whose right pair has the highest log-likelihood / length.
 
     lengths: (N), such as the bytes of the endings, or 1.
     """

@@ -6,7 +6,7 @@ A benchmark, such as hellaswag.py, turns records into examples, and scores into 
 turns examples into rows of tokens. Endings of one context share a row:
 
     token     c0 c1 c2 c3   a0 a1   b0 b1 b2      context c, endings a and b, each without its
-    position   0  1  2  3    4  5    4  5  6      last token, which is only predicted
+    position   0  1  2  3    4  5    4  5  6      last token, which is only a target
     part       0  0  0  0    1  1    2  2  2
 
 A token attends to the context and to earlier tokens of its own part, never to another ending.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
-# The number of tokens in a forward pass, by device. The caches of a CPU are small.
+# Tokens in a forward pass, by device. A CPU needs fewer, because its caches are small.
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
 # forward pads rows to a multiple of this many tokens, so that a GPU sees few shapes.
 ROUND = dict(cpu=1, cuda=64, mps=64)
@@ -51,8 +51,8 @@ def windows(context, ending, block_size, stride):
     ids = context + ending
     done = len(context)  # the ids before this index are context, or have a score
     while done < len(ids):
-        # A window has up to block_size + 1 ids, because the last id is only predicted. Each window
-        # after the first scores `stride` ids, or block_size ids if stride is 0.
+        # A window contains up to block_size + 1 ids, because the last id is only a target. Each
+        # window after the first scores `stride` ids, or block_size ids if stride is 0.
         end = max(block_size + 1, done + (stride or block_size))
         end = min(end, len(ids))
         start = max(0, end - block_size - 1)
@@ -75,7 +75,7 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     n_pairs = 0
     n_cut = 0
     for example in examples:
-        has_one_window = example.stride == math.inf  # cuts a long pair instead of splitting it
+        has_one_window = example.stride == math.inf  # truncates a long pair instead of splitting it
         if T < example.stride and not has_one_window:
             raise UserError(f"--stride {example.stride}: must be at most {T}, the model's context")
         for context, endings in prompt_ids(example, tokenizer):
@@ -86,7 +86,7 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
                 for before, piece, is_last in windows(context, ending, T, example.stride):
                     before = np.array(before, np.int32)
                     piece = np.array(piece, np.int32)
-                    # If endings have different lengths, the cut leaves different contexts.
+                    # If endings have different lengths, truncation leaves different contexts.
                     can_share = has_one_window and len(own_rows) > 0
                     if not (can_share and np.array_equal(own_rows[-1].context, before)):
                         own_rows.append(Row(before, []))
@@ -114,7 +114,7 @@ def lay_out(rows, L):
         start = P  # where the next ending goes
         for part, (ids, pair, is_last) in enumerate(row.endings, start=1):
             n = len(ids)
-            end = start + n - 1  # without the last id, which is only predicted
+            end = start + n - 1  # without the last id, which is only a target
             tokens[0, b, start:end] = ids[:-1]
             tokens[1, b, start:end] = np.arange(P, P + n - 1)
             tokens[2, b, start:end] = part
@@ -144,7 +144,7 @@ def forward(model, rows, L, device):
         mask = (in_context | in_same_part).tril()[:, None]  # (B, 1, L, L)
     x = model.hidden(idx, pos=pos, mask=mask).flatten(0, 1)[at]  # (B, L, C) -> (M, C)
     chunks = []
-    with torch.autocast(device.type, enabled=False):  # bfloat16 numbers near 100 are 0.5 apart
+    with torch.autocast(device.type, enabled=False):  # near 100, bfloat16 numbers are 0.5 apart
         for x_part, target_part in zip(x.float().split(CHUNK), target.split(CHUNK)):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
             nats = torch.nn.functional.cross_entropy(logits, target_part, reduction="none")
@@ -161,10 +161,10 @@ def score(model, examples, rows, process, tokens_per_forward):
 
     rows: from make_rows. process: a Process. Raises Stopped after a signal.
     """
-    rows = sorted(rows, key=lambda row: -row.length)  # the row with the largest memory comes first
+    rows = sorted(rows, key=lambda row: -row.length)  # the row that needs most memory comes first
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    # Enters this block only once, so that autocast converts the weights once.
+    # The block is entered only once, so that autocast converts the weights once.
     with process.autocast, attention_for_many_shapes():
         while first < len(rows):
             process.check_stop()
@@ -182,7 +182,7 @@ def score(model, examples, rows, process, tokens_per_forward):
     sums = process.sum(torch.from_numpy(sums)).cpu().numpy()
     return SimpleNamespace(
         log_likelihood=sums[0],  # of the ending, in nats
-        tokens=sums[1].astype(int),  # all of the ending, unless it was cut
+        tokens=sums[1].astype(int),  # of the whole ending, unless truncated
         bytes=count_bytes(examples),  # of the ending, with the white space at its start
         greedy=sums[2] == sums[1],  # whether every token is the likeliest one
         last_greedy=sums[3] > 0,  # whether the last token is, given the correct earlier ones

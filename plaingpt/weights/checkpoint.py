@@ -18,7 +18,7 @@ from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
 
-# The files of a run, or of an export.
+# These are the files of a run, or of an export.
 MODEL_FILES = (
     "*.pt",
     "log.txt",
@@ -33,10 +33,10 @@ MODEL_FILES = (
 
 
 def check_weights(weights, config, GPT):
-    """Raises an error of some kind unless these weights fit a GPT of this GPTConfig.
+    """Raises an error unless these weights fit a GPT of this GPTConfig.
 
-    weights: a state dict, which must have the right names and shapes, and finite values. GPT: the
-    class of the model.
+    weights: a state dict with the right names, the right shapes and finite values. GPT: the class
+    of the model.
     """
     make_whole_gpt(GPT, config).load_state_dict(weights, assign=True)  # compares names and shapes
     if not all(tensor.isfinite().all() for tensor in weights.values()):
@@ -56,7 +56,7 @@ def check_tied(weights, config, GPT):
 
 
 def convert_nanogpt(found, GPT):
-    """Dict of a checkpoint of nanoGPT or build-nanogpt -> dict in our format.
+    """Dict of a nanoGPT or build-nanogpt checkpoint -> dict in our format.
 
     Raises ValueError unless the ids are GPT-2's. Removes the unused ids of a vocabulary of 50,304.
     """
@@ -74,7 +74,7 @@ def convert_nanogpt(found, GPT):
     )
     given = {}
     for name, tensor in found["model"].items():
-        given[name.removeprefix("_orig_mod.")] = tensor  # torch.compile has added this prefix
+        given[name.removeprefix("_orig_mod.")] = tensor  # torch.compile adds this prefix
     weights = {}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
         if name in given:
@@ -89,7 +89,7 @@ def load_checkpoint(path, GPT, remedy="give another one"):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
 
     All processes must call this. Only rank 0 reads and checks the whole file. GPT: the class of the
-    model. remedy: what the user should do if the file is damaged, or another program wrote it.
+    model. remedy: what the user can do if the file is damaged, or from another program.
     """
     on_rank0(check_file, path, GPT, remedy)
     return read_file(path, GPT)
@@ -104,7 +104,7 @@ def read_file(path, GPT):
 
 
 def map_file(path):
-    """Reads what torch.save wrote. With mmap, the processes of a machine share its memory.
+    """Reads what torch.save wrote. With mmap, the processes of a machine share the memory.
 
     Raises exceptions of many kinds if the file is damaged.
     """
@@ -131,9 +131,9 @@ def check_file(path, GPT, remedy):
 
 
 def check_checksums(path):
-    """Raises ValueError if a checksum of a checkpoint is wrong. torch.save writes a zip file."""
+    """Raises ValueError if a checksum in a checkpoint, which is a zip file, is wrong."""
     with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()  # the name of the first damaged file in the archive, or None
+        damaged = archive.testzip()  # the first damaged file in the archive, or None
     if damaged:
         raise ValueError(f"the checksum of {damaged} is wrong")
 

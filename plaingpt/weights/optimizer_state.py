@@ -1,4 +1,4 @@
-"""What a checkpoint contains of an optimizer: its state, and what steps change in its groups.
+"""The part of an optimizer in a checkpoint: its state, and what steps change in its groups.
 
 Each value has a key: the name of a parameter and the name of the value, such as
 "transformer.wte.weight.exp_avg". Each parameter of a group saves the values of the group, such as
@@ -45,7 +45,7 @@ class OptimizerState:
         """Returns {key: value} for a checkpoint. Raises UserError if a value does not fit there."""
         found = {}
         for group, initial in zip(self.optimizer.param_groups, self.initial_groups):
-            changed = {}  # all parameters get these: a pipeline stage has only some parameters
+            changed = {}  # all parameters save these: a pipeline stage holds only some
             for value_name, value in group_values(group).items():
                 if torch.is_tensor(value) or value != initial.get(value_name):
                     changed[f"group:{value_name}"] = value
@@ -96,7 +96,7 @@ class OptimizerState:
         if self.kind in ("adamw", "muon") and torch.is_tensor(value):
             if value.shape != (() if is_count else p.shape):
                 raise UserError(f"{key} has a wrong shape in the checkpoint; resume from another")
-        # As in PyTorch, only these kernels need the count of steps on the device.
+        # As in PyTorch, only fused and capturable kernels need the count of steps on the device.
         on_cpu = is_count and not (group.get("fused") or group.get("capturable"))
         device = "cpu" if on_cpu else p.device
         return map_tensors(value, lambda whole: slice_like(p, key, whole, device, self.tp_plan))

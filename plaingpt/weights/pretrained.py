@@ -18,9 +18,9 @@ from plaingpt.weights.checkpoint import (
 
 import torch
 
-# OpenAI's Conv1D stores these weights as (in, out); nn.Linear stores them as (out, in).
+# OpenAI's Conv1D stores these weights as (in, out), and nn.Linear as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPT-2 has these settings. A model with other settings would also load, but compute wrong logits.
+# GPT-2 uses these settings. A model with other settings would load, but compute wrong logits.
 GPT2 = dict(
     model_type="gpt2",
     activation_function="gelu_new",
@@ -39,7 +39,7 @@ def read_gpt2(name, GPT):
     name: a name on the hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the class.
     """
     transformers = require("transformers")
-    transformers.utils.logging.disable_progress_bar()  # a download has its own progress bar
+    transformers.utils.logging.disable_progress_bar()  # a download shows its own progress bar
     transformers.utils.logging.set_verbosity_error()
     # Transformers and its file formats raise exceptions of many kinds.
     with explaining(f"{name}: transformers cannot load it", "use gpt2, an export, or a .pt file"):
@@ -68,8 +68,8 @@ def read_gpt2(name, GPT):
 def save_gpt2(model, directory, tokenizer, dtype=None):
     """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
 
-    First compares logits, because a changed model.py may no longer compute GPT-2. dtype:
-    torch.dtype of the weights. The default is the model's dtype.
+    First compares logits, because a changed model.py may no longer compute GPT-2. dtype: of the
+    weights; default: the model's dtype.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -77,12 +77,12 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
     hf = transformers.GPT2LMHeadModel(make_hf_config(model.config, tokenizer))
     if not same_logits(model, hf):
         raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
-    hf.generation_config.max_length = block_size  # transformers cannot move the window
+    hf.generation_config.max_length = block_size  # transformers cannot slide the window
     with explaining(f"{directory}: cannot write", "free some space"):
-        # Writes one file, because shards of an earlier export could stay next to the new shards.
+        # This writes one file, because shards of an earlier export could stay next to new shards.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
-    for path in Path(directory).glob("*.safetensors"):  # until now, only the owner can read it
+    for path in Path(directory).glob("*.safetensors"):  # only the owner could read it until now
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
@@ -127,8 +127,8 @@ def same_logits(model, hf):
 def save_tokenizer(tokenizer, directory, block_size):
     """Writes a Tokenizer as two files, which AutoTokenizer of every version of transformers reads.
 
-    As with OpenAI's GPT-2, the tokenizer adds no token before a text. The key "end_of_text" is
-    ours.
+    As with OpenAI's GPT-2, the tokenizer adds no token before a text. Only plainGPT reads the key
+    "end_of_text".
     """
     if tokenizer.json:
         settings = tokenizer.json.settings  # here, end_of_text has its own name

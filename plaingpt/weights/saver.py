@@ -29,10 +29,10 @@ class Saver:
         check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
         flags = {**asdict(config), **asdict(self.model.config)}
         check_equal(flags, "the processes have different flags; give all the same")
-        self.optimizers = []  # their OptimizerState
+        self.optimizers = []  # an OptimizerState for each
         for optimizer in training.optimizers:
             self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
-        # model.py may be edited later, so hash it now.
+        # Users may edit model.py later, so this hashes it now.
         self.model_code = hash_of_model(own_gpt(self.model))
         # A tied matrix has two names. Training uses the first name, a checkpoint contains both.
         first_names = {}  # {parameter or buffer: its first name}
@@ -65,7 +65,7 @@ class Saver:
         """
         model, process = self.model, self.process
         # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
-        # returns the shards. It contains a tied matrix twice, and one copy is enough.
+        # returns the shards. The dict contains a tied matrix twice, and one copy is enough.
         own = own_gpt(model).state_dict()
         firsts = {name: own[name] for name in own if self.saved_names[name] == name}
         gathered = gather(model, firsts, process)
@@ -111,15 +111,15 @@ class Saver:
         keys = set()
         for optimizer in self.optimizers:
             keys.update(optimizer.values())
-        # If the first steps have no finite gradient, they are skipped, so there is no state yet.
+        # Steps without a finite gradient are skipped, so the first steps may create no state.
         self.is_checked = len(keys) > 0 and keys == self.keys
         self.keys = keys
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
 
-        The trainer calls this before it writes val to log.txt. So if the disk is full, a resume
-        measures val again, and saves the file.
+        The trainer calls this before it writes val to log.txt, so if the disk is full, a resume
+        measures val again and saves the file.
         """
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
@@ -129,7 +129,7 @@ class Saver:
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
 
         checkpoint: from load_newest. Prints which settings have changed. Raises UserError if the
-        run had other data or another optimizer, or if the checkpoint is beyond the last step.
+        run used other data or another optimizer, or if the checkpoint is beyond the last step.
         """
         if checkpoint is None:
             return 0, 0
@@ -167,7 +167,7 @@ class Saver:
         there are two AdamW, either may have saved a parameter.
         """
         values = {}  # {name of a parameter: {name of a value: value}}
-        kinds = {}  # {name of a parameter: class of the optimizer that had it}
+        kinds = {}  # {name of a parameter: class of its optimizer}
         for name, own in saved.items():
             for key, value in own.items():
                 parameter, _, value_name = key.rpartition(".")
@@ -187,7 +187,7 @@ class Saver:
 def read_best_val(directory):
     """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
 
-    log.txt may contain a lower loss from a time without --keep_best.
+    Without --keep_best, an earlier part of the run may have written a lower loss to log.txt.
     """
     path = directory / "model_best.pt"
     if not path.is_file():
