@@ -12,7 +12,7 @@
                                                   that no run has used
   python experiment.py --sizes 64 96 128 160 --flags "--data my.txt"
                                                   the same at several sizes
-  python experiment.py --list                     what was tried so far
+  python experiment.py --list                     the experiments so far
 
 The runs differ in their seeds: 1 to --base_seeds without the change, 1 to
 --seeds with it. experiments/score.py trains each run and measures its loss on
@@ -87,7 +87,7 @@ LATER_TOLERANCE = 1e-4  # relative; the rounding of float32 causes a smaller dif
 
 @dataclass
 class ExperimentConfig:
-    flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "of all runs", empty=True)
+    flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "for all runs", empty=True)
     seeds: int = flag(4, "runs with the change; choose in advance", at_least=2, at_most=1000)
     base_seeds: int = flag(8, "runs without it; at least --seeds", at_least=2, at_most=1000)
     confirm: bool = flag(False, "use seeds that neither program has used")

@@ -8,8 +8,8 @@
 .gz or .zst) and .parquet files, and directories of save_to_disk. In a .txt
 file, <|endoftext|> separates documents. --tokenizer reads a vocabulary of your
 own, which tokenizer.py trains. After an interruption, the same command
-continues. It counts and skips damaged records, and shows the first 5. With
---strict, the first damaged record is an error.
+continues. fineweb.py counts and skips damaged records, and shows the first 5.
+With --strict, the first damaged record is an error.
 """
 
 # plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of them. The main
@@ -53,7 +53,7 @@ SHOWN = 5  # damaged records that are shown
 @dataclass
 class ShardConfig:
     input: list[str] | None = flag(None, "files or quoted globs of your own text")
-    dataset: str = flag(FINEWEB, "name on the Hugging Face hub or HF_ENDPOINT", either=True)
+    dataset: str = flag(FINEWEB, "on the Hugging Face hub, or on HF_ENDPOINT", either=True)
     name: str | None = flag(None, "configuration of --dataset [sample-10BT of FineWeb-Edu]")
     text_key: str = flag("text", "field or column that holds the text")
     tokenizer: str = flag("gpt2", "tokenizer.json, its directory, or a name of the hub")

@@ -21,7 +21,7 @@ class EvalConfig:
     model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
     data: str | None = flag(None, ".jsonl, .csv, .parquet or text file [the hub's, if any]")
     limit: int = flag(0, "number of examples; 0: all", at_least=0)
-    tokens_per_forward: int | None = flag(None, "[16384; on a CPU: 2048]", at_least=1)
+    tokens_per_forward: int | None = flag(None, "tokens at a time [16384; CPU: 2048]", at_least=1)
     device: str = flag("auto", "cuda, cuda:1, mps or cpu")
     dtype: Dtype = flag("auto", "of matrix multiplications; float32 is the most precise")
     json: str | None = flag(None, "also write metrics, examples and scores to this file")
