@@ -33,8 +33,7 @@ peak learning rate of 1.5 / channels, or --rates for the smallest size and
 scaled in the same way. The verdict is about the largest size. "Worth x1.2 in
 compute": for the same loss, the base needs 20 % more compute.
 
-Each experiment adds a line to log/experiments/ledger.jsonl. This program needs
-scipy.
+Each experiment adds a line to log/experiments/ledger.jsonl, and needs scipy.
 """
 
 import hashlib
@@ -157,7 +156,7 @@ def compare(programs, rates, config, ledger, entry):
         entry["reason"] += f"; trained on {tokens[1] / tokens[0]:.2f} times the tokens"
     if len({each["fingerprints"]["training split"] for each in facts}) > 1:
         entry["reason"] += "; other training data"
-    if seeds[0][0] == 1:  # the models of other seeds are deleted
+    if seeds[0][0] == 1:  # run_missing deletes the models of other seeds
         places = " ".join(map(os.path.relpath, runs))
         print0(f"to compare two models: python look.py {places} --own_code --text TEXT")
 

@@ -114,7 +114,7 @@ def main(argv=None):
     card = make_card(source, model, tokenizer, config)
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-        # An earlier export is replaced only when the new one is complete.
+        # This replaces an earlier export only when the new one is complete.
         with tempfile.TemporaryDirectory(dir=output) as new:
             save_gpt2(model, new, tokenizer, getattr(torch, config.dtype))
             Path(new, "README.md").write_text(sign(card), "utf-8")

@@ -8,9 +8,9 @@
 
 The page opens in any browser, without a network. The page shows the loss of
 each token and the likeliest tokens, the attention of each head, what each block
-adds to the prediction, and a slider over the checkpoints of a run. A run keeps
-all checkpoints with --keep 0. For two runs, the page contains the steps that
-both runs have, and shows where their losses differ most.
+adds to the prediction, and a slider over the checkpoints of a run, which keeps
+all of them with --keep 0. For two runs, the page contains their common steps,
+and shows where their losses differ most.
 
 For a small model of bytes, such as the baby, the page also contains the
 weights, and computes the model for a text that you type. --no-live omits them.

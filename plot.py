@@ -197,7 +197,7 @@ def panel_of(stream):
 
 def draw_group(panels, name, color, runs, x_kind):
     """Draws the streams of a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
-    # {step: tokens consumed before it}. The log has the count after a step.
+    # {step: tokens consumed before it}. log.txt contains the count after a step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
         panel = panels.get(panel_of(stream))  # the stream tokens has no panel

@@ -37,7 +37,7 @@ class VocabularyConfig:
 def read_sample(config):
     """Returns the texts to train on: random pieces of all files. Raises UserError.
 
-    The pieces have at most sample_bytes bytes together, except for a single piece.
+    The pieces contain at most sample_bytes bytes in total, unless a single piece is larger.
     """
     paths = find_files(config.input)
     random_key = random.Random(0).random

@@ -51,7 +51,7 @@ class Options:
 def examples(records, stride=Options.stride):
     """Turns records into Examples, one for each article. Raises UserError."""
     for page in pages(records):
-        # EleutherAI's harness counts an empty word for white space at either end. So does this.
+        # This counts words like EleutherAI's harness: white space at either end adds an empty word.
         n_words = len(re.split(r"\s+", page))
         facts = dict(words=n_words, bytes_before=len(page.encode()))
         text = page
@@ -79,7 +79,7 @@ def pages(records):
 def detokenize(text):
     """Joins WikiText's words into normal text, with the rules of the harness in their order."""
     text = text.replace("s '", "s'")
-    # The slashes are a mistake of the harness: the pattern matches almost no text.
+    # The slashes are a mistake of the harness, so the pattern hardly ever matches.
     text = re.sub("/' [0-9]/", "/'[0-9]/", text)
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)  # inside numbers and compounds
@@ -97,7 +97,7 @@ def strip_inside(text, left, right):
 
     The harness does this with one expression, which takes quadratic time if marks are not closed.
     """
-    # Every left mark in `text + last` has a right mark after it, so no search is in vain.
+    # Every left mark in `text + last` has a right mark after it, so every search succeeds.
     text, last, rest = text.rpartition(right)
     inside = rf"\{left}([^\{right}]*)\{right}"
     return re.sub(inside, lambda match: f"{left}{match[1].strip()}{right}", text + last) + rest

@@ -10,9 +10,8 @@ from plaingpt.base.errors import UserError, explaining, first_line
 from plaingpt.base.terminal import print0
 
 CLONE = Path(__file__).parents[2]
-# The user's git settings may select colors, other prefixes, another diff program, fewer context
-# lines, an order of the files, or a description instead of a diff. `git apply` cannot read such a
-# patch.
+# The user's git settings may select colors, other prefixes, another program, less context, an order
+# of the files, or a description instead of a diff. `git apply` cannot read such a patch.
 DIFF = (
     "--binary",
     "--no-color",

@@ -48,7 +48,7 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
 def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
     """Returns (n, B) of a step with the number of tokens that the flag says.
 
-    flag: "total_batch_size" or "rampup_batch_size". The other arguments: as in plan_steps.
+    flag: "total_batch_size" or "rampup_batch_size". Other arguments: as in plan_steps.
     """
     size = getattr(config, flag)  # tokens
     unit = T * dp_size  # tokens of one sequence on every process

@@ -2,8 +2,7 @@
 
 page.html contains the parts of the page, page.css their style, and page.js draws the numbers. With
 the weights of a small model, gpt.js computes the numbers of a text that the reader types. The page
-stores arrays as base64: losses and weights in float32, and attention in 8 bits, which is enough for
-the eye.
+stores arrays as base64: losses and weights in float32, attention in 8 bits, enough for the eye.
 """
 
 import base64

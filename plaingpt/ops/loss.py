@@ -30,8 +30,7 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
         head: a weight (V, C), or a DTensor sharded by rows, if the logits are x @ head.T. For any
         other logits, a function (N, C) -> (N, V). The forward pass calls the function for each
-        chunk, and the backward pass calls the function again, which takes longer, but works for
-        every function.
+        chunk, and the backward pass again, which takes longer, but works for all functions.
 
         The loss ignores positions with target -100. Other targets must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
