@@ -281,7 +281,7 @@ def draw(runs, x, wanted=None):
         if x == "tokens" and "tokens" not in group[0]:
             raise UserError(f"{name}: log.txt contains no stream tokens; use --x steps")
         draw_group(panels, legend_label(name), f"C{i}", group, x)
-    # The published losses were measured on FineWeb-Edu.
+    # The published losses are for FineWeb-Edu.
     is_fineweb = all(reads_fineweb(facts) for _, facts in runs.values())
     for name, panel in panels.items():
         if name in ("loss", "bpb", "norm", "wikitext"):

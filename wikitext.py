@@ -1,5 +1,5 @@
-"""WikiText-103: how well does a model predict Wikipedia articles? (Merity et al. 2016,
-arXiv:1609.07843)
+"""WikiText-103: how well does a model predict Wikipedia articles?
+(Merity et al. 2016, arXiv:1609.07843)
 
   python wikitext.py                              scores the newest checkpoint
   python wikitext.py --model gpt2 --stride 512    uses windows that overlap
@@ -65,8 +65,8 @@ def pages(records):
     lines = []
     for record in records:
         (line,) = get_fields(record, text=str)
-        # The hub stores an empty line as "", without its space. clean_text replaces half
-        # a surrogate pair, which UTF-8 cannot encode.
+        # The hub stores an empty line as "", without its space. clean_text replaces half a
+        # surrogate pair, which UTF-8 cannot encode.
         lines.append(clean_text(line or " ").removesuffix("\n"))
     text = "\n".join(lines) + "\n"
     if re.search(rf"(?m)^{TITLE}", text):  # a text without titles stays as it is
