@@ -34,7 +34,7 @@ import experiment as lab
 import plot
 
 FLAGS = (
-    "--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 40 "
+    "--preset baby --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --max_steps 20 "
     "--total_batch_size 128 --batch_size 8 --val_tokens 512 --dtype float32 --device cpu "
     "--data input.txt"
 )
@@ -349,7 +349,7 @@ def test_other_training_data_and_longer_runs_are_changes(clone):
     flags = ["--data", "input.txt", "log/b.txt=2", "--val_tokens", "256"]
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
     assert found["reason"].endswith("; other training data") and found["difference"] != 0
-    found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "80"])
+    found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "40"])
     assert found["reason"].endswith("; trained on 2.00 times the tokens")
     assert found["difference"] < 0
 

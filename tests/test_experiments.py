@@ -86,11 +86,11 @@ SMALL = [
     *TINY,
     *(
         "--n_embd 16 --block_size 16 --total_batch_size 256 --min_lr 4e-3 --val_tokens 64 "
-        "--val_every 3 --eval_every 0 --sample_tokens 1 --save_every 3 --keep 0"
+        "--val_every 2 --eval_every 0 --sample_tokens 1 --save_every 2 --keep 0"
     ).split(),
 ]
 # A sample and a passage are longer than the context of 16 bytes.
-SCORED = "--eval_every 3 --evals lambada=words.txt --sample_every 3 --sample_tokens 17".split()
+SCORED = "--eval_every 2 --evals lambada=words.txt --sample_every 2 --sample_tokens 17".split()
 SCORED_SPLIT = ("grouped-query", "rotary", "sliding-window")  # in generation, a cache is used
 WAYS = dict(tp=["--tp", 2], pp=["--pp", 2], fsdp=["--parallel", "fsdp"])
 # A layer that a reader may add to attention or to the MLP.
@@ -132,13 +132,13 @@ def run(directory, name, steps, *flags, **options):
 
 
 def assert_split_run_matches(directory, way, whole, *flags):
-    """Three steps on two processes. whole: (log, stdout) of the run of one process."""
-    out, _ = run(directory, way, 3, *WAYS[way], *flags, processes=2)
+    """Two steps on two processes. whole: (log, stdout) of the run of one process."""
+    out, _ = run(directory, way, 2, *WAYS[way], *flags, processes=2)
     for key, value in read_log(directory / way).items():
         assert float(value) == pytest.approx(float(whole[0][key]), rel=1e-5), (way, key)
     if "--sample_every" in flags:
         assert out[out.index("--- sample 0") : out.index("done:")].strip() in whole[1]
-    found, expected = (checkpoint(directory / name, 3)["model"] for name in (way, "run"))
+    found, expected = (checkpoint(directory / name, 2)["model"] for name in (way, "run"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
@@ -151,7 +151,7 @@ def plain(tmp_path_factory):
     """The log of the unchanged program."""
     directory = tmp_path_factory.mktemp("plain")
     copy_program(directory)
-    run(directory, "run", 9, *SCORED)
+    run(directory, "run", 6, *SCORED)
     return read_log(directory / "run")
 
 
@@ -173,15 +173,15 @@ def test_experiment(tmp_path, plain, name):
     copy_program(tmp_path)
     apply_patch(name, tmp_path)
     flags = FLAGS.get(name, [])
-    out, _ = run(tmp_path, "run", 9, *flags, *SCORED)
+    out, _ = run(tmp_path, "run", 6, *flags, *SCORED)
     log = read_log(tmp_path / "run")
-    own = {(step, figure) for step in range(9) for figure in FIGURES.get(name, [])}
-    assert log.keys() == plain.keys() | own and log[9, "val"] != plain[9, "val"]
-    assert float(log[9, "val"]) < float(log[0, "val"]) - 0.1
+    own = {(step, figure) for step in range(6) for figure in FIGURES.get(name, [])}
+    assert log.keys() == plain.keys() | own and log[6, "val"] != plain[6, "val"]
+    assert float(log[6, "val"]) < float(log[0, "val"]) - 0.1
     shutil.copytree(tmp_path / "run", tmp_path / "again")
-    (tmp_path / "again/model_000009.pt").unlink()
-    again, _ = run(tmp_path, "again", 9, *flags, *SCORED, "--resume")
-    assert "resumed from step 6" in again and read_log(tmp_path / "again") == log
+    (tmp_path / "again/model_000006.pt").unlink()
+    again, _ = run(tmp_path, "again", 6, *flags, *SCORED, "--resume")
+    assert "resumed from step 4" in again and read_log(tmp_path / "again") == log
     for way in LAYOUTS.get(name, WAYS):
         scored = SCORED if name in SCORED_SPLIT else []
         assert_split_run_matches(tmp_path, way, (log, out), *flags, *scored)
@@ -190,7 +190,7 @@ def test_experiment(tmp_path, plain, name):
         _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=2)
         assert "--pp: the stages of this model.py compute another loss than the whole" in err
     if name == "document-mask":
-        assert checkpoint(tmp_path / "run", 9)["model_config"]["end_of_text"] == 10
+        assert checkpoint(tmp_path / "run", 6)["model_config"]["end_of_text"] == 10
         _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=2)
         assert "--pp: model.py cannot run in stages" in err
     if name == "mixture-of-experts":
@@ -213,13 +213,13 @@ def test_experiment(tmp_path, plain, name):
 def test_a_stream_of_ones_own(tmp_path):
     copy_program(tmp_path)
     apply_patch(ENTROPY, tmp_path)
-    run(tmp_path, "run", 3)
+    run(tmp_path, "run", 2)
     log = read_log(tmp_path / "run")
     uniform = np.mean([np.log(n) for n in range(1, 17)])  # fresh weights attend to all equally
     assert float(log[0, "entropy_0"]) == pytest.approx(uniform, rel=1e-3)
-    assert float(log[3, "entropy_1"]) < uniform
+    assert float(log[2, "entropy_1"]) < uniform
     for way, rel in dict(tp=1e-5, fsdp=1e-3).items():  # with FSDP, the mean over more sequences
-        run(tmp_path, way, 3, *WAYS[way], processes=2)
+        run(tmp_path, way, 2, *WAYS[way], processes=2)
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=rel), (way, key)
 
@@ -297,13 +297,13 @@ def test_a_head_of_ones_own(tmp_path, name, parameter, ways):
     """Its parameter is trained, and a run resumes."""
     copy_with_head(tmp_path, name)
     edit_model(tmp_path, (LOSS, LOSS.replace("self.lm_head.weight", "self.logits")))
-    run(tmp_path, "run", 6)
+    run(tmp_path, "run", 4)
     log = read_log(tmp_path / "run")
-    first, second = (checkpoint(tmp_path / "run", step)["model"][parameter] for step in (3, 6))
+    first, second = (checkpoint(tmp_path / "run", step)["model"][parameter] for step in (2, 4))
     assert not torch.equal(first, second)
     for way in ways:
-        run(tmp_path, way, 3, *WAYS[way], processes=2)
-        run(tmp_path, way, 6, *WAYS[way], "--resume", processes=2)
+        run(tmp_path, way, 2, *WAYS[way], processes=2)
+        run(tmp_path, way, 4, *WAYS[way], "--resume", processes=2)
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=1e-4), (way, key)
 
@@ -364,13 +364,13 @@ def test_one_block_for_all_layers(tmp_path):
     """As in ALBERT (Lan et al. 2020, arXiv:1909.11942)."""
     copy_program(tmp_path)
     edit_model(tmp_path, STAGES["one block"][0])
-    run(tmp_path, "run", 3)
+    run(tmp_path, "run", 2)
     log = read_log(tmp_path / "run")
     for way, flags in dict(fsdp=WAYS["fsdp"], tp=WAYS["tp"], ddp=[]).items():
-        run(tmp_path, way, 3, *flags, processes=2)
+        run(tmp_path, way, 2, *flags, processes=2)
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
-    weights = checkpoint(tmp_path / "run", 3)["model"]
+    weights = checkpoint(tmp_path / "run", 2)["model"]
     first, second = (weights[f"transformer.h.{i}.ln_1.weight"] for i in (0, 1))
     assert torch.equal(first, second)
 
@@ -408,14 +408,14 @@ def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
     (tokens, _), *_ = sources.open(get_tokenizer("bytes"), 16, 256)
     loader = DataLoaderLite([tokens], [1], 16)
     expected = []
-    for step in range(3):  # of 16 sequences, on any number of processes
+    for step in range(2):  # of 16 sequences, on any number of processes
         y = loader.batch(16 * step, 16, CPU)[1]
         expected.append(y[y != -100].double().mean().item())
     for way, flags in dict(WAYS, one=[]).items():
         processes = 1 if way == "one" else 2
-        run(tmp_path, way, 3, "--data", "pairs.jsonl", *flags, processes=processes)
+        run(tmp_path, way, 2, "--data", "pairs.jsonl", *flags, processes=processes)
         log = read_log(tmp_path / way)
-        found = [float(log[step, "own"]) for step in range(3)]
+        found = [float(log[step, "own"]) for step in range(2)]
         assert found == pytest.approx(expected, rel=1e-6), way
 
 
@@ -487,7 +487,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
     """One that all heads share, and one with a value for each head."""
     both = "nn.Sequential(Scale(), Scale(config.n_head, 1, 1))"
     copy_with_scale(tmp_path, heads=both, q="self.scale(q)")
-    out, _ = run(tmp_path, "run", 3)
+    out, _ = run(tmp_path, "run", 2)
     assert_split_run_matches(tmp_path, "tp", (read_log(tmp_path / "run"), out))
 
 

@@ -38,38 +38,38 @@ def edit_attention(directory, first):
 def test_a_buffer_as_a_mask(tmp_path):
     """Trains as without it, on every layout, or is refused; is saved, resumed and loaded."""
     copy_program(tmp_path)
-    run(tmp_path, "plain", 6)
+    run(tmp_path, "plain", 4)
     plain = read_log(tmp_path / "plain")
     (name, line), forward = MASK
     edit_model(tmp_path, (name, line.format("")), forward)
-    run(tmp_path, "run", 6)
+    run(tmp_path, "run", 4)
     log = read_log(tmp_path / "run")
     for key, value in plain.items():
         assert float(log[key]) == pytest.approx(float(value), rel=1e-5), key
-    (tmp_path / "run/model_000006.pt").unlink()
-    run(tmp_path, "run", 6, "--resume")
+    (tmp_path / "run/model_000004.pt").unlink()
+    run(tmp_path, "run", 4, "--resume")
     assert read_log(tmp_path / "run") == log
-    weights = checkpoint(tmp_path / "run", 6)["model"]
+    weights = checkpoint(tmp_path / "run", 4)["model"]
     assert "transformer.h.0.attn.bias" in weights
     flags = ["--checkpoint", "run", "--max_new_tokens", 5, "--device", "cpu"]
     program(*flags, cwd=tmp_path, program=tmp_path / "generate.py")
     for way, more in (("ddp", []), ("fsdp", WAYS["fsdp"]), ("pp", WAYS["pp"])):
-        run(tmp_path, way, 3, *more, processes=2)
+        run(tmp_path, way, 2, *more, processes=2)
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
-        assert checkpoint(tmp_path / way, 3)["model"].keys() == weights.keys()
+        assert checkpoint(tmp_path / way, 2)["model"].keys() == weights.keys()
     _, err = run(tmp_path, "tp", 5, *WAYS["tp"], processes=2, status=2)
     assert "--tp: transformer.h.0.attn.bias is a buffer" in err
     assert "use one GPU or DDP" in err
     # A buffer that is not saved: the same curve, also resumed, and on a layout that moves it.
     edit_model(tmp_path, (".bool())", ".bool(), persistent=False)"))
     for flags in ([], ["--resume"]):
-        run(tmp_path, "other", 6, *flags)
+        run(tmp_path, "other", 4, *flags)
         assert read_log(tmp_path / "other") == log
-        weights = checkpoint(tmp_path / "other", 6)["model"]
+        weights = checkpoint(tmp_path / "other", 4)["model"]
         assert "transformer.h.0.attn.bias" not in weights
-        (tmp_path / "other/model_000006.pt").unlink()
-    run(tmp_path, "other fsdp", 3, *WAYS["fsdp"], processes=2)
+        (tmp_path / "other/model_000004.pt").unlink()
+    run(tmp_path, "other fsdp", 2, *WAYS["fsdp"], processes=2)
     for key, value in read_log(tmp_path / "other fsdp").items():
         assert float(value) == pytest.approx(float(log[key]), rel=1e-5), key
 
