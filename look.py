@@ -39,7 +39,12 @@ from plaingpt.look.live import find_reason, pack_model
 from plaingpt.look.page import Look, Snapshot, Text, build_page
 from plaingpt.look.record import record_text
 from plaingpt.ops.sampling import attention_for_many_shapes
-from plaingpt.weights.checkpoint import find_checkpoints, find_newest_model, list_model_files
+from plaingpt.weights.checkpoint import (
+    find_checkpoints,
+    find_newest_model,
+    list_model_files,
+    step_of,
+)
 
 import torch
 
@@ -79,7 +84,7 @@ def find_run(place):
     path = Path(place)
     found = find_checkpoints(path)
     if found:
-        steps = {f"step {int(each.stem[6:])}": each for each in found}  # without "model_"
+        steps = {f"step {step_of(each)}": each for each in found}
         return Run(str(path), steps, path)
     if path.is_file():
         return Run(str(path), {path.stem: path}, path.parent)

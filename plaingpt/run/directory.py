@@ -10,7 +10,7 @@ from plaingpt.base.files import format_log, read_log, replacing, write_json, wri
 from plaingpt.base.source import hash_of_program, read_git
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import hardware_name
-from plaingpt.weights.checkpoint import find_checkpoints
+from plaingpt.weights.checkpoint import find_checkpoints, step_of
 
 import torch
 
@@ -34,7 +34,7 @@ def check_newest(directory, resume, step):
     resume: whether this process read a checkpoint. step: the step of that checkpoint, or 0.
     """
     paths = find_checkpoints(directory)
-    newest = int(paths[-1].stem.removeprefix("model_")) if paths else 0
+    newest = step_of(paths[-1]) if paths else 0
     if resume and newest != step:
         raise UserError(
             f"{directory}: another process changed the checkpoints after this one had read the "

@@ -146,8 +146,14 @@ def hash_of_model(GPT):
 
 def find_checkpoints(directory):
     """Lists the checkpoints of a run directory, oldest first, without model_best.pt."""
-    paths = [path for path in Path(directory).glob("model_*.pt") if path.stem[6:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.stem[6:]))  # without "model_"
+    paths = [path for path in Path(directory).glob("model_*.pt") if step_of(path) is not None]
+    return sorted(paths, key=step_of)
+
+
+def step_of(path):
+    """Returns the step in the name of a checkpoint, such as model_000500.pt, or None without it."""
+    step = path.stem.removeprefix("model_")
+    return int(step) if step.isdecimal() else None
 
 
 def list_model_files(source):
