@@ -4,17 +4,31 @@ import json
 import runpy
 import shutil
 
+from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import Sources
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.distributed.pipeline import check_stages
 from plaingpt.scoring.score import Row, forward
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, ROOT, TINY, apply_patch, checkpoint, program, randomise, read_log, spawn
+from conftest import (
+    CPU,
+    MODEL,
+    ROOT,
+    TINY,
+    apply_patch,
+    checkpoint,
+    program,
+    randomise,
+    read_log,
+    spawn,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from model import GPT
 from train_gpt2 import DataLoaderLite
 
 # Changed lines.
@@ -357,6 +371,19 @@ def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name, way):
     edit_model(tmp_path, change)
     _, err = run(tmp_path, "run", 3, *WAYS[way], processes=2, status=2)
     assert message in err and not (tmp_path / "run").exists()
+
+
+class OneSize(GPT):
+    def hidden(self, idx, *args):
+        if self.config.n_embd != 32:
+            raise ValueError("n_embd is not 32")
+        return super().hidden(idx, *args)
+
+
+def test_a_pipeline_of_a_model_of_one_size_only_is_refused():
+    """Its stages cannot be compared with it."""
+    with pytest.raises(UserError, match="a small GPT of this model.py fails .n_embd is not 32"):
+        check_stages(OneSize(MODEL), 2)
 
 
 @pytest.mark.slow
