@@ -2,9 +2,12 @@
 
 import shutil
 
+from plaingpt.base.errors import UserError
+from plaingpt.weights.optimizer_state import OptimizerState
+
 import pytest
 import torch
-from conftest import TINY, checkpoint, names, program, read_log
+from conftest import MODEL, TINY, checkpoint, fresh, names, program, read_log
 from test_experiments import WAYS, copy_program, edit_model
 
 # What model.py has, and what a reader writes instead.
@@ -45,10 +48,14 @@ SHAMPOO = """class Shampoo(torch.optim.Optimizer):
 
 class CausalSelfAttention("""
 SCHEDULE_FREE = """class ScheduleFree(torch.optim.Optimizer):
-    \"\"\"Numbers in the groups that steps change (Defazio et al. 2024, arXiv:2405.15682).\"\"\"
+    \"\"\"Numbers in the groups that steps change (Defazio et al. 2024, arXiv:2405.15682).
+
+    Also a number that belongs to no parameter and no group, as in MADGRAD (arXiv:2101.11075).
+    \"\"\"
 
     @torch.no_grad()
     def step(self):
+        self.state["calls"] = self.state.get("calls", 0) + 1
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2
@@ -56,7 +63,7 @@ SCHEDULE_FREE = """class ScheduleFree(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["z"] = p.clone()
                 z = self.state[p]["z"]
-                z.sub_(p.grad, alpha=group["lr"])
+                z.sub_(p.grad, alpha=group["lr"] * min(1, self.state["calls"] / 5))
                 p.lerp_(z, group["lr"] ** 2 / group["weight_sum"])
 
 
@@ -176,6 +183,7 @@ def test_a_run_with_another_optimizer_resumes_bit_for_bit(tmp_path, name):
     if name == "schedule-free":
         found = whole["optimizer"]["schedulefree"]
         assert found["transformer.wte.weight.group:k"] == 4
+        assert found["transformer.wte.weight.shared:calls"] == 4
         # A later stage of a pipeline has only the last parameters of a group.
         assert found["transformer.ln_f.bias.group:k"] == 4
 
@@ -241,6 +249,19 @@ def test_a_state_of_another_shape_is_refused_for_a_split_model(tmp_path, way):
     assert "schedulefree has transformer.wte.weight.seen, whose shape differs from its" in err
     assert "is split cannot save it; use --parallel ddp without --tp" in err
     assert not names(tmp_path / "run", "*.pt")
+
+
+class Wrapper(torch.optim.SGD):
+    """As Lookahead of torch_optimizer, whose state_dict also has that of the inner optimizer."""
+
+    def state_dict(self):
+        return dict(slow=super().state_dict(), fast={})
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_refused():
+    model = fresh(MODEL)
+    with pytest.raises(UserError, match="wrapper has a state_dict of its own, which no checkpoint"):
+        OptimizerState(Wrapper(model.parameters()), model)
 
 
 @pytest.mark.slow

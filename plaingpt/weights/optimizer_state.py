@@ -2,7 +2,8 @@
 
 Each value has a key: the name of a parameter and the name of the value, such as
 "transformer.wte.weight.exp_avg". Each parameter of a group saves the values of the group, such as
-"transformer.wte.weight.group:k".
+"transformer.wte.weight.group:k", and the values of self.state that belong to no parameter, such as
+"transformer.wte.weight.shared:k".
 
 A value is a tensor of any shape, a number, a text, None, or a list, tuple or dict of these. If the
 parameter is split, a tensor must have the shape of the parameter, or be a scalar.
@@ -23,12 +24,18 @@ NO_STATE = ("params", "param_names", "lr", "peak_lr", "weight_decay", "momentum"
 class OptimizerState:
     """The state of one optimizer, for a checkpoint.
 
-    optimizer: before its first step. model: the GPT of this process.
+    optimizer: before its first step. model: the GPT of this process. Raises UserError if the
+    optimizer is a wrapper whose state_dict also contains the state of another optimizer.
     """
 
     def __init__(self, optimizer, model):
         self.optimizer = optimizer
         self.kind = type(optimizer).__name__.lower()
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            raise UserError(
+                f"{self.kind} has a state_dict of its own, which no checkpoint contains; keep all "
+                "of its state in self.state[p], and remove the method"
+            )
         self.names = {p: name for name, p in model.named_parameters()}
         self.tp_plan = model.tp_plan
         # What a step changes in a group is state. Flags and model.py determine the other values.
@@ -44,8 +51,12 @@ class OptimizerState:
     def values(self):
         """Returns {key: value} for a checkpoint. Raises UserError if a value does not fit there."""
         found = {}
+        shared = {}
+        for value_name, value in self.optimizer.state.items():
+            if not torch.is_tensor(value_name):  # such as state["k"] of MADGRAD
+                shared[f"shared:{value_name}"] = value
         for group, initial in zip(self.optimizer.param_groups, self.initial_groups):
-            changed = {}  # all parameters save these: a pipeline stage holds only some
+            changed = dict(shared)  # all parameters save these: a pipeline stage holds only some
             for value_name, value in group_values(group).items():
                 if torch.is_tensor(value) or value != initial.get(value_name):
                     changed[f"group:{value_name}"] = value
@@ -64,7 +75,7 @@ class OptimizerState:
         with explaining(f"{self.kind} has {key}, which no checkpoint can hold", remedy, TypeError):
             map_tensors(value, tensors.append)
         is_whole = torch.is_tensor(value) and value.shape in ((), p.shape)
-        is_split = is_dtensor(p) and ".group:" not in key
+        is_split = is_dtensor(p) and ".group:" not in key and ".shared:" not in key
         if is_split and tensors and not is_whole:
             raise UserError(
                 f"{self.kind} has {key}, whose shape differs from its parameter's, so a model that "
@@ -80,8 +91,11 @@ class OptimizerState:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 for value_name, value in saved.get(self.names[p], {}).items():
-                    if value_name.startswith("group:"):
-                        group[value_name.removeprefix("group:")] = copy.deepcopy(value)
+                    kind, _, name = value_name.partition(":")
+                    if kind == "group":
+                        group[name] = copy.deepcopy(value)
+                    elif kind == "shared":
+                        self.optimizer.state[name] = copy.deepcopy(value)
                     else:
                         self.optimizer.state[p][value_name] = self.place(
                             value_name, value, p, group
