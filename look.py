@@ -20,6 +20,7 @@ weights, and computes the model for a text that you type. --no-live omits them.
 
 import contextlib
 import importlib.util
+import io
 import os
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from plaingpt.base.errors import UserError, explaining, run_program
 from plaingpt.base.files import check_output, open_output, read_facts, writing
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, show_progress
-from plaingpt.data.documents import RECORDS, kind_of, read_records
+from plaingpt.data.documents import RECORDS, kind_of, read_records, split_text
 from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
 from plaingpt.data.tokenizer import clean_text, note_unknown
 from plaingpt.distributed.process import setup
@@ -170,17 +171,20 @@ def read_text(given, tokenizer, n):
     is_file = os.path.isfile(given)
     if is_file and kind_of(Path(given)) in RECORDS:
         return read_pairs_of_page(given, tokenizer, n)
-    text = given
+    documents = [given]
     if is_file:
         with explaining(
             f"--text {given}: cannot be read", "give a UTF-8 text", (OSError, ValueError)
         ):
-            text = Path(given).read_bytes().decode("utf-8-sig")
+            data = Path(given).read_bytes()
+            documents = [data.decode("utf-8-sig")]
+        if tokenizer.name != "bytes":  # as the training reads a file
+            documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
     elif kind_of(Path(given)) in (".txt", *RECORDS) and not any(map(str.isspace, given)):
         raise UserError(f"--text {given}: no such file; give another one, or a text")
-    note_unknown(tokenizer, [clean_text(text)], "the text")
-    ids = [tokenizer.end_of_text, *tokenizer.encode(text)]
-    if len(ids) == 1:
+    note_unknown(tokenizer, documents, "the text")
+    ids = tokenizer.encode_documents([clean_text(document) for document in documents]).tolist()
+    if len(ids) < 2:
         raise UserError("--text: contains no tokens; give a longer one")
     return Text(ids[: n + 1], None, note_cut(len(ids) - 1, n))
 

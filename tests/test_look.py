@@ -1,6 +1,7 @@
 """The page of look.py has the numbers of the model."""
 
 import base64
+import codecs
 import fcntl
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import sys
 from dataclasses import asdict
 
 from plaingpt.base.errors import UserError
+from plaingpt.data.data_sets import encode_text
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.look.live import LINES, find_lines, find_reason, gpt2_shapes
 from plaingpt.look.page import build_page, fill_template, name_token, split_text
@@ -416,6 +418,16 @@ def test_pairs(run, tmp_path, capsys):
     assert data["snapshots"][0]["looks"][0]["sample"].startswith("12+3=")
     with pytest.raises(UserError, match="pairs.jsonl: no first pair of at most 4 tokens"):
         look_at(run, "--text", path, "--max_tokens", 4)
+
+
+def test_a_mark_separates_documents_as_in_training(tmp_path):
+    """In a file, and with a vocabulary."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(codecs.BOM_UTF8 + b"a b<|endoftext|>\n<|endoftext|>c<|endoftext|>\n")
+    gpt2 = get_tokenizer("gpt2")
+    assert look.read_text(str(path), gpt2, 99).ids == encode_text(path, gpt2).tolist()
+    assert look.read_text(str(path), BYTES, 99).ids == [10, *encode_text(path, BYTES)]
+    assert look.read_text("a<|endoftext|>b", gpt2, 99).ids.count(gpt2.end_of_text) == 1
 
 
 def test_checkpoints_are_chosen_evenly():
