@@ -7,10 +7,11 @@
 
 The 62 test articles come from the hub, or from a file. WikiText is split into
 words (" old " ; 2 @,@ 000 m long). This program joins the words again, as in
-the GPT-2 paper (section 3.1). A text without titles (= Title =) stays as it is;
-<|endoftext|> separates its documents. Word perplexity divides the
-log-likelihood by the number of words in the split text, so it is comparable for
-models with different tokenizers.
+the GPT-2 paper (section 3.1). A text without titles (= Title =) stays as it is:
+<|endoftext|> separates the documents of a text file, and each record of another
+file, such as .jsonl, is a document. Word perplexity divides the log-likelihood
+by the number of words in the split text, so it is comparable for models with
+different tokenizers.
 
 The model reads an article longer than its context in windows without overlap.
 With --stride N, the windows advance by N tokens. Each token then has more
@@ -61,14 +62,24 @@ def examples(records, stride=Options.stride):
 
 
 def pages(records):
-    """Yields articles: joins records of lines, and splits before titles and at <|endoftext|>."""
-    lines = []
+    """Yields articles, or the documents that fineweb.py reads.
+
+    Joins the lines of a text file, and splits them before titles and at <|endoftext|>. Of another
+    file, each record is a document, unless a record begins with a title: they are WikiText's lines.
+    """
+    texts = []
+    has_lines = False
     for record in records:
-        (line,) = get_fields(record, text=str)
-        # The hub stores an empty line as "", without its space. clean_text replaces half a
-        # surrogate pair, which UTF-8 cannot encode.
-        lines.append(clean_text(line or " ").removesuffix("\n"))
-    text = "\n".join(lines) + "\n"
+        (text,) = get_fields(record, text=str)
+        # clean_text replaces half a surrogate pair, which UTF-8 cannot encode.
+        texts.append(clean_text(text))
+        is_title = re.match(rf"(?m){TITLE}", text.lstrip())
+        has_lines = has_lines or bool(is_title) or "is_line" in record
+    if not has_lines:
+        yield from filter(str.strip, texts)
+        return
+    # The hub stores an empty line as "", without its space.
+    text = "\n".join((text or " ").removesuffix("\n") for text in texts) + "\n"
     if re.search(rf"(?m)^{TITLE}", text):  # a text without titles stays as it is
         text = text.replace("\r\n", "\n")
     for page in re.split(rf"(?m)\n(?={TITLE})|{re.escape(END_OF_TEXT)}", text):

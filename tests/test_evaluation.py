@@ -308,8 +308,13 @@ def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path)
     assert read_log(copy)[12, "wikitext"] == "inf"
 
 
+def lines_of(*lines):
+    """The records of a text file."""
+    return [dict(text=line, where="", is_line=True) for line in lines]
+
+
 def test_a_plain_text_is_not_changed():
-    (example,) = wikitext.examples([dict(text=line, where="") for line in ("a ( b ) ,\n", "c\n")])
+    (example,) = wikitext.examples(lines_of("a ( b ) ,\n", "c\n"))
     assert example.endings == ["a ( b ) ,\nc\n"]
     (example,) = wikitext.examples([dict(text="= AsciiDoc\n\n( b )\n", where="")])
     assert "( b )" in example.endings[0]
@@ -317,16 +322,24 @@ def test_a_plain_text_is_not_changed():
 
 def test_the_mark_separates_the_documents_of_a_text():
     """As in training: it is not predicted, and its bytes do not count."""
-    lines = ["<|endoftext|>a\n", "b<|endoftext|>\n", "<|endoftext|>c"]
-    found = [*wikitext.examples([dict(text=line, where="") for line in lines])]
+    lines = lines_of("<|endoftext|>a\n", "b<|endoftext|>\n", "<|endoftext|>c")
+    found = [*wikitext.examples(lines)]
     assert [example.endings for example in found] == [["a\nb"], ["c\n"]]
     assert [example.facts["bytes_before"] for example in found] == [3, 2]
+
+
+def test_a_record_is_a_document_as_fineweb_reads_it(tmp_path):
+    """A mark in a record is text."""
+    texts = ["a\nb<|endoftext|>c", "  \n", "d\n"]
+    path = write_lines(tmp_path / "a.jsonl", [dict(text=text) for text in texts])
+    found = load_examples(wikitext.BENCHMARK, path)
+    assert [example.endings for example in found] == [[texts[0]], [texts[2]]]
 
 
 def test_half_of_a_surrogate_pair_in_a_page():
     """It becomes U+FFFD, as in every other text."""
     (example,) = wikitext.examples([dict(text="a \ud800 b", where="")])
-    assert example.endings == ["a \ufffd b\n"] and example.facts["bytes_before"] == 8
+    assert example.endings == ["a \ufffd b"] and example.facts["bytes_before"] == 7
 
 
 @pytest.mark.slow

@@ -240,8 +240,8 @@ def decompress(path, file):
 def read_items(path, file, columns=()):
     """Yields (where, item): a place such as "line 7", and a dict, or JSON as bytes.
 
-    In a file of an unknown kind, each line is {"text": line}. columns: as in choose_columns. Raises
-    UserError.
+    In a text file, each line is {"text": line, "is_line": True}. columns: as in choose_columns.
+    Raises UserError.
     """
     check_encoding(path, file.peek())
     kind = kind_of(path)
@@ -255,7 +255,7 @@ def read_items(path, file, columns=()):
         yield from read_csv(file, "," if kind == ".csv" else "\t", columns)
     else:
         for n, line in enumerate(open_text(file), start=1):
-            yield f"line {n}", {"text": line}
+            yield f"line {n}", {"text": line, "is_line": True}
 
 
 def parse_record(item):
