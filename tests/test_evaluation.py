@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, WORDS, overfit, program, read_log, train, write_lines
+from conftest import ROOT, WORDS, overfit, program, randomise, read_log, train, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_hub import parquet, stand_in_hub
@@ -419,6 +419,26 @@ class Parrot(GPT):
 def scores_of(model, examples, dtype=torch.float32, tokens=1000):
     rows = make_rows(examples, get_tokenizer("bytes"), model.config)
     return score(model, examples, rows, Process(0, 1, 0, 1, torch.device("cpu"), dtype), tokens)
+
+
+class TokenShift(GPT):
+    """Each position also reads the one before it, as a causal convolution does."""
+
+    def hidden(self, idx, *more, **options):
+        x = super().hidden(idx, *more, **options)
+        return x + torch.nn.functional.pad(x, (0, 0, 1, -1))
+
+
+@pytest.mark.parametrize("kind", [GPT, TokenShift])
+def test_an_ending_has_the_same_score_alone(kind, capsys):
+    """Endings share a row, unless the model would mix them."""
+    examples = list(hellaswag.examples(hellaswag_records()[:4]))
+    alone = [Example(each.contexts, [ending]) for each in examples for ending in each.endings]
+    model = randomise(kind(GPTConfig(1, 1, 16, 1024, 256))).eval()
+    expected = scores_of(model, alone).log_likelihood
+    assert scores_of(model, examples).log_likelihood == pytest.approx(expected, abs=1e-3)
+    note = "note: this model.py mixes the endings of a row, so each ending has its own row\n"
+    assert capsys.readouterr().out == (note if kind is TokenShift else "")
 
 
 def knowing(module, records):
