@@ -5,11 +5,12 @@ import json
 import shutil
 
 from plaingpt.base.errors import UserError
+from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.weights.pretrained import save_gpt2
 
 import pytest
 import torch
-from conftest import ROOT, TINY, names, program
+from conftest import ROOT, TINY, names, program, randomise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +151,20 @@ def test_bfloat16_model_card_and_a_second_export(exported):
         run["started"],
     ):
         assert fact in card, fact
+
+
+class Window(GPT):
+    """Each position reads itself and the 99 before it."""
+
+    def hidden(self, idx, *more):
+        near = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool).tril().triu(-99)
+        return super().hidden(idx, mask=near[None, None])
+
+
+def test_a_window_of_attention_is_refused(tmp_path):
+    model = randomise(Window(GPTConfig(1, 1, 16, 128, 256))).eval()
+    with pytest.raises(UserError, match="model.py no longer computes GPT-2"):
+        save_gpt2(model, tmp_path, get_tokenizer("bytes"))
 
 
 @pytest.mark.parametrize("change", ["activation", "norm"])

@@ -118,7 +118,8 @@ def same_logits(model, hf):
         hf.load_state_dict(transpose_conv1d(model.state_dict()))
     except RuntimeError:  # names or shapes differ
         return False
-    idx = torch.randint(model.config.vocab_size, (2, min(64, model.config.block_size)))  # (B, T)
+    # The whole context shows a changed attention, such as a sliding window.
+    idx = torch.randint(model.config.vocab_size, (1, model.config.block_size))  # (B, T)
     expected, _ = model(idx)  # (B, T, vocab_size)
     difference = (hf(idx).logits - expected).abs().max()
     return bool(difference < 1e-4 * expected.abs().max())
