@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
+from plaingpt.lab import runs
 from plaingpt.lab.verdict import (
     add_entry,
     choose_seeds,
@@ -141,6 +142,26 @@ def test_the_list_says_how_many_may_be_luck():
         "  0.5%  a",
     ]
     assert discoveries_as_lines(ledger[5:]) == []
+
+
+def test_the_memory_of_a_probe_is_not_in_its_key(tmp_path, monkeypatch):
+    """It depends on how many steps the probe takes. A run of another key is trained again."""
+    monkeypatch.setattr(runs, "LAB", tmp_path)
+    monkeypatch.setattr(runs, "VALIDATION", tmp_path / "validation.pt")
+    monkeypatch.setattr(runs, "train", lambda jobs, at_once: runs.VALIDATION.touch())
+    facts = dict(train_config=dict(init_from=None), max_steps=1, total_batch_size=1)
+    facts.update(tokenizer="bytes", block_size=1, n_layer=1, n_embd=1, vocab_size=1)
+    code = dict(hash="", change_no_loss=[])
+    streams = dict(tok_s={0: 1.0})
+    monkeypatch.setattr(runs, "read_json", lambda path: code)
+    monkeypatch.setattr(runs, "read_streams", lambda path: streams)
+    monkeypatch.setattr(runs.shutil, "copy", lambda *paths: None)
+    keys = set()
+    for memory in (1.2, 1.3):
+        found = facts | dict(model_config={}, gpu_memory_gb=memory)
+        monkeypatch.setattr(runs, "read_facts", lambda path, new=json.dumps(found): json.loads(new))
+        keys.update(program.key for program in runs.probe([runs.Program("base", [])] * 2))
+    assert len(keys) == 1
 
 
 def test_only_a_change_with_a_verdict_can_be_confirmed():

@@ -22,7 +22,7 @@ VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
 # Facts of run.json that do not change the loss, or that the key contains in another form: the code
 # by program.json, the data by their fingerprint.
-OTHER_FACTS = {*"seed data flags program git_commit untracked_files started".split()}
+OTHER_FACTS = {*"seed data flags program git_commit untracked_files started gpu_memory_gb".split()}
 
 
 class Program(NamedTuple):
