@@ -191,7 +191,7 @@ def score(model, examples, rows, process, tokens_per_forward):
         if mixes_endings(model, rows, process):
             print0("note: this model.py mixes the endings of a row, so each ending has its own row")
             rows = [Row(row.context, [ending]) for row in rows for ending in row.endings]
-        rows = sorted(rows, key=lambda row: -row.length)  # the row that needs most memory comes first
+        rows = sorted(rows, key=lambda row: -row.length)  # the row with most memory comes first
         while first < len(rows):
             process.check_stop()
             L = rows[first].length
