@@ -78,7 +78,9 @@ def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
     """A gain, a matrix, and a matrix of zeros."""
     copy_program(tmp_path)
     first = dict(
-        gain="torch.tensor([0.5])", mix="torch.eye(config.n_embd)", zeros="torch.zeros(16, 16)"
+        gain="torch.tensor([0.5])",
+        mix="torch.eye(config.n_embd)",
+        zeros="torch.zeros(config.n_embd, config.n_embd)",
     )
     lines = [f"        self.{name} = nn.Parameter({code})\n" for name, code in first.items()]
     use = f"{SIZE}        x = x + x * self.gain + x @ self.mix + x @ self.zeros\n"

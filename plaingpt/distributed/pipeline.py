@@ -230,7 +230,7 @@ def check_stages(model, n_stages):
     """
     config = model.config
     shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
-    with torch.random.fork_rng([]), torch.no_grad():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         idx = torch.randint(64, (2, 17))
         x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
