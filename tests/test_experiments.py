@@ -386,6 +386,16 @@ def test_a_pipeline_of_a_model_of_one_size_only_is_refused():
         check_stages(OneSize(MODEL), 2)
 
 
+class Storing(GPT):
+    def hidden(self, idx, *args):
+        self.stored = super().hidden(idx, *args)
+        return self.stored
+
+
+def test_a_pipeline_of_a_model_that_stores_a_result():
+    check_stages(Storing(MODEL), 2)
+
+
 @pytest.mark.slow
 def test_one_block_for_all_layers(tmp_path):
     """As in ALBERT (Lan et al. 2020, arXiv:1909.11942)."""

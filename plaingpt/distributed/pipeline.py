@@ -239,11 +239,11 @@ def check_stages(model, n_stages):
             whole = type(model)(replace(config, **shape))
             for p in whole.parameters():
                 nn.init.normal_(p, std=0.3)  # large weights, because the initialization hides edits
+            parts = [copy.deepcopy(whole) for _ in range(n_stages)]  # forward may store tensors
             expected = metrics_of_forward(whole, x, y)
         # An edit may need a whole GPT, but a stage is only a part.
         with explaining("--pp: model.py cannot run in stages", "remove --pp"):
-            for stage in range(n_stages):
-                part = copy.deepcopy(whole)
+            for stage, part in enumerate(parts):
                 keep_stage(part, stage, n_stages)
                 if stage < n_stages - 1:
                     x = part.hidden(x)  # (B, T, C)
