@@ -67,7 +67,8 @@ def test_each_row_of_the_page_has_tests_that_start_a_program():
         assert "\ndef test_" in code and re.search(r"\b(program|train|spawn|fails)\(", code), code
 
 
-# Row: `kill -9` at 10 random moments | `--resume` gives the log of a run without kills
+# Row: `kill -9` at 10 random moments | with `--resume`, the log equals the log of an uninterrupted
+# run
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_resume_after_kills_at_random_times(tmp_path):
     assert n_torn, "no kill interrupted a save: the test checks nothing"
 
 
-# Row: `fineweb.py` is killed | the same command gives the shards of a run without kills
+# Row: `fineweb.py` is killed | the same command then writes the same shards as an uninterrupted run
 
 
 SHARDS = ["--output_dir", "out", "--shard_size", 6000, "--num_proc", 1, "--input"]
@@ -136,8 +137,8 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
     assert everything_in(out) == everything_in(lines / "out")
 
 
-# Row: SIGTERM, Ctrl-C or a closed terminal, from the first step on | the step is completed and
-# saved; a validation, a benchmark or a sample ends without a result; status 0
+# Row: SIGTERM, Ctrl-C or a closed terminal, from the first step on | the program completes the step
+# and saves a checkpoint; a validation, a benchmark or a sample ends without a result; exit status 0
 
 
 @pytest.mark.slow
@@ -281,7 +282,7 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
     assert process.returncode and everything_in(copy) == before and names(tmp_path) == ["run"]
 
 
-# Row: one of two processes is killed | the other stops; after a restart the run resumes
+# Row: one of two processes is killed | the other process stops; after a restart, the run resumes
 
 
 @pytest.mark.slow
@@ -302,7 +303,7 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     assert steps == set(range(saved + 2))
 
 
-# Row: the disk is full | error message; complete files stay; the same command continues
+# Row: the disk is full | error message; complete files stay; later, the same command continues
 # (`train_gpt2.py` needs `--resume`)
 
 
@@ -363,7 +364,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     assert everything_in(tmp_path / "out") == everything_in(lines / "out")
 
 
-# Row: the disk is full while `export.py` replaces an export | error message; the old one stays
+# Row: the disk is full while `export.py` replaces an export | error message; the old export stays
 
 
 @pytest.mark.slow
@@ -386,8 +387,8 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     program("--checkpoint", "out", "--max_new_tokens", 1, cwd=tmp_path, program="generate.py")
 
 
-# Row: the newest checkpoint is truncated, or one bit has changed | error message; move the file
-# away to resume from the one before
+# Row: the newest checkpoint is truncated, or one of its bits has changed | error message; after you
+# move the file away, the run resumes from the previous checkpoint
 
 
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
@@ -421,8 +422,8 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         assert "resumed from step 5 " in out and read_log(tmp_path / "run") == read_log(whole)
 
 
-# Row: a field of `meta.json`, `run.json`, `core.yaml` or a checkpoint's model is missing, or has
-# another type | error message that names the file
+# Row: a field of `meta.json`, `run.json`, `core.yaml` or of the model in a checkpoint is missing,
+# or has the wrong type | error message that names the file
 
 
 @pytest.mark.slow
@@ -441,8 +442,8 @@ def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: the moments of AdamW or Muon in a checkpoint have another shape | error message; the run does
-# not start
+# Row: the moments of AdamW or Muon in a checkpoint have the wrong shape | error message; the run
+# does not start
 
 
 @pytest.mark.slow
@@ -457,7 +458,7 @@ def test_moments_of_another_shape(copy):
     assert everything_in(copy) == before
 
 
-# Row: a Hugging Face model with NaN, or with another shape than GPT-2's | error message
+# Row: a Hugging Face model contains NaN, or a tensor whose shape is not GPT-2's | error message
 
 
 @pytest.mark.slow
@@ -467,7 +468,8 @@ def test_a_model_of_hugging_face_that_is_not_gpt2(world, name):
     fails(world, "generate.py", f"--model {name}", f"{name}: transformers cannot load it ( ... use")
 
 
-# Row: a pickle with code in a checkpoint, shard or `meta.pkl` | refused; the code does not run
+# Row: a checkpoint, a shard or `meta.pkl` is a pickle that contains code | error message; the code
+# does not run
 
 
 class Mark:
@@ -505,8 +507,8 @@ def test_code_in_a_file_does_not_run(world, flags, message):
     fails(world, "train_gpt2.py", flags, message)  # also compares all files: there is no MARK
 
 
-# Row: the data have changed before a resume | error message with old and new number of tokens and
-# CRC-32 ¹
+# Row: the data have changed before a resume | error message with the old and the new number of
+# tokens and CRC-32 ¹
 
 
 @pytest.mark.slow
@@ -527,7 +529,8 @@ def test_resumed_with_other_data(tmp_path, shards):
     ), err
 
 
-# Row: the gradient is not finite | the step changes nothing; after ten in a row the run stops
+# Row: the gradient is not finite | the step changes no parameter; after ten such steps in a row,
+# the run stops
 
 
 @pytest.mark.slow
@@ -558,7 +561,8 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
-# Row: another input of `fineweb.py` with the same name and size | error message; the shards stay ²
+# Row: an input of `fineweb.py` has changed, but not its name or size | error message; the shards
+# stay ²
 
 
 @pytest.mark.slow
@@ -578,8 +582,8 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     assert "out is complete" in out
 
 
-# Row: RANK is not below WORLD_SIZE, or WORLD_SIZE is set without RANK | error message; nothing is
-# written
+# Row: RANK is not less than WORLD_SIZE, or WORLD_SIZE is set without RANK | error message; nothing
+# is written
 
 
 @pytest.mark.slow
@@ -599,7 +603,8 @@ def test_a_process_whose_rank_is_wrong_changes_nothing(world):
     assert everything(world) == before
 
 
-# Row: two programs in one run or shard directory | error message of the second one
+# Row: two programs use the same directory for a run or for shards | error message of the second
+# program
 
 
 @pytest.mark.slow
@@ -634,8 +639,8 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
     assert names(tmp_path / "out", "*.tmp") == ["notes.2024.1.tmp"]
 
 
-# Row: your own `meta.json` or `tokenizer.json` in `--output_dir` of `fineweb.py` | error message;
-# nothing is written
+# Row: `--output_dir` of `fineweb.py` contains a `meta.json` or `tokenizer.json` of your own | error
+# message; nothing is written
 
 
 @pytest.mark.slow
@@ -647,7 +652,7 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     fails(world, "fineweb.py", flags, f"my_{name}: contains files of another source, ... new dir")
 
 
-# Row: an output that is also an input, such as `--json my.txt` with `--data my.txt` | error
+# Row: an output file is also an input file, such as `--json my.txt` with `--data my.txt` | error
 # message; nothing is written
 
 
@@ -697,8 +702,8 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: a text that is not UTF-8 | a note with the share of such bytes; with `--tokenizer`, error
-# message
+# Row: a text file that is not UTF-8 | a note with the share of invalid bytes; with `--tokenizer`,
+# error message
 
 
 @pytest.mark.slow
@@ -710,8 +715,8 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it\n", err)
 
 
-# Row: a damaged line of JSON in the input of `fineweb.py` | counted and skipped; the first 5 are
-# shown; with `--strict`, error message
+# Row: a damaged line of JSON in the input of `fineweb.py` | the program skips and counts damaged
+# lines, and shows the first 5; with `--strict`, error message
 
 
 @pytest.mark.slow
@@ -726,7 +731,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, line 2: no key 'text'" in err and "Traceback" not in err
 
 
-# Row: a row of CSV with more fields than names, or with an open quote | error message with the line
+# Row: a row of CSV with more fields than the header, or with an unclosed quotation mark | error
+# message with the line number
 
 
 @pytest.mark.slow
@@ -740,8 +746,8 @@ def test_damaged_rows_of_csv(tmp_path):
     assert err == "error: b.csv: cannot be read (line 2: 3 fields for 2 names); check it\n"
 
 
-# Row: an object of several lines in JSON, `{"data": [...]}`, an array in `.jsonl`, UTF-16 | error
-# message that says what the file has
+# Row: a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16 |
+# error message that says what the file contains
 
 
 @pytest.mark.slow
@@ -770,7 +776,8 @@ def test_another_layout_is_named(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: text that the vocabulary does not have | each program notes its share
+# Row: characters that the vocabulary lacks | each program prints a note with their share of the
+# text
 
 
 @pytest.mark.slow
@@ -796,8 +803,8 @@ def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
     assert "note: the tokenizer does not know 25.0% of a.txt\n" in out
 
 
-# Row: the name of the end of a text inside a text, with any `tokenizer.json` | it is encoded like
-# any other word, so no document is cut
+# Row: the name of the end-of-text token inside a text, with any `tokenizer.json` | the program
+# encodes the name like any other word, so no document is split
 
 
 @pytest.mark.slow
@@ -810,8 +817,8 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
     assert "6 tokens, 2 documents, 0 damaged" in out
 
 
-# Row: a tokenizer that changes a text (NFD, a space before it) | bits per byte are `nan`, and a
-# note says so
+# Row: a tokenizer that changes its input (NFD normalization, a space before the text) | bits per
+# byte are `nan`, and a note says so
 
 
 @pytest.mark.slow
@@ -825,8 +832,8 @@ def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
     assert "| nan bits per byte" in out
 
 
-# Row: mistakes in flags (`--init_from ""`, `--data a=0`), files and prompts | error
-# message; nothing is written
+# Row: mistakes in flags (`--init_from ""`, `--data a=0`), in files or in prompts | error message;
+# nothing is written
 
 
 @pytest.fixture(scope="module")
