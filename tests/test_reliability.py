@@ -671,7 +671,7 @@ def test_an_output_that_is_also_an_input(world, name, flags, output):
     fails(world, name, f"{flags} {output}", f" {output}: is also an input; give another")
 
 
-# Row: a file or directory without permission | error message; nothing is written
+# Row: the program has no permission for a file or directory | error message; nothing is written
 
 
 @pytest.mark.slow
@@ -702,8 +702,8 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: a text file that is not UTF-8 | a note with the share of invalid bytes; with `--tokenizer`,
-# error message
+# Row: a text file is not UTF-8 | a note with the share of invalid bytes; with `--tokenizer`, error
+# message
 
 
 @pytest.mark.slow
@@ -731,8 +731,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, line 2: no key 'text'" in err and "Traceback" not in err
 
 
-# Row: a row of CSV with more fields than the header, or with an unclosed quotation mark | error
-# message with the line number
+# Row: a row of CSV has more fields than the header, or an unclosed quotation mark | error message
+# with the line number
 
 
 @pytest.mark.slow
@@ -776,8 +776,8 @@ def test_another_layout_is_named(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: characters that the vocabulary lacks | each program prints a note with their share of the
-# text
+# Row: a text contains characters that the vocabulary lacks | each program prints a note with their
+# share of the text
 
 
 @pytest.mark.slow
@@ -803,7 +803,7 @@ def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
     assert "note: the tokenizer does not know 25.0% of a.txt\n" in out
 
 
-# Row: the name of the end-of-text token inside a text, with any `tokenizer.json` | the program
+# Row: a text contains the name of the end-of-text token, with any `tokenizer.json` | the program
 # encodes the name like any other word, so no document is split
 
 
@@ -817,8 +817,8 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
     assert "6 tokens, 2 documents, 0 damaged" in out
 
 
-# Row: a tokenizer that changes its input (NFD normalization, a space before the text) | bits per
-# byte are `nan`, and a note says so
+# Row: a tokenizer changes its input (NFD normalization, a space before the text) | bits per byte
+# are `nan`, and a note says so
 
 
 @pytest.mark.slow
