@@ -303,7 +303,7 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     assert steps == set(range(saved + 2))
 
 
-# Row: the disk is full | error message; complete files stay; later, the same command continues
+# Row: the disk is full | error message; complete files remain; later, the same command continues
 # (`train_gpt2.py` needs `--resume`)
 
 
@@ -364,7 +364,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     assert everything_in(tmp_path / "out") == everything_in(lines / "out")
 
 
-# Row: the disk is full while `export.py` replaces an export | error message; the old export stays
+# Row: the disk is full while `export.py` replaces an export | error message; the old export remains
 
 
 @pytest.mark.slow
@@ -561,8 +561,8 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
-# Row: an input of `fineweb.py` has changed, but not its name or size | error message; the shards
-# stay ²
+# Row: an input of `fineweb.py` has changed, but not its name or size | error message; the old
+# shards remain ²
 
 
 @pytest.mark.slow
