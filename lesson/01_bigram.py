@@ -1,8 +1,8 @@
-"""Lesson 1: a bigram model. A table predicts the next byte from one byte.
+"""Lesson 1: a bigram model. A table predicts the next byte from the current byte.
 
-The table contains a row for each byte, with a score for each byte that may come next. Training
-changes the scores until they fit the text. docs/lesson.md explains all programs of the lesson.
-Start them in the folder of README.md, which contains input.txt:
+The table contains a row for each byte. The row contains a score for each byte that may come next.
+Training changes the scores until they fit the text. docs/lesson.md explains all programs of the
+lesson. Run them in the root directory of the repository, which contains input.txt:
 
   python lesson/01_bigram.py
 
@@ -23,8 +23,8 @@ lr = 0.03  # the learning rate: AdamW moves a parameter by at most about lr per 
 seed = 1337
 torch.manual_seed(seed)
 
-# The model trains on nine tenths of the text. The rest is held out. The loss on the rest, the
-# validation loss, shows how well the model has learned.
+# The model trains on nine tenths of the text. The rest is held out. The loss on the held-out text,
+# the validation loss, shows how well the model predicts text that it has not seen in training.
 tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long()
 cut = len(tokens) * 9 // 10
 train = tokens[:cut]
@@ -32,9 +32,9 @@ val = tokens[cut:]
 
 
 def random_batch():
-    """Reads sequences from random places of the training text. Returns x, y: (B, T)."""
+    """Reads B sequences from random places in the training text. Returns x, y: (B, T) each."""
     starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
-    # (B, 1) + (T+1) broadcasts to (B, T+1): a row contains the T+1 places from its start on.
+    # (B, 1) + (T+1) broadcasts to (B, T+1): each row contains T+1 successive indices.
     rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
     return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
@@ -45,10 +45,10 @@ def cross_entropy(logits, targets):
     -log(1) is 0, and -log of a small probability is large. If all 256 bytes have the same
     probability, the loss is log(256) = 5.545.
     """
-    # Softmax turns scores into probabilities, which are positive and add up to 1.
+    # Softmax converts scores to probabilities, which are positive and add up to 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    # At each position, gather picks the probability of the target out of 256.
+    # At each position, gather selects the probability of the target from 256 probabilities.
     p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
@@ -58,25 +58,25 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(vocab_size, vocab_size)  # looks up a row for each id
+        self.table = nn.Embedding(vocab_size, vocab_size)  # returns one row per token id
         nn.init.zeros_(self.table.weight)  # at first, all tokens have the same probability
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) given targets."""
         logits = self.table(idx)  # (B, T, vocab_size)
-        if targets is None:  # generate needs logits, training only the loss
+        if targets is None:  # generate needs the logits, and training needs only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
-        # All samples use the same random numbers, so samples of different steps are comparable.
+        """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens)."""
+        # Each call uses the same seed, so the samples after different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model reads at most block_size tokens.
+            # From lesson 2 on, the model accepts at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the next token
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -84,7 +84,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on the whole validation text."""
+    """Returns the mean loss on the whole validation text."""
     n = (len(val) - 1) // block_size  # the number of sequences
     x = val[: n * block_size].view(n, block_size)  # (n, T)
     y = val[1 : n * block_size + 1].view(n, block_size)  # (n, T)
@@ -93,14 +93,14 @@ def estimate_loss():
 
 
 def sample(max_new_tokens):
-    """Returns what the model writes after a fixed beginning."""
+    """Returns the text that the model generates from a fixed prompt."""
     idx = torch.tensor([list(b"MARLOW: ")])  # (1, 8)
     ids = model.generate(idx, max_new_tokens)[0].tolist()
     return bytes(ids).decode(errors="replace")
 
 
 model = GPT()
-# AdamW moves each parameter by at most about lr, whatever the size of its gradient (lesson 8).
+# In each step, AdamW moves a parameter by at most about lr, whatever its gradient (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):
@@ -109,12 +109,12 @@ for step in range(max_steps):
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # backward adds to the gradient, so reset it
+    optimizer.zero_grad()  # reset the gradient, because backward adds to it
     loss = loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f}")
-    steps_done = step + 1  # the first step has the number 0
+    steps_done = step + 1  # steps are numbered from 0
     if steps_done % 100 == 0 or steps_done == max_steps:
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)

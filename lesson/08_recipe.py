@@ -1,7 +1,7 @@
-"""Lesson 8: a recipe: learning rate schedule, weight decay, and gradient clipping.
+"""Lesson 8: a training recipe: learning rate schedule, weight decay, and gradient clipping.
 
-The recipe is GPT-3's, except that here the learning rate falls linearly to 0. GPT-3's learning rate
-fell to a tenth, along a cosine.
+The recipe is GPT-3's, with one difference: here, the learning rate falls linearly to 0. GPT-3's
+learning rate fell along a cosine to a tenth of its peak.
 
 After 300 steps, the validation loss is 1.974.
 
@@ -18,7 +18,7 @@ import torch.nn as nn
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens per sequence, T
 n_layer = 2  # the number of blocks
-n_head = 2  # attention heads, nh
+n_head = 2  # the number of attention heads, nh
 n_embd = 128  # channels per token, C
 batch_size = 16  # sequences per batch, B
 max_steps = 300
@@ -27,8 +27,8 @@ warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
 
-# The model trains on nine tenths of the text. The rest is held out. The loss on the rest, the
-# validation loss, shows how well the model has learned.
+# The model trains on nine tenths of the text. The rest is held out. The loss on the held-out text,
+# the validation loss, shows how well the model predicts text that it has not seen in training.
 tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long()
 cut = len(tokens) * 9 // 10
 train = tokens[:cut]
@@ -36,9 +36,9 @@ val = tokens[cut:]
 
 
 def random_batch():
-    """Reads sequences from random places of the training text. Returns x, y: (B, T)."""
+    """Reads B sequences from random places in the training text. Returns x, y: (B, T) each."""
     starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
-    # (B, 1) + (T+1) broadcasts to (B, T+1): a row contains the T+1 places from its start on.
+    # (B, 1) + (T+1) broadcasts to (B, T+1): each row contains T+1 successive indices.
     rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
     return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
@@ -49,38 +49,39 @@ def cross_entropy(logits, targets):
     -log(1) is 0, and -log of a small probability is large. If all 256 bytes have the same
     probability, the loss is log(256) = 5.545.
     """
-    # Softmax turns scores into probabilities, which are positive and add up to 1.
+    # Softmax converts scores to probabilities, which are positive and add up to 1.
     exp = logits.exp()
     p = exp / exp.sum(dim=2, keepdim=True)  # (B, T, vocab_size)
-    # At each position, gather picks the probability of the target out of 256.
+    # At each position, gather selects the probability of the target from 256 probabilities.
     p_target = p.gather(2, targets.unsqueeze(2))  # (B, T, 1)
     return -p_target.log().mean()
 
 
 class CausalSelfAttention(nn.Module):
-    """Computes for each position a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this and earlier positions.
 
-    A query says what a position looks for, a key what it offers, a value what it passes on.
+    The query of a position says what the position looks for, its key says what the position offers,
+    and its value is what the position passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        # The c stands for convolution, OpenAI's name for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # transpose moves the heads before T, because @ multiplies the last two dimensions.
+        # Each head uses hs = C / nh channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # transpose moves nh before T, because @ multiplies matrices in the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # A score says how well the key of a position (column) matches the query of another (row).
-        # The score sums hs products with random signs, so factors with a size of about 1 give a
-        # score with a size of about sqrt(hs). Softmax of such large scores gives one position all
-        # the weight, and has almost no gradient, so the scores are divided by sqrt(hs).
+        # The score in row i and column j says how well query i matches key j. A score is a sum of
+        # hs products with random signs. If the factors have a size of about 1, the score has a size
+        # of about sqrt(hs). For such large scores, softmax gives one position almost all the weight
+        # and has almost no gradient, so the scores are divided by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -90,15 +91,15 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Transforms the channels of each position separately."""
+    """Transforms the vector at each position, independently of all other positions."""
 
     def __init__(self):
         super().__init__()
-        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
-        # chose the factor 4, and nearly all later ones have kept it.
+        # c_fc computes 4C features per position, and c_proj mixes these features. The first
+        # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
-        # both layers would be equivalent to one, as the product of two matrices is a matrix.
+        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -108,7 +109,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
+    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
 
     def __init__(self):
         super().__init__()
@@ -127,13 +128,13 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
-        self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # a vector for each position: order matters
+        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
+        self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
         self.ln_f = nn.LayerNorm(n_embd)  # f means final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        # A token's vector is also its row in lm_head, so tokens with similar vectors also get
+        # The embedding of a token is also its row in lm_head, so tokens with similar embeddings get
         # similar logits. Sharing the matrix saves vocab_size x C parameters: 32,768 here, and 38.6M
         # of 163M in GPT-2.
         self.lm_head.weight = self.wte.weight
@@ -141,8 +142,8 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # not earlier: creating the layers draws random numbers
-        for name, p in self.named_parameters():  # yields the shared matrix once
+        torch.manual_seed(seed)  # here, because creating layers draws random numbers
+        for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
@@ -150,49 +151,50 @@ class GPT(nn.Module):
                 # the variances add up. Because of this root, the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI chose 0.02 for C = 768. A sum of C products with weights of size s is
-                # sqrt(C) * s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for
-                # 768 channels and 0.088 for 128, so 0.02 is small here.
+                # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
+                # over C channels is sqrt(C) * s times as large as its input, so s = 1 / sqrt(C)
+                # keeps the size. This s is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is
+                # small here.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """Returns AdamW, which also shrinks matrices by the fraction lr * weight_decay per step.
+        """Returns AdamW. Weight decay shrinks matrices by the fraction lr * weight_decay per step.
 
-        Weights that the gradient does not need become small, which should prevent memorizing. (By
-        default, AdamW shrinks all parameters, with a weight decay of 0.01.)
+        Weights that the gradient does not keep large shrink toward 0, which should reduce
+        overfitting. (By default, AdamW applies a weight decay of 0.01 to all parameters.)
         """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        # Biases are too few to memorize a text, and weights of LayerNorms should not approach 0.
+        # Vectors do not decay: biases are too few to overfit, LayerNorm weights must not shrink.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine how far the means go back: 0.9 means about 10 steps, 0.95 about 20.
+        # The betas determine over how many steps AdamW averages: 0.9 about 10, and 0.95 about 20.
         # eps avoids 0 / 0.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) given targets."""
         pos = torch.arange(idx.size(1))  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:  # generate needs logits, training only the loss
+        if targets is None:  # generate needs the logits, and training needs only the loss
             return logits, None
         return None, cross_entropy(logits, targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
-        # All samples use the same random numbers, so samples of different steps are comparable.
+        """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens)."""
+        # Each call uses the same seed, so the samples after different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model reads at most block_size tokens.
+            # From lesson 2 on, the model accepts at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the next token
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -200,7 +202,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on the whole validation text."""
+    """Returns the mean loss on the whole validation text."""
     n = (len(val) - 1) // block_size  # the number of sequences
     x = val[: n * block_size].view(n, block_size)  # (n, T)
     y = val[1 : n * block_size + 1].view(n, block_size)  # (n, T)
@@ -209,7 +211,7 @@ def estimate_loss():
 
 
 def sample(max_new_tokens):
-    """Returns what the model writes after a fixed beginning."""
+    """Returns the text that the model generates from a fixed prompt."""
     idx = torch.tensor([list(b"MARLOW: ")])  # (1, 8)
     ids = model.generate(idx, max_new_tokens)[0].tolist()
     return bytes(ids).decode(errors="replace")
@@ -218,8 +220,8 @@ def sample(max_new_tokens):
 def get_lr(step):
     """Returns the learning rate of a step, which rises linearly, then falls linearly to 0.
 
-    The first steps are small, because the initial weights are small and AdamW's means contain few
-    gradients. The last steps are small, so that they do not jump over the minimum.
+    The first steps are small, because the initial weights are small and AdamW's running means
+    contain few gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
@@ -241,12 +243,12 @@ for step in range(max_steps):
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # backward adds to the gradient, so reset it
+    optimizer.zero_grad()  # reset the gradient, because backward adds to it
     loss = loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-    steps_done = step + 1  # the first step has the number 0
+    steps_done = step + 1  # steps are numbered from 0
     if steps_done % 100 == 0 or steps_done == max_steps:
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)

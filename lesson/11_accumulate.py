@@ -1,9 +1,10 @@
-"""Lesson 11: gradient accumulation. A step averages over micro-batches that fit into memory.
+"""Lesson 11: gradient accumulation. A step averages the gradients of several micro-batches.
 
-Each sequence of a run now has a number, its position in the run. (This is not the position of a
-token in its sequence.) A step takes the next n sequences, in micro-batches whose size divides n.
-This size does not change the losses, except for rounding. Lesson 10 reads other sequences, so its
-losses differ.
+Only one micro-batch must fit into memory, not all sequences of a step. Each sequence of a run now
+has a number, its position in the run. (Tokens also have positions, in their sequence.) A step reads
+the next n sequences, in micro-batches of batch_size sequences, so n must be a multiple of
+batch_size. Except for rounding, the losses do not depend on batch_size. They differ from the losses
+of lesson 10, which reads different sequences.
 
 After 300 steps, the validation loss is 1.977.
 
@@ -21,9 +22,9 @@ import torch.nn.functional as F
 vocab_size = 256  # a token is a byte
 block_size = 64  # tokens per sequence, T
 n_layer = 2  # the number of blocks
-n_head = 2  # attention heads, nh
+n_head = 2  # the number of attention heads, nh
 n_embd = 128  # channels per token, C
-batch_size = 4  # sequences per micro-batch, B: on a GPU, as many as fit into its memory
+batch_size = 4  # sequences per micro-batch, B; on a GPU, as many as fit into its memory
 total_batch_size = 1024  # tokens per step
 max_steps = 300
 max_lr = 4e-3  # the peak learning rate
@@ -32,11 +33,11 @@ weight_decay = 0.1
 seed = 1337
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # On a GPU, matrix multiplications are several times as fast in bfloat16, which has 2 to 3 decimal
-# digits. autocast rounds their inputs. Parameters, LayerNorms and the loss stay in float32.
+# digits. autocast casts their inputs to bfloat16. Parameters, LayerNorms and the loss stay float32.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
-# The model trains on nine tenths of the text. The rest is held out. The loss on the rest, the
-# validation loss, shows how well the model has learned.
+# The model trains on nine tenths of the text. The rest is held out. The loss on the held-out text,
+# the validation loss, shows how well the model predicts text that it has not seen in training.
 tokens = torch.from_numpy(np.fromfile("input.txt", dtype=np.uint8)).long().to(device)
 cut = len(tokens) * 9 // 10
 train = tokens[:cut]
@@ -44,9 +45,9 @@ val = tokens[cut:]
 
 
 class DataLoaderLite:
-    """Reads the sequences of a run. Sequence j contains the T+1 tokens from jT to jT+T.
+    """Reads the sequences of a run. Sequence j contains the T+1 tokens jT, jT+1, ..., jT+T.
 
-    The order of the sequences depends on the seed alone, and is the same in each epoch, which is
+    The order of the sequences depends only on the seed, and is the same in each epoch. An epoch is
     one pass over all sequences.
     """
 
@@ -58,54 +59,55 @@ class DataLoaderLite:
             np.random.default_rng(seed).shuffle(self.order)
 
     def sequence(self, position):
-        """Returns the T+1 tokens of a sequence. position: its number in the run, from 0."""
+        """Returns the T+1 tokens of a sequence. position: its number in the run, counted from 0."""
         j = self.order[position % self.length]
         return self.tokens[j * block_size : (j + 1) * block_size + 1]  # (T+1)
 
     def batch(self, position, B):
-        """Reads B sequences from a position on. Returns x, y: (B, T)."""
+        """Reads B sequences, starting at `position`. Returns x, y: (B, T) each."""
         rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
         return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
 
 class CausalSelfAttention(nn.Module):
-    """Computes for each position a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this and earlier positions.
 
-    A query says what a position looks for, a key what it offers, a value what it passes on.
+    The query of a position says what the position looks for, its key says what the position offers,
+    and its value is what the position passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        # The c stands for convolution, OpenAI's name for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # transpose moves the heads before T, because @ multiplies the last two dimensions.
+        # Each head uses hs = C / nh channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # transpose moves nh before T, because @ multiplies matrices in the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same as lesson 8: is_causal=True is the mask, and it divides
-        # by the root of hs. It works in tiles that fit into a small, fast memory, and never writes
-        # the (T, T) scores to the large, slow memory.
+        # Flash attention computes the same result as lesson 8: is_causal=True applies the mask, and
+        # the scores are divided by sqrt(hs). The function computes the scores in tiles that fit
+        # into a small, fast memory, and never writes the (T, T) scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Transforms the channels of each position separately."""
+    """Transforms the vector at each position, independently of all other positions."""
 
     def __init__(self):
         super().__init__()
-        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
-        # chose the factor 4, and nearly all later ones have kept it.
+        # c_fc computes 4C features per position, and c_proj mixes these features. The first
+        # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
-        # both layers would be equivalent to one, as the product of two matrices is a matrix.
+        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -115,7 +117,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
+    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
 
     def __init__(self):
         super().__init__()
@@ -134,13 +136,13 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
-        self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # a vector for each position: order matters
+        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
+        self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
         self.ln_f = nn.LayerNorm(n_embd)  # f means final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        # A token's vector is also its row in lm_head, so tokens with similar vectors also get
+        # The embedding of a token is also its row in lm_head, so tokens with similar embeddings get
         # similar logits. Sharing the matrix saves vocab_size x C parameters: 32,768 here, and 38.6M
         # of 163M in GPT-2.
         self.lm_head.weight = self.wte.weight
@@ -148,8 +150,8 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # not earlier: creating the layers draws random numbers
-        for name, p in self.named_parameters():  # yields the shared matrix once
+        torch.manual_seed(seed)  # here, because creating layers draws random numbers
+        for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
@@ -157,51 +159,52 @@ class GPT(nn.Module):
                 # the variances add up. Because of this root, the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI chose 0.02 for C = 768. A sum of C products with weights of size s is
-                # sqrt(C) * s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for
-                # 768 channels and 0.088 for 128, so 0.02 is small here.
+                # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
+                # over C channels is sqrt(C) * s times as large as its input, so s = 1 / sqrt(C)
+                # keeps the size. This s is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is
+                # small here.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """Returns AdamW, which also shrinks matrices by the fraction lr * weight_decay per step.
+        """Returns AdamW. Weight decay shrinks matrices by the fraction lr * weight_decay per step.
 
-        Weights that the gradient does not need become small, which should prevent memorizing. (By
-        default, AdamW shrinks all parameters, with a weight decay of 0.01.)
+        Weights that the gradient does not keep large shrink toward 0, which should reduce
+        overfitting. (By default, AdamW applies a weight decay of 0.01 to all parameters.)
         """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        # Biases are too few to memorize a text, and weights of LayerNorms should not approach 0.
+        # Vectors do not decay: biases are too few to overfit, LayerNorm weights must not shrink.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine how far the means go back: 0.9 means about 10 steps, 0.95 about 20.
-        # eps avoids 0 / 0. fused: one kernel updates all parameters, instead of several per
-        # parameter.
+        # The betas determine over how many steps AdamW averages: 0.9 about 10, and 0.95 about 20.
+        # eps avoids 0 / 0. fused=True: one kernel updates all parameters, instead of several
+        # kernels per parameter.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) given targets."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:  # generate needs logits, training only the loss
+        if targets is None:  # generate needs the logits, and training needs only the loss
             return logits, None
         logits = logits.flatten(0, 1)  # (B T, vocab_size)
         return None, F.cross_entropy(logits, targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
-        # All samples use the same random numbers, so samples of different steps are comparable.
+        """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens)."""
+        # Each call uses the same seed, so the samples after different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model reads at most block_size tokens.
+            # From lesson 2 on, the model accepts at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the next token
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -209,19 +212,19 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on the whole validation text."""
+    """Returns the mean loss on the whole validation text."""
     loader = DataLoaderLite(val, shuffle=False)
     total = torch.zeros((), device=device)
     for position in range(0, loader.length, batch_size):
         x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
             _, loss = raw_model(x, y)
-        total += loss * len(x)  # the last batch may have fewer sequences, so it counts less
+        total += loss * len(x)  # weighted by size: the last batch may be smaller
     return total.item() / loader.length
 
 
 def sample(max_new_tokens):
-    """Returns what the model writes after a fixed beginning."""
+    """Returns the text that the model generates from a fixed prompt."""
     idx = torch.tensor([list(b"MARLOW: ")], device=device)  # (1, 8)
     ids = raw_model.generate(idx, max_new_tokens)[0].tolist()
     return bytes(ids).decode(errors="replace")
@@ -230,8 +233,8 @@ def sample(max_new_tokens):
 def get_lr(step):
     """Returns the learning rate of a step, which rises linearly, then falls linearly to 0.
 
-    The first steps are small, because the initial weights are small and AdamW's means contain few
-    gradients. The last steps are small, so that they do not jump over the minimum.
+    The first steps are small, because the initial weights are small and AdamW's running means
+    contain few gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
@@ -240,25 +243,28 @@ def get_lr(step):
 
 raw_model = GPT().to(device)
 # torch.compile generates kernels for x of shape (B, T), which takes a minute. raw_model has the
-# same parameters as `model`, and is for everything else, such as generate, where T grows.
+# same parameters as `model`, and is used for other shapes, such as in generate, where T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(train, shuffle=True)
 n = total_batch_size // block_size  # sequences per step
 if total_batch_size % (batch_size * block_size):
-    raise SystemExit(f"total_batch_size is not a multiple of {batch_size} x {block_size}")
+    raise SystemExit(
+        "total_batch_size is not a multiple of batch_size x block_size = "
+        f"{batch_size} x {block_size}"
+    )
 times = []
 for step in range(max_steps):
     began = time.perf_counter()
     position = step * n  # the first position of this step
-    starts = range(position, position + n, batch_size)  # where each micro-batch begins
+    starts = range(position, position + n, batch_size)  # the first position of each micro-batch
     mean_loss = torch.zeros((), device=device)
     for first in starts:
         x, y = loader.batch(first, batch_size)  # (B, T) each
         with autocast:  # where this rounds, backward also rounds
             _, loss = model(x, y)
-        # The step needs the mean over its micro-batches, which have equal sizes. backward adds up
-        # their gradients, so each loss is first divided by their number.
+        # The loss of a step is the mean over its micro-batches, which have equal sizes. backward
+        # adds up their gradients, so each loss is first divided by the number of micro-batches.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # detach frees the memory of the graph
@@ -269,12 +275,12 @@ for step in range(max_steps):
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # backward adds to the gradient, so reset it
+    optimizer.zero_grad()  # reset the gradient, because backward adds to it
     loss = mean_loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-    steps_done = step + 1  # the first step has the number 0
+    steps_done = step + 1  # steps are numbered from 0
     if steps_done % 100 == 0 or steps_done == max_steps:
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)

@@ -1,9 +1,9 @@
-"""Lesson 12: several processes, each with a GPU if there is one, share the sequences of a step.
+"""Lesson 12: several processes share the sequences of a step, each on its own GPU if available.
 
-  torchrun --nproc_per_node=2 lesson/12_ddp.py
+  torchrun --nproc_per_node=2 lesson/12_ddp.py    runs two processes
 
-runs two processes. The losses stay the same, except for rounding. The data may now be shards, which
-are files of token ids: lesson 15 and fineweb.py write them.
+The losses stay the same, except for rounding. The data may now be shards, which are files of token
+ids. Lesson 15 and fineweb.py write shards.
 
 After 300 steps, the validation loss is 1.977.
 
@@ -21,20 +21,20 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-data = "input.txt"  # a text, or a directory of shards
-vocab_size = 256  # a token is a byte; set it to 50257 for shards of GPT-2's tokens
+data = "input.txt"  # a text file, or a directory of shards
+vocab_size = 256  # a token is a byte; use 50257 for shards of GPT-2's tokens
 block_size = 64  # tokens per sequence, T
 n_layer = 2  # the number of blocks
-n_head = 2  # attention heads, nh
+n_head = 2  # the number of attention heads, nh
 n_embd = 128  # channels per token, C
-batch_size = 4  # sequences per micro-batch, B: on a GPU, as many as fit into its memory
-total_batch_size = 1024  # tokens per step, of all processes
+batch_size = 4  # sequences per micro-batch, B; on a GPU, as many as fit into its memory
+total_batch_size = 1024  # tokens per step, in all processes together
 max_steps = 300
 max_lr = 4e-3  # the peak learning rate
 warmup_steps = 50
 weight_decay = 0.1
 seed = 1337
-# torchrun starts this file once per process. The number of a process is its rank.
+# torchrun starts this program once per process. The number of a process is its rank.
 rank = int(os.environ.get("RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,16 +44,16 @@ if world_size > 1:
     # The processes connect to each other. nccl sends tensors between GPUs, gloo between CPUs.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # On a GPU, matrix multiplications are several times as fast in bfloat16, which has 2 to 3 decimal
-# digits. autocast rounds their inputs. Parameters, LayerNorms and the loss stay in float32.
+# digits. autocast casts their inputs to bfloat16. Parameters, LayerNorms and the loss stay float32.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def load_tokens(split):
-    """Reads the tokens of "train" or "val": the shards of this name, or a part of the text.
+    """Returns the tokens of a split: all shards of this split, or a part of the text file.
 
-    The model trains on nine tenths of the text. The rest is held out.
+    "train" is the first nine tenths of the text. "val" is the rest, which is held out.
     """
-    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # files of uint16
+    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # each contains ids in uint16
     if shards:
         return torch.from_numpy(np.concatenate([np.load(shard) for shard in shards]))
     tokens = torch.from_numpy(np.fromfile(data, dtype=np.uint8))
@@ -62,9 +62,9 @@ def load_tokens(split):
 
 
 class DataLoaderLite:
-    """Reads the sequences of a run. Sequence j contains the T+1 tokens from jT to jT+T.
+    """Reads the sequences of a run. Sequence j contains the T+1 tokens jT, jT+1, ..., jT+T.
 
-    The order of the sequences depends on the seed alone, and is the same in each epoch, which is
+    The order of the sequences depends only on the seed, and is the same in each epoch. An epoch is
     one pass over all sequences.
     """
 
@@ -76,55 +76,56 @@ class DataLoaderLite:
             np.random.default_rng(seed).shuffle(self.order)
 
     def sequence(self, position):
-        """Returns the T+1 tokens of a sequence. position: its number in the run, from 0."""
+        """Returns the T+1 tokens of a sequence. position: its number in the run, counted from 0."""
         j = self.order[position % self.length]
         return self.tokens[j * block_size : (j + 1) * block_size + 1]  # (T+1)
 
     def batch(self, position, B):
-        """Reads B sequences from a position on. Returns x, y: (B, T)."""
+        """Reads B sequences, starting at `position`. Returns x, y: (B, T) each."""
         rows = torch.stack([self.sequence(position + b) for b in range(B)])  # (B, T+1)
-        rows = rows.long().to(device)  # the device holds this batch, not all tokens
+        rows = rows.long().to(device)  # move only this batch to the device, not all tokens
         return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
 
 class CausalSelfAttention(nn.Module):
-    """Computes for each position a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this and earlier positions.
 
-    A query says what a position looks for, a key what it offers, a value what it passes on.
+    The query of a position says what the position looks for, its key says what the position offers,
+    and its value is what the position passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        # The c stands for convolution, OpenAI's name for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # transpose moves the heads before T, because @ multiplies the last two dimensions.
+        # Each head uses hs = C / nh channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # transpose moves nh before T, because @ multiplies matrices in the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same as lesson 8: is_causal=True is the mask, and it divides
-        # by the root of hs. It works in tiles that fit into a small, fast memory, and never writes
-        # the (T, T) scores to the large, slow memory.
+        # Flash attention computes the same result as lesson 8: is_causal=True applies the mask, and
+        # the scores are divided by sqrt(hs). The function computes the scores in tiles that fit
+        # into a small, fast memory, and never writes the (T, T) scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Transforms the channels of each position separately."""
+    """Transforms the vector at each position, independently of all other positions."""
 
     def __init__(self):
         super().__init__()
-        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
-        # chose the factor 4, and nearly all later ones have kept it.
+        # c_fc computes 4C features per position, and c_proj mixes these features. The first
+        # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
-        # both layers would be equivalent to one, as the product of two matrices is a matrix.
+        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -134,7 +135,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
+    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
 
     def __init__(self):
         super().__init__()
@@ -153,13 +154,13 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # These are the names in GPT-2's files: wte for token embedding, wpe for position embedding.
-        self.wte = nn.Embedding(vocab_size, n_embd)  # a vector for each token
-        self.wpe = nn.Embedding(block_size, n_embd)  # a vector for each position: order matters
+        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
+        self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
         self.ln_f = nn.LayerNorm(n_embd)  # f means final
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        # A token's vector is also its row in lm_head, so tokens with similar vectors also get
+        # The embedding of a token is also its row in lm_head, so tokens with similar embeddings get
         # similar logits. Sharing the matrix saves vocab_size x C parameters: 32,768 here, and 38.6M
         # of 163M in GPT-2.
         self.lm_head.weight = self.wte.weight
@@ -167,8 +168,8 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # not earlier: creating the layers draws random numbers
-        for name, p in self.named_parameters():  # yields the shared matrix once
+        torch.manual_seed(seed)  # here, because creating layers draws random numbers
+        for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
@@ -176,51 +177,52 @@ class GPT(nn.Module):
                 # the variances add up. Because of this root, the sum does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI chose 0.02 for C = 768. A sum of C products with weights of size s is
-                # sqrt(C) * s times as large, so s = 1 / sqrt(C) keeps the size. That is 0.036 for
-                # 768 channels and 0.088 for 128, so 0.02 is small here.
+                # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
+                # over C channels is sqrt(C) * s times as large as its input, so s = 1 / sqrt(C)
+                # keeps the size. This s is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is
+                # small here.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """Returns AdamW, which also shrinks matrices by the fraction lr * weight_decay per step.
+        """Returns AdamW. Weight decay shrinks matrices by the fraction lr * weight_decay per step.
 
-        Weights that the gradient does not need become small, which should prevent memorizing. (By
-        default, AdamW shrinks all parameters, with a weight decay of 0.01.)
+        Weights that the gradient does not keep large shrink toward 0, which should reduce
+        overfitting. (By default, AdamW applies a weight decay of 0.01 to all parameters.)
         """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        # Biases are too few to memorize a text, and weights of LayerNorms should not approach 0.
+        # Vectors do not decay: biases are too few to overfit, LayerNorm weights must not shrink.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
         # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine how far the means go back: 0.9 means about 10 steps, 0.95 about 20.
-        # eps avoids 0 / 0. fused: one kernel updates all parameters, instead of several per
-        # parameter.
+        # The betas determine over how many steps AdamW averages: 0.9 about 10, and 0.95 about 20.
+        # eps avoids 0 / 0. fused=True: one kernel updates all parameters, instead of several
+        # kernels per parameter.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) with targets."""
+        """idx, targets: (B, T) token ids. Returns (logits, None), or (None, loss) given targets."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T)
         x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
         for block in self.h:
             x = block(x)  # (B, T, C)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        if targets is None:  # generate needs logits, training only the loss
+        if targets is None:  # generate needs the logits, and training needs only the loss
             return logits, None
         logits = logits.flatten(0, 1)  # (B T, vocab_size)
         return None, F.cross_entropy(logits, targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """Samples one token after another: (1, T) -> (1, T + max_new_tokens)."""
-        # All samples use the same random numbers, so samples of different steps are comparable.
+        """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens)."""
+        # Each call uses the same seed, so the samples after different steps are comparable.
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
-            # From lesson 2 on, the model reads at most block_size tokens.
+            # From lesson 2 on, the model accepts at most block_size tokens.
             logits, _ = self(idx[:, -block_size:])  # (1, T, vocab_size)
-            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the token after the last
+            p = logits[:, -1].softmax(dim=1)  # (1, vocab_size), for the next token
             new = torch.multinomial(p, 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -228,20 +230,20 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def estimate_loss():
-    """Measures the loss on the whole validation text."""
+    """Returns the mean loss on the whole validation text."""
     loader = DataLoaderLite(load_tokens("val"), shuffle=False)
     total = torch.zeros((), device=device)
     for position in range(0, loader.length, batch_size):
         x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
             _, loss = raw_model(x, y)
-        total += loss * len(x)  # the last batch may have fewer sequences, so it counts less
+        total += loss * len(x)  # weighted by size: the last batch may be smaller
     return total.item() / loader.length
 
 
 def sample(max_new_tokens):
-    """Returns what the model writes after a fixed beginning: a text, or a list of GPT-2's ids."""
-    # Each text of GPT-2's tokens begins with 50256, <|endoftext|>.
+    """Returns the text generated from a fixed prompt, or, for GPT-2's tokens, a list of ids."""
+    # In shards of GPT-2's tokens, each document begins with the id 50256, <|endoftext|>.
     prompt = list(b"MARLOW: ") if vocab_size == 256 else [50256]
     ids = raw_model.generate(torch.tensor([prompt], device=device), max_new_tokens)[0].tolist()
     return bytes(ids).decode(errors="replace") if vocab_size == 256 else ids
@@ -250,8 +252,8 @@ def sample(max_new_tokens):
 def get_lr(step):
     """Returns the learning rate of a step, which rises linearly, then falls linearly to 0.
 
-    The first steps are small, because the initial weights are small and AdamW's means contain few
-    gradients. The last steps are small, so that they do not jump over the minimum.
+    The first steps are small, because the initial weights are small and AdamW's running means
+    contain few gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
@@ -260,21 +262,21 @@ def get_lr(step):
 
 raw_model = GPT().to(device)
 # torch.compile generates kernels for x of shape (B, T), which takes a minute. raw_model has the
-# same parameters as `model`, and is for everything else, such as generate, where T grows.
+# same parameters as `model`, and is used for other shapes, such as in generate, where T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
-    # DDP averages the gradients over the processes, so all take the same step. It sends the
-    # gradients of the last layers while backward still computes the gradients of earlier layers.
-    # First compile, then wrap in DDP: torch.compile compiles in the first step, and then splits its
-    # kernels where DDP sends gradients.
+    # DDP averages the gradients over all processes, so all processes take the same step. DDP sends
+    # the gradients of the last layers while backward still computes gradients of earlier layers.
+    # Call torch.compile before DDP: the compiler runs in the first step, and splits its kernels at
+    # the points where DDP sends gradients.
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
 n = total_batch_size // block_size  # sequences per step
 if total_batch_size % (world_size * batch_size * block_size):
     raise SystemExit(
-        "total_batch_size is not a multiple of "
-        f"{world_size} processes x {batch_size} x {block_size}"
+        "total_batch_size is not a multiple of world_size x batch_size x block_size = "
+        f"{world_size} x {batch_size} x {block_size}"
     )
 times = []
 for step in range(max_steps):
@@ -294,28 +296,28 @@ for step in range(max_steps):
             model.require_backward_grad_sync = first == starts[-1]
         with autocast:  # where this rounds, backward also rounds
             _, loss = model(x, y)
-        # The step needs the mean over its micro-batches, which have equal sizes. backward adds up
-        # their gradients, so each loss is first divided by their number.
+        # The loss of a step is the mean over its micro-batches, which have equal sizes. backward
+        # adds up their gradients, so each loss is first divided by the number of micro-batches.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # detach frees the memory of the graph
     # If the norm of all gradients (root of the sum of squares) is above 1, scale them down. AdamW
     # ignores their usual size, but large ones would stay in its means for many steps. All processes
-    # now have the same gradients, so all scale them by the same factor.
+    # now have the same gradients, so all processes scale the gradients by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # backward adds to the gradient, so reset it
+    optimizer.zero_grad()  # reset the gradient, because backward adds to it
     if world_size > 1:
         dist.all_reduce(mean_loss)  # mean_loss becomes the sum over the processes
     loss = mean_loss.item() / world_size
     times.append(time.perf_counter() - began)
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-    steps_done = step + 1  # the first step has the number 0
-    # All models are the same, so rank 0 alone measures. The others wait for it in the next step.
+    steps_done = step + 1  # steps are numbered from 0
+    # All ranks have the same model, so only rank 0 evaluates. The others wait in the next step.
     if rank == 0 and (steps_done % 100 == 0 or steps_done == max_steps):
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)

@@ -1,14 +1,16 @@
-"""Lesson 15: GPT-2's tokens. This program turns texts into shards, which lessons 12 to 14 read.
+"""Lesson 15: GPT-2's tokens. This program converts text files to shards for lessons 12 to 14.
 
   python lesson/15_tokens.py                writes shards of input.txt to log/tokens
-  python lesson/15_tokens.py a.txt b.txt    writes shards of other texts
+  python lesson/15_tokens.py a.txt b.txt    writes shards of these two files to log/tokens
 
-Then set data = "log/tokens" and vocab_size = 50257 in lesson 14, and another path, so that the old
-checkpoint stays. A token now has three to four bytes, so block_size tokens are more text.
+Then set data = "log/tokens" and vocab_size = 50257 in lesson 14, and change path, so that lesson 14
+does not overwrite the old checkpoint. A token now contains three to four bytes, so block_size
+tokens contain more text.
 
-GPT-3's small model read 300 billion tokens. fineweb.py in this repository writes 10 billion tokens
-of the data set FineWeb-Edu: 100 shards, 20 GB. train_gpt2.py reads only what a batch needs. Lesson
-12 loads all shards into memory, in each process, so it is for small data.
+GPT-3's smallest model was trained on 300 billion tokens. fineweb.py in this repository writes 10
+billion tokens of the data set FineWeb-Edu: 100 shards, 20 GB. train_gpt2.py loads only the tokens
+of the current batch. Lesson 12 loads all shards into the memory of each process, so use lesson 12
+only for small data sets.
 
 New: load_encoding, ids_of_texts, write_shard.
 """
@@ -26,31 +28,32 @@ except ImportError:
     raise SystemExit("this lesson needs tiktoken: pip install tiktoken") from None
 
 folder = "log/tokens"
-shard_size = 20_000  # ids per shard; 100 million in FineWeb-Edu
+shard_size = 20_000  # ids per shard; fineweb.py writes 100 million per shard
 
 
 def load_encoding():
-    """Loads GPT-2's tokenizer without the network, which tiktoken.get_encoding("gpt2") needs.
+    """Loads GPT-2's tokenizer from a file. tiktoken.get_encoding("gpt2") would need the network.
 
     The 50,257 tokens are 256 bytes, 50,000 merges of two tokens, and <|endoftext|>. OpenAI learned
-    the merges from many texts: again and again, the most frequent pair of neighbours became a
-    token. To encode a text, the pattern splits it into words (with the space before them), numbers,
-    signs and white space. Then tiktoken merges neighbours in each piece, in the order in which
-    OpenAI found the merges, which is the order of their ids.
+    the merges from a large amount of text: again and again, the most frequent pair of adjacent
+    tokens became a new token. To encode text, tiktoken first splits the text with the regular
+    expression pat_str into words (with the space before the word), numbers, punctuation and white
+    space. In each piece, tiktoken then merges adjacent tokens, in the order in which OpenAI learned
+    the merges, which is the order of their ids.
     """
     ids = {}
     with open("plaingpt/data/gpt2.tiktoken", "rb") as file:
         for line in file:
             token, id = line.split()
             ids[base64.b64decode(token)] = int(id)
-    # At each place of the text, the pattern tries its alternatives from left to right:
+    # At each place in the text, the regular expression tries its alternatives from left to right:
     #   '(?:[sdmt]|ll|ve|re)   the 's of "it's", the 'll of "we'll"
-    #    ?\p{L}+               letters, with a space before them: " boat"
-    #    ?\p{N}+               digits: " 12"
-    #    ?[^\s\p{L}\p{N}]+     other signs: " --"
-    #   \s+(?!\S)             white space without its last character, which may belong to a word:
-    #                         before "boat", the first two of three spaces
-    #   \s+                   the rest: a line break before a word
+    #    ?\p{L}+               letters, with an optional space before them: " boat"
+    #    ?\p{N}+               digits, with an optional space before them: " 12"
+    #    ?[^\s\p{L}\p{N}]+     other characters, with an optional space before them: " --"
+    #   \s+(?!\S)             white space except its last character, which may belong to a word:
+    #                         if three spaces precede "boat", the first two
+    #   \s+                   all other white space, such as a line break before a word
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -60,11 +63,11 @@ def load_encoding():
 
 
 def ids_of_texts(paths):
-    """Yields the ids of each text in turn, with <|endoftext|> before them.
+    """Yields the ids of each text file: first the id of <|endoftext|>, then the ids of the text.
 
-    Sequences are cut from one long row of ids, so a sequence may contain parts of two texts.
-    <|endoftext|> tells the model that a new text begins. To write a new text, the model starts from
-    this token.
+    Training reads sequences from one long row of ids, so a sequence may contain parts of two texts.
+    <|endoftext|> tells the model that a new text begins. To generate a new text, use <|endoftext|>
+    as the prompt.
     """
     for path in paths:
         with open(path, encoding="utf-8", newline="") as file:
@@ -72,7 +75,7 @@ def ids_of_texts(paths):
 
 
 def write_shard(split, number, ids):
-    """Writes a shard, a file that contains only ids. 50,257 different ids fit into 16 bits."""
+    """Writes a shard, a file of ids. All ids are less than 50,257, so each id fits into 16 bits."""
     path = f"{folder}/text_{split}_{number:06}.npy"
     np.save(path, np.array(ids, dtype=np.uint16))
     written.append(path)
@@ -86,14 +89,14 @@ number = 1
 ids = []  # ids that are not in a shard yet
 for new in ids_of_texts(sys.argv[1:] or ["input.txt"]):
     ids += new
-    while len(ids) > 2 * shard_size:  # the last shard is for validation
+    while len(ids) > 2 * shard_size:  # keep the last shard for validation
         write_shard("train", number, ids[:shard_size])
         number += 1
         ids = ids[shard_size:]
 if len(ids) <= shard_size:
-    raise SystemExit(f"{len(ids):,} ids fill at most one shard; give more text")
+    raise SystemExit(f"{len(ids):,} ids fill at most one shard, but two are needed; pass more text")
 write_shard("train", number, ids[:-shard_size])
 write_shard("val", 0, ids[-shard_size:])
 for path in set(glob(f"{folder}/*.npy")) - set(written):
-    os.remove(path)  # an earlier call has written more shards
+    os.remove(path)  # this shard is from an earlier run of this program
 print(f"The last ten tokens: {[encoding.decode([id]) for id in ids[-10:]]}")

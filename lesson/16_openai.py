@@ -1,12 +1,12 @@
-"""Lesson 16: OpenAI's weights in this model, and a score. Which of four endings is the true one?
+"""Lesson 16: OpenAI's weights, and a score: how often a model chooses the true of four endings.
 
-  python lesson/16_openai.py                  the model of lesson 14
-  python lesson/16_openai.py --weights gpt2   OpenAI's, from huggingface.co (548 MB); there are also
-                                              gpt2-medium, gpt2-large and gpt2-xl
+  python lesson/16_openai.py                  scores the model of lesson 14
+  python lesson/16_openai.py --weights gpt2   scores OpenAI's GPT-2, from huggingface.co (548 MB);
+                                              gpt2-medium, gpt2-large and gpt2-xl also work
   python lesson/16_openai.py --weights model.safetensors --hellaswag hellaswag_val.jsonl
 
-HellaSwag is a list of everyday scenes, each with four endings. Without this file, the program
-builds questions from the end of input.txt.
+HellaSwag is a benchmark: each question is the start of an everyday scene, with four endings to
+choose from. Without --hellaswag, the program builds similar questions from the end of input.txt.
 
 New: load_weights, load_encoding (of lesson 15), choose_ending, questions_from_text,
 questions_of_hellaswag. Changed: GPT.
@@ -25,17 +25,17 @@ import torch.nn.functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--weights", default="log/lesson.pt")
-parser.add_argument("--hellaswag", help="a file of records, one per line")
+parser.add_argument("--hellaswag", help="the file hellaswag_val.jsonl: one JSON record per line")
 options = parser.parse_args()
 seed = 1337
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_weights(name):
-    """Returns ({name of a parameter: tensor}, number of heads). name: as for --weights."""
+    """Returns ({parameter name: tensor}, number of heads). name: the value of --weights."""
     if name.endswith(".pt"):
         if not os.path.exists(name):
-            raise SystemExit(f"no {name}: first run lesson/14_resume.py, or give --weights gpt2")
+            raise SystemExit(f"no {name}: first run lesson/14_resume.py, or use --weights gpt2")
         checkpoint = torch.load(name, map_location="cpu")
         return checkpoint["model"], checkpoint["n_head"]
     try:
@@ -43,11 +43,11 @@ def load_weights(name):
     except ImportError:
         raise SystemExit("OpenAI's weights need safetensors: pip install safetensors") from None
     if os.path.isdir(name):
-        raise SystemExit(f"{name} is a folder; give the file model.safetensors in it")
+        raise SystemExit(f"{name} is a directory; pass the file model.safetensors in it")
     path = name
     if not name.endswith(".safetensors"):
         path = f"log/{name}.safetensors"
-        # If you cannot reach this server, set HF_ENDPOINT to another one.
+        # If you cannot reach huggingface.co, set HF_ENDPOINT to the URL of a mirror.
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         if not os.path.exists(path):
             os.makedirs("log", exist_ok=True)
@@ -55,14 +55,14 @@ def load_weights(name):
             torch.hub.download_url_to_file(url, path)
     weights = {}
     for key, tensor in load_file(path).items():
-        key = key.removeprefix("transformer.")  # some files have this prefix
+        key = key.removeprefix("transformer.")  # only some files use this prefix
         # OpenAI's linear layers compute x @ weight, nn.Linear computes x @ weight.T.
         if key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
             tensor = tensor.T
-        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # masks are not weights
+        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks, not weights
             weights[key] = tensor
-    weights["lm_head.weight"] = weights["wte.weight"]  # the file contains the shared matrix once
-    # The weights do not contain the number of heads. OpenAI's heads have 64 channels each.
+    weights["lm_head.weight"] = weights["wte.weight"]  # the shared matrix is only once in the file
+    # The shapes of the weights do not show the number of heads. OpenAI's heads have 64 channels.
     return weights, weights["wte.weight"].size(1) // 64
 
 
@@ -106,43 +106,44 @@ else:
 
 
 class CausalSelfAttention(nn.Module):
-    """Computes for each position a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this and earlier positions.
 
-    A query says what a position looks for, a key what it offers, a value what it passes on.
+    The query of a position says what the position looks for, its key says what the position offers,
+    and its value is what the position passes on.
     """
 
     def __init__(self):
         super().__init__()
-        # The c means convolution, OpenAI's word for a linear layer that all positions share.
+        # The c stands for convolution, OpenAI's name for a linear layer that all positions share.
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)  # computes query, key and value of all heads
         self.c_proj = nn.Linear(n_embd, n_embd)  # mixes the outputs of the heads
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # A head has hs = C / nh of these channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
-        # transpose moves the heads before T, because @ multiplies the last two dimensions.
+        # Each head uses hs = C / nh channels. GPT-2 has 768 channels and 12 heads, so hs = 64.
+        # transpose moves nh before T, because @ multiplies matrices in the last two dimensions.
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same as lesson 8: is_causal=True is the mask, and it divides
-        # by the root of hs. It works in tiles that fit into a small, fast memory, and never writes
-        # the (T, T) scores to the large, slow memory.
+        # Flash attention computes the same result as lesson 8: is_causal=True applies the mask, and
+        # the scores are divided by sqrt(hs). The function computes the scores in tiles that fit
+        # into a small, fast memory, and never writes the (T, T) scores to the large, slow memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Transforms the channels of each position separately."""
+    """Transforms the vector at each position, independently of all other positions."""
 
     def __init__(self):
         super().__init__()
-        # c_fc computes 4C features of a position, and c_proj mixes them. The first Transformer
-        # chose the factor 4, and nearly all later ones have kept it.
+        # c_fc computes 4C features per position, and c_proj mixes these features. The first
+        # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is like max(0, x), without the corner. GPT-2 approximates it with tanh. Without GELU,
-        # both layers would be equivalent to one, as the product of two matrices is a matrix.
+        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -152,7 +153,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, which read the residual stream x through a LayerNorm and add to it."""
+    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
 
     def __init__(self):
         super().__init__()
@@ -189,12 +190,12 @@ class GPT(nn.Module):
         """Samples one token after another: (1, T) -> (1, T + max_new_tokens).
 
         A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens can
-        be sampled: each of the others is unlikely, but all of them together are not.
+        be sampled: each other token is unlikely, but all other tokens together are not.
         """
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             logits = self(idx[:, -block_size:])[:, -1] / temperature  # (1, vocab_size)
-            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the smallest of the top k
+            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the smallest logit of the top k
             logits = logits.masked_fill(logits < smallest, -math.inf)
             new = torch.multinomial(logits.softmax(dim=1), 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)
@@ -202,32 +203,34 @@ class GPT(nn.Module):
 
 
 def choose_ending(context, endings):
-    """Returns the index of the ending that is most likely after the context, per token.
+    """Returns the index of the ending with the highest mean log-likelihood of its tokens.
 
     context: a list of ids. endings: a list of lists of ids.
     """
     losses = []
     for ending in endings:
         row = torch.tensor(context + ending, device=device)[-block_size - 1 :]  # (T+1)
-        targets = row[1:]  # (T), the token after each
+        targets = row[1:]  # (T), the next token at each position
         logits = model(row[None, :-1])[0]  # (T, vocab_size)
-        n = len(ending)  # only the last n predictions are about the ending
-        # cross_entropy is a mean over them. With a sum, long endings would be less likely.
+        n = len(ending)  # the last n predictions are those of the ending
+        # cross_entropy returns the mean over these n tokens. A sum would favor short endings.
         losses.append(F.cross_entropy(logits[-n:], targets[-n:]).item())
     return losses.index(min(losses))
 
 
 def questions_from_text(n_questions):
-    """Yields (context, endings, label): 40 tokens, the next 16, and 16 from three other places.
+    """Yields (context, endings, label). label: the index of the true ending.
 
-    All are from the last 20,000 tokens of the text, which lessons 14 and 15 keep for validation.
+    context: 40 tokens. The true ending is the next 16 tokens of the text. The three wrong endings
+    are 16 tokens each, from random places. All tokens are from the last 20,000 tokens of the text,
+    which lessons 14 and 15 keep for validation.
     """
     random = np.random.default_rng(seed)
     with open("input.txt", "rb") as file:
         text = file.read()
     tokens = encode(text.decode(errors="replace"))[-20_000:]
     for _ in range(n_questions):
-        places = random.integers(40, len(tokens) - 16, size=4).tolist()  # the true one is first
+        places = random.integers(40, len(tokens) - 16, size=4).tolist()  # first: the true ending's
         endings = [tokens[place : place + 16] for place in places]
         label = int(random.integers(4))
         endings[0], endings[label] = endings[label], endings[0]
@@ -235,13 +238,14 @@ def questions_from_text(n_questions):
 
 
 def questions_of_hellaswag(path):
-    """Yields (context, endings, label). A record contains "ctx", "endings" (four), and "label"."""
+    """Yields (context, endings, label). A record contains "ctx", four "endings", and "label"."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)
             text = record["ctx"]
             context = encode(text)
-            # Many tokens begin with a space, so encode the whole text, and remove the context.
+            # Many tokens begin with a space, so encode context and ending together, and then
+            # remove the tokens of the context.
             endings = [encode(f"{text} {ending}")[len(context) :] for ending in record["endings"]]
             yield context, endings, int(record["label"])
 
@@ -262,7 +266,8 @@ with torch.no_grad():
         right.append(choose_ending(context, endings) == label)
         if len(right) % 100 == 0:
             print(f"{sum(right)} of {len(right)} right")
-# The standard error: how far a score of this many questions typically is from the truth.
+# The standard error: how far a score on this many questions typically is from the score on
+# infinitely many questions.
 score = np.mean(right)
 error = math.sqrt(score * (1 - score) / len(right))
-print(f"score {score:.3f} +- {error:.3f}; guessing would have 0.250")
+print(f"score {score:.3f} +- {error:.3f}; guessing would score 0.250")

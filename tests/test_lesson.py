@@ -323,7 +323,7 @@ def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
     settings = dict(data=folder, vocab_size=50257, n_embd=8, block_size=16, total_batch_size=64)
     train, val = losses(12, max_steps=2, **settings)
     assert len(train) == 2 and abs(train[0] - math.log(50257)) < 0.1 and val < train[0]
-    with pytest.raises(SystemExit, match="2 ids fill at most one shard; give more text"):
+    with pytest.raises(SystemExit, match="2 ids fill at most one shard, but two are needed"):
         run(source, tmp_path / "b.txt")
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(SystemExit, match="needs tiktoken: pip install tiktoken"):
@@ -382,7 +382,7 @@ def test_openais_weights_have_the_logits_of_transformers_and_the_scores_of_hella
     assert names["right"] == expected and 0 < sum(expected) < 20
     score = found["figures"]["acc_norm_token"]
     error = math.sqrt(score * (1 - score) / 20)
-    assert f"score {score:.3f} +- {error:.3f}; guessing would have 0.250" in out
+    assert f"score {score:.3f} +- {error:.3f}; guessing would score 0.250" in out
 
 
 def test_openais_weights_come_from_the_hub_once(random_gpt2, tmp_path, monkeypatch):
