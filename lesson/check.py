@@ -2,12 +2,12 @@
 
   python lesson/check.py                  lists the tasks, and says which are solved
   python lesson/check.py 02               checks your answer to task 02
-  python lesson/check.py 02 --solution    shows our answer, after you have written yours
+  python lesson/check.py 02 --solution    also shows our answer, once you have written yours
 
-Each file in lesson/tasks/ describes a function that is still empty. Replace the line `raise
-NotImplementedError` with its code. A check trains nothing, and takes a few seconds to import torch.
-It stops at the first wrong place and names it. Any answer with the right results is right: it need
-not look like ours.
+Each file in lesson/tasks/ describes a function without code. Replace the line `raise
+NotImplementedError` with your code. A check trains no model, but it needs a few seconds to import
+torch. A check reports the first mistake that it finds. An answer is right if its results are right,
+even if its code differs from ours.
 """
 
 import copy
@@ -28,7 +28,7 @@ SOLUTIONS = Path(__file__).parent / "solutions"
 
 
 class Wrong(Exception):
-    """The sentence that says what is wrong with an answer."""
+    """Raised if an answer is wrong. Its message says what is wrong."""
 
 
 def expect(is_right, sentence):
@@ -43,7 +43,7 @@ def expect_tensor(x, shape, what="the function"):
 
 
 def is_close(x, y, tolerance=1e-5):
-    """Returns whether two tensors, or lists of tensors, agree. The tolerance is relative to y."""
+    """Returns whether two tensors or lists of tensors agree. The tolerance is relative to |y|."""
     if isinstance(x, (list, tuple)):
         return all(is_close(a, b, tolerance) for a, b in zip(x, y, strict=True))
     limit = tolerance * max(1e-3, y.abs().max().item())
@@ -51,7 +51,7 @@ def is_close(x, y, tolerance=1e-5):
 
 
 def expect_none_of(x, mistakes):
-    """Compares a wrong result with the results of usual mistakes: {sentence: result}."""
+    """Raises Wrong if x is the result of a usual mistake. mistakes: {sentence: result}."""
     for sentence, result in mistakes.items():
         expect(not is_close(x, result), sentence)
 
@@ -74,7 +74,7 @@ def check_cross_entropy(task):
     expect_tensor(loss, ())
     expect(
         torch.equal(given, logits),
-        "the function changes the logits of its caller: write logits = logits - ... instead of "
+        "the function changes the tensor of its caller: write logits = logits - ... instead of "
         "logits -= ...",
     )
     log_p = logits.log_softmax(dim=2)  # (B, T, V)
@@ -83,29 +83,29 @@ def check_cross_entropy(task):
         shifted = -log_p[:, :-1].gather(2, targets[:, 1:, None]).mean()
         mistakes = {
             "the loss is negative: the minus before the logarithm is missing": -losses.mean(),
-            "this is the sum over the positions, not their mean": losses.sum(),
-            "this is summed over the positions of a sequence: take the mean over all B x T "
+            "the loss is the sum over the positions, not their mean": losses.sum(),
+            "the loss is the sum over the positions of a sequence: take the mean over all B x T "
             "positions": losses.sum() / 2,
-            "the targets are moved by one position, but targets[b, t] already is the token after "
+            "the targets are shifted by one position, but targets[b, t] already is the token after "
             "position t": shifted,
-            "the logarithm has base 2, but nats have base e": losses.mean() / math.log(2),
+            "the logarithm has base 2, but it should have base e": losses.mean() / math.log(2),
             "softmax runs over the positions, not over the vocabulary": -logits.log_softmax(dim=1)
             .gather(2, targets[..., None])
             .mean(),
-            "this is the mean of -p: the logarithm is missing": -losses.neg().exp().mean(),
+            "the loss is the mean of -p: the logarithm is missing": -losses.neg().exp().mean(),
             "the maximum is subtracted in the sum, but not from the logit of the target": (
                 losses - logits.amax(dim=2)
             ).mean(),
         }
         expect_none_of(loss, mistakes)
         raise Wrong(
-            f"with logits of usual size, the loss is {loss:.4f}, but it should be "
+            f"with logits between -10 and 10, the loss is {loss:.4f}, but it should be "
             f"{losses.mean():.4f}"
         )
     loss = task.cross_entropy(logits + 1000, targets)
     expect(
         is_close(loss, losses.mean(), 1e-3),
-        f"if 1000 is added to all logits, the loss becomes {loss:.4f}, but it should stay "
+        f"if the check adds 1000 to all logits, the loss becomes {loss:.4f}, but it should stay "
         f"{losses.mean():.4f}: exp(1000) is inf in float32. Adding the same number to all logits "
         "of a position does not change the loss",
     )
@@ -115,17 +115,20 @@ def check_cross_entropy(task):
     expect(
         is_close(loss, expected, 1e-3),
         f"with logits near 1000 at position 0 and near -1000 at position 1, the loss is {loss:.4f} "
-        f"and not {expected:.4f}: each position needs its own maximum, not one for all",
+        f"and not {expected:.4f}: subtract from each position its own maximum, not a common one",
     )
     logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)  # (1, 1, 2)
     loss = task.cross_entropy(logits * 1, torch.tensor([[0]]))
     expect(
         is_close(loss, torch.tensor(200.0)),
-        f"the logits are 0 and 200, and the target is the first: the loss is {loss:.4f} and not "
+        f"if the logits are 0 and 200, and the target is token 0, the loss is {loss:.4f} and not "
         "200. exp(-200) is 0 in float32, so do not compute the logarithm of a probability: "
         "simplify log(exp(a) / sum) first",
     )
-    expect(loss.requires_grad, "the loss has no gradient: compute it with tensors, without .item()")
+    expect(
+        loss.requires_grad,
+        "the loss has no gradient: compute it from the logits without .item() and .detach()",
+    )
     loss.backward()
     expect(
         is_close(logits.grad, torch.tensor([[[-1.0, 1.0]]])),
@@ -155,10 +158,10 @@ def check_mask(task):
 
 
 def why_nan(is_nan):
-    """Returns the sentence about an attention result with nan. is_nan: (B, T, any size)."""
+    """Returns a sentence that explains nan in a result of attention. is_nan: (B, T, any size)."""
     rows = is_nan.any(dim=2).any(dim=0)  # (T)
     if rows.all():
-        return "all rows are nan. 0 * (-inf) is nan: is a mask multiplied by -inf?"
+        return "all rows are nan. 0 * (-inf) is nan: do you multiply a mask by -inf?"
     if rows[:-1].all():
         return (
             "all rows except the last one are nan: softmax does not run over the positions of the "
@@ -166,8 +169,8 @@ def why_nan(is_nan):
         )
     if rows[-1]:
         return (
-            "the last row is nan: all its scores are -inf. The mask hides what is earlier, and "
-            "shows what is later"
+            "the last row is nan: all its scores are -inf. The mask hides earlier positions "
+            "instead of later positions"
         )
     i = int(rows.nonzero()[0])
     return (
@@ -188,8 +191,8 @@ def check_weights(weights, scores):
     if not is_weight.all():
         b, i, j = (~is_weight).nonzero()[0].tolist()
         raise Wrong(
-            f"position {i} gives position {j} the weight {weights[b, i, j]:.3f}, but a weight is "
-            "between 0 and 1: is the softmax missing?"
+            f"the weight in row {i}, column {j} is {weights[b, i, j]:.3f}, but weights are between "
+            "0 and 1: is the softmax missing?"
         )
     if T > 1 and (weights[:, later] > 1e-6).any():
         earlier = torch.ones(T, T, dtype=torch.bool).tril(-1)
@@ -200,13 +203,13 @@ def check_weights(weights, scores):
         )
         expect(
             not is_close(weights, scores.masked_fill(later, 0).softmax(dim=2)),
-            "position 0 looks at position 1: a masked score is 0, and exp(0) = 1 still is a weight."
-            " Softmax gives the weight 0 only to a score of -inf",
+            "position 0 looks at position 1: a masked score is 0, but exp(0) = 1, so its weight is "
+            "not 0. Softmax gives the weight 0 only to a score of -inf",
         )
         expect(
             not (weights[:, earlier] < 1e-6).all(),
             "position 0 looks at position 1, and position 1 does not look at position 0: the mask "
-            "hides what is earlier, and shows what is later",
+            "hides earlier positions instead of later positions",
         )
         expect(
             (weights[:, later & ~ahead] > 1e-6).any(),
@@ -224,18 +227,18 @@ def check_weights(weights, scores):
     if not is_close(sums, torch.ones_like(sums)):
         expect(
             not is_close(weights.sum(dim=1), torch.ones_like(sums)),
-            "the columns add up to 1, not the rows: softmax must run over the last dimension, the "
-            "positions of the keys",
+            "the columns add up to 1, but the rows should: softmax must run over the last "
+            "dimension, the positions of the keys",
         )
         b, i = first_wrong(sums, torch.ones_like(sums))
         sentence = f"row {i} adds up to {sums[b, i]:.6f}, not to 1"
         if is_close(weights, scores.softmax(dim=2).masked_fill(later, 0)):
-            sentence += ": the mask comes after the softmax. Mask the scores before it"
+            sentence += ": the mask comes after the softmax. Mask the scores before the softmax"
         raise Wrong(sentence)
     b, i, j = first_wrong(weights, expected)
     raise Wrong(
-        f"position {i} gives position {j} the weight {weights[b, i, j]:.3f}, but softmax of the "
-        f"scores that it may see gives {expected[b, i, j]:.3f}"
+        f"the weight in row {i}, column {j} is {weights[b, i, j]:.3f}, but the softmax over the "
+        f"unmasked scores of this row is {expected[b, i, j]:.3f}"
     )
 
 
@@ -243,9 +246,10 @@ def check_weights(weights, scores):
 
 
 def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, dim=3):
-    """Computes attention, with mistakes if asked for. q, k, v: (B, T, C).
+    """Computes attention, with the mistakes that the arguments choose. q, k, v: (B, T, C).
 
-    ahead: how many later positions a query sees. dim: the dimension over which softmax runs.
+    split, merge: how the channels are split into heads, and the heads concatenated. scale: divisor
+    of the scores. ahead: how many later positions a query sees. dim: the dimension of softmax.
     """
     B, T, C = q.size()
     hs = C // n_head
@@ -282,18 +286,18 @@ def check_heads(task):
     if not is_close(y, expected):
         view = "view(B, n_head, T, hs) mixes the positions: head 0 gets the first T x hs numbers, "
         view += "which are all channels of the first positions"
-        back = "each head is right, but they are put together wrong: the numbers of y are in the "
-        back += "order B, n_head, T, hs, and the result needs B, T, n_head, hs"
+        back = "each head is right, but the heads are concatenated wrong: the dimensions of y are "
+        back += "in the order B, n_head, T, hs, but the result needs the order B, T, n_head, hs"
         mistakes = {
             view: attend(q, k, v, n_head, split="flat"),
-            view + ". The same for the way back": attend(
+            view + ". Concatenating the heads also mixes the positions": attend(
                 q, k, v, n_head, split="flat", merge="flat"
             ),
             back: attend(q, k, v, n_head, merge="flat"),
-            "the scores are divided by the root of C, but a head has only hs = C / n_head "
-            "channels": attend(q, k, v, n_head, scale=math.sqrt(C)),
-            "the scores are not divided by the root of hs": attend(q, k, v, n_head, scale=1),
-            "the scores are divided by hs, not by its root": attend(
+            "the scores are divided by sqrt(C), but a head has only hs = C / n_head channels, so "
+            "divide by sqrt(hs)": attend(q, k, v, n_head, scale=math.sqrt(C)),
+            "the scores are not divided by sqrt(hs)": attend(q, k, v, n_head, scale=1),
+            "the scores are divided by hs, not by sqrt(hs)": attend(
                 q, k, v, n_head, scale=C / n_head
             ),
             "position 0 changes if token 1 changes: the mask is missing": attend(
@@ -302,12 +306,14 @@ def check_heads(task):
             "position 0 changes if token 1 changes: the mask is shifted by one place": attend(
                 q, k, v, n_head, ahead=1
             ),
-            "softmax runs over the queries, not over the keys: it needs the last dimension": attend(
+            "softmax runs over the queries, not over the keys: use the last dimension": attend(
                 q, k, v, n_head, dim=2
             ),
-            "in each position, its heads look at each other. Positions must look at positions: T "
-            "and hs are the last two dimensions of q": attend(q, k, v, n_head, split="none"),
-            "head 0 has the channels 0, 3, 6 and 9 (of 12), but it should have the channels 0 to "
+            "at each position, the heads attend to each other, but positions should attend to "
+            "positions: T and hs must be the last two dimensions of q, k and v": attend(
+                q, k, v, n_head, split="none"
+            ),
+            "head 0 uses the channels 0, 3, 6 and 9 (of 12), but it should use the channels 0 to "
             "3": attend(q, k, v, n_head, split="interleaved"),
         }
         expect_none_of(y, mistakes)
@@ -321,16 +327,16 @@ def check_heads(task):
             expect(
                 not is_close(y, attend(q, k, v, hs, scale=scale)),
                 f"with n_head = {n_head} and C = {C}, there are {hs} heads of {n_head} channels "
-                f"instead of {n_head} heads of {hs}",
+                f"instead of {n_head} heads of {hs} channels",
             )
         if y.isnan().any():
             raise Wrong(why_nan(y.isnan()))
         check_reach(task, (q, k, v), n_head, y)
         b, t, c = first_wrong(y, expected)
         raise Wrong(
-            f"position {t}, channel {c} is {y[b, t, c]:.3f} and not {expected[b, t, c]:.3f}. Each "
-            "position and each head uses its own part of q, k and v, so look at the scores and the "
-            "softmax"
+            f"at position {t}, channel {c}, the result is {y[b, t, c]:.3f} and not "
+            f"{expected[b, t, c]:.3f}. Later positions and other heads have no effect on this "
+            "number, so look at the scores and the softmax"
         )
     q, k, v = torch.randn(3, 1, 7, 8).unbind()
     for n_head in (1, 4):
@@ -338,17 +344,18 @@ def check_heads(task):
         expect_tensor(y, (1, 7, 8))
         expect(
             is_close(y, attend(q, k, v, n_head)),
-            f"right with 3 heads, but wrong for (B, T, C) = (1, 7, 8) with n_head = {n_head}",
+            "the result is right with 3 heads, but wrong for (B, T, C) = (1, 7, 8) with n_head = "
+            f"{n_head}",
         )
 
 
 def check_reach(task, given, n_head, y):
-    """Finds what changes in the result if one token or one channel of q, k or v changes."""
+    """Checks which results change if one token or one channel of q, k or v changes."""
     T, C = y.size(1), y.size(2)
     hs = C // n_head
 
     def differs(i, place, dims):
-        """Returns which results change if q (i = 0), k or v changes its sign at a place."""
+        """Returns which results change if q, k or v (i = 0, 1, 2) changes its sign at a place."""
         changed = [x.clone() for x in given]
         changed[i][place] *= -1
         return (task.attention(*changed, n_head) - y).abs().amax(dim=dims) > 1e-5
@@ -358,13 +365,13 @@ def check_reach(task, given, n_head, y):
             for other in differs(i, (slice(None), t), (0, 2)).nonzero().flatten().tolist():
                 expect(
                     other >= t,
-                    f"position {other} changes if token {t} changes in {name}: the mask is missing "
-                    "or shifted, or splitting into heads mixes the positions",
+                    f"position {other} of the result changes if token {t} changes in {name}: the "
+                    "mask is missing or shifted, or splitting into heads mixes the positions",
                 )
                 expect(
                     name != "q" or other == t,
-                    f"position {other} changes if the query of position {t} changes, but a query "
-                    "is used at its own position only. Have q and k changed places?",
+                    f"position {other} of the result changes if the query of position {t} changes, "
+                    "but a query affects only its own position. Are q and k swapped?",
                 )
     for i, name in enumerate("qkv"):
         for c in range(C):
@@ -374,7 +381,7 @@ def check_reach(task, given, n_head, y):
                 expect(
                     other // hs == c // hs,
                     f"channel {other} of the result changes if channel {c} of {name} changes, but "
-                    f"with hs = {hs}, they belong to different heads",
+                    f"with hs = {hs}, these channels belong to different heads",
                 )
 
 
@@ -391,7 +398,7 @@ class Layers(nn.Module):
 
 
 def make_gpt(n_layer, C=64):
-    """Builds the layers of a GPT-2 with the names of the lesson, but without forward."""
+    """Builds the layers of a GPT-2, with the lesson's parameter names and without forward."""
     blocks = []
     for _ in range(n_layer):
         blocks.append(
@@ -421,21 +428,21 @@ def check_init(task):
         task.init_weights(gpt, n_layer)
         expect(
             gpt.lm_head.weight is gpt.wte.weight,
-            "lm_head.weight and wte.weight are no longer one matrix: change the values of "
-            "parameters, and do not replace parameters",
+            "lm_head.weight and wte.weight are no longer the same parameter: change the values of "
+            "parameters, but do not replace parameters",
         )
         for name, p in gpt.named_parameters():
             expect(
                 p.dim() == 1 or not torch.equal(p, before[name]),
                 f"{name} still has PyTorch's initial values: change the parameter itself, not a "
-                "new tensor",
+                "copy",
             )
             check_initial_values(name, p.detach(), n_layer)
         first, second = gpt.h[0].mlp.c_fc.weight, gpt.h[1].mlp.c_fc.weight
         expect(
             not torch.equal(first, second),
-            "h.0.mlp.c_fc.weight and h.1.mlp.c_fc.weight have the same numbers: set the seed once, "
-            "or not at all",
+            "h.0.mlp.c_fc.weight and h.1.mlp.c_fc.weight have the same values: set the random seed "
+            "once, or not at all",
         )
 
 
@@ -445,7 +452,7 @@ def check_initial_values(name, p, n_layer):
         expect((p == 0).all(), f"{name} is not 0")
         return
     if p.dim() == 1:
-        expect((p == 1).all(), f"{name} is not 1: a LayerNorm begins with a weight of 1")
+        expect((p == 1).all(), f"{name} is not 1: the initial weight of a LayerNorm is 1")
         return
     is_last = name.endswith("c_proj.weight")
     expected = 0.02 / math.sqrt(2 * n_layer) if is_last else 0.02
@@ -454,12 +461,13 @@ def check_initial_values(name, p, n_layer):
         place = f"{name} has a standard deviation of {std:.4f}"
         if is_last:
             mistakes = {
-                0.02: f"the {2 * n_layer} outputs of {n_layer} blocks add up in the residual "
-                "stream, and so do their variances: the stream's variance would grow with n_layer",
+                0.02: f"the residual stream is the sum of {2 * n_layer} outputs of {n_layer} "
+                "blocks. Their variances add up, so the variance of the stream would grow with "
+                "n_layer",
                 0.02 / math.sqrt(n_layer): f"{n_layer} blocks add {2 * n_layer} outputs to the "
                 "residual stream, because attention and MLP each add one",
-                0.02 / (2 * n_layer): "variances add up, not standard deviations, so a root is "
-                "missing",
+                0.02 / (2 * n_layer): "variances add up, but standard deviations do not, so a "
+                "root is missing",
                 0.005: "the standard deviation does not change with n_layer. With n_layer = "
                 f"{n_layer}, it should be {expected:.4f}",
             }
@@ -469,11 +477,11 @@ def check_initial_values(name, p, n_layer):
             abs(std / 0.02**2 - 1) > 0.08,
             f"{place}: 0.02 is the standard deviation, not the variance",
         )
-        raise Wrong(f"{place} and not of {expected:.4f}, with n_layer = {n_layer}")
-    expect(abs(p.mean().item()) < 0.1 * std, f"{name} has a mean of {p.mean():.4f} and not of 0")
+        raise Wrong(f"{place} instead of {expected:.4f}, with n_layer = {n_layer}")
+    expect(abs(p.mean().item()) < 0.1 * std, f"{name} has a mean of {p.mean():.4f} instead of 0")
     expect(
         p.abs().max().item() > 2.5 * std,
-        f"{name} has the right size, but is not drawn from a normal distribution",
+        f"{name} has the right standard deviation, but is not drawn from a normal distribution",
     )
 
 
@@ -484,7 +492,7 @@ HYPERPARAMETERS = dict(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1
 
 
 def adamw(p, grad, m, v, step, mistake=None):
-    """Takes one step, with a mistake. Returns (p, m, v)."""
+    """Takes one step of AdamW, with a mistake unless mistake is None. Returns (p, m, v)."""
     lr, beta1, beta2, eps, decay = HYPERPARAMETERS.values()
     if mistake == "l2" and p.dim() == 2:
         grad = grad + decay * p
@@ -523,29 +531,31 @@ ADAMW_MISTAKES = {
     "gradient, and v a twentieth of its square",
     "no m": "m is not divided by 1 - beta1^step",
     "no v": "v is not divided by 1 - beta2^step",
-    "no power": "the bias correction divides by 1 - beta, and not by 1 - beta^step",
+    "no power": "the bias correction divides by 1 - beta, but it should divide by 1 - beta^step",
     "no power of m": "m is divided by 1 - beta1, and not by 1 - beta1^step",
     "step": "the bias correction uses step + 1, but `step` already is 1 in the first step",
     "eps": "eps is added inside the root; it belongs outside, after the root",
-    "l2": "the decay is added to the gradient, so it is also divided by the root of v. That is "
-    "Adam with L2 regularization. In AdamW, the decay acts on the parameter alone",
+    "l2": "the decay is added to the gradient, so the decay is also divided by the root of v. This "
+    "is Adam with L2 regularization. In AdamW, the decay changes only the parameter",
     "no lr": "the decay is not multiplied by lr",
     "no decay": "the matrix does not decay",
-    "vectors": "the vector also decays, but only matrices should: biases and LayerNorms are "
-    "vectors",
-    "late decay": "p decays after the step, but it must decay before the step",
-    "root of v": "v is divided by 1 - beta2^step after the root; v_hat is under the root",
-    "betas": "beta1 and beta2 have changed places",
+    "vectors": "the vector also decays, but only matrices should decay. Vectors are the biases and "
+    "the weights of LayerNorms",
+    "late decay": "p decays after the update, but it must decay before the update",
+    "root of v": "v is divided by 1 - beta2^step after the root, but v_hat is under the root: "
+    "divide first",
+    "betas": "beta1 and beta2 are swapped",
     "no root": "the root of v is missing",
     "no square": "v must be a mean of the squares of the gradients",
-    "sign": "the parameter moves along its gradient, so the loss would rise",
+    "sign": "the parameter moves in the direction of its gradient, so the loss would rise",
 }
 
 
 class Trained:
-    """A parameter trained by the function that torch.optim.AdamW calls.
+    """A parameter, and the state of AdamW for this parameter.
 
-    The class torch.optim.AdamW would first import PyTorch's compiler, which takes a second.
+    step() calls the function that torch.optim.AdamW calls. The class torch.optim.AdamW itself first
+    imports PyTorch's compiler, which takes a second.
     """
 
     def __init__(self, p):
@@ -588,16 +598,16 @@ def check_adamw(task):
                     expect(not is_close(result[0], wrong, 1e-6), f"{place}: {sentence}")
                 expect(
                     not result[0].isnan().any(),
-                    f"{place}: p contains nan. Is a number under the root negative? beta^step is "
-                    "beta**step, not beta * step",
+                    f"{place}: p contains nan. Is the number under the root negative? In Python, "
+                    "beta^step is beta**step, not beta * step",
                 )
                 i = first_wrong(result[0], expected[0])
                 state = []
                 for name, x, y in zip("mv", result[1:], expected[1:]):
                     state.append(f"{name} is {'right' if is_close(x, y) else 'wrong'}")
                 raise Wrong(
-                    f"{place}: number {list(i)} of p becomes {result[0][i]:.6f}, but "
-                    f"torch.optim.AdamW makes it {expected[0][i]:.6f}. The returned "
+                    f"{place}: p{list(i)} becomes {result[0][i]:.6f}, but with torch.optim.AdamW "
+                    f"it becomes {expected[0][i]:.6f}. The returned "
                     f"{', and '.join(state)}"
                 )
             _, *hats = adamw(*before, step, "hats")
@@ -605,7 +615,7 @@ def check_adamw(task):
                 expect(
                     not is_close(x, hat) or is_close(x, y),
                     f"{place}: p is right, but the returned {name} is already divided by the bias "
-                    "correction. The next step must continue from the mean itself",
+                    "correction. Return m and v without bias correction",
                 )
                 expect(is_close(x, y), f"{place}: p is right, but the returned {name} is wrong")
             p, m, v = (x.detach() for x in result)
@@ -615,9 +625,9 @@ def check_adamw(task):
 
 
 class Model(nn.Module):
-    """Predicts a token from one token. Its gradient is 1 before the step.
+    """Predicts the next token from one token. Before the step, its gradient is 1 everywhere.
 
-    found_gradient says which forward passes found another gradient.
+    found_gradient: for each forward pass, whether the gradient had changed before this pass.
     """
 
     def __init__(self):
@@ -633,7 +643,7 @@ class Model(nn.Module):
 
 
 def make_micro_batches():
-    """Returns four pairs of x and y, (2, 6) each, with 12, 3, 0 and 7 targets."""
+    """Returns four pairs (x, y), (2, 6) each, which contain 12, 3, 0 and 7 targets."""
     micro_batches = []
     for n_targets in (12, 3, 0, 7):
         x = torch.randint(11, (2, 6))
@@ -666,7 +676,7 @@ def check_step(task, micro_batches):
     found = model.table.weight.grad
     expect(
         found is not None and not (found == 1).all(),
-        "the gradient of the parameters has not changed: call backward",
+        "the gradient of the parameters has not changed: call backward of the loss",
     )
     expected = sum(gradients) / sum(counts)
     numbers = f"{n_batches} micro-batches with {', '.join(map(str, counts))} targets"
@@ -676,41 +686,44 @@ def check_step(task, micro_batches):
         not found.isnan().any(),
         f"{numbers}: the gradient is nan. A mean over no targets is 0 / 0",
     )
-    lost = "what p.grad contained before the step is lost. The function must add to p.grad, which "
-    lost += "the caller sets to zero"
+    lost = "the gradient that p.grad contained before the step is lost. Only add to p.grad: the "
+    lost += "caller sets p.grad to zero"
     expect(not is_close(found, expected), f"{numbers}: {lost}")
     found = found - 1
     if not is_close(found, expected):
         means = sum(g / max(1, count) for g, count in zip(gradients, counts))
         mistakes = {
-            "this is the gradient of the mean of their means: a target counts more in a "
-            "micro-batch that has few targets": means / n_batches,
-            "the gradients of their means are added up; nothing is divided by the number of "
-            "targets of the whole step": means,
+            "this is the gradient of the mean of the micro-batches' mean losses: a target has more "
+            "weight in a micro-batch with few targets": means / n_batches,
+            "this is the gradient of the sum of the micro-batches' mean losses: divide the sum of "
+            "all losses by the number of targets of the step": means,
             "this is the gradient of the sum over all targets: divide by their number": sum(
                 gradients
             ),
-            f"the sum is divided by all {n_tokens} positions, but a target of -100 does not count "
-            "in the loss": sum(gradients) / n_tokens,
-            "the sum is divided by the number of micro-batches, not of targets": sum(gradients)
-            / n_batches,
+            f"the sum is divided by all {n_tokens} positions, but targets of -100 do not count in "
+            "the loss": sum(gradients) / n_tokens,
+            "the sum is divided by the number of micro-batches: divide by the number of targets": (
+                sum(gradients) / n_batches
+            ),
             "only the last micro-batch is in the gradient": gradients[-1] / max(1, counts[-1]),
-            "only the last micro-batch is in the gradient: call backward for each one": (
+            "only the last micro-batch is in the gradient: call backward for each micro-batch": (
                 gradients[-1] / sum(counts)
             ),
-            "each sum is divided by the number of targets so far. Count the targets of all "
-            "micro-batches first": sum(g / sum(counts[: i + 1]) for i, g in enumerate(gradients)),
+            "each sum is divided by the number of targets so far: first count the targets of all "
+            "micro-batches": sum(g / sum(counts[: i + 1]) for i, g in enumerate(gradients)),
         }
         for sentence, wrong in mistakes.items():
             expect(not is_close(found, wrong), f"{numbers}: {sentence}")
         factor = (found.norm() / expected.norm()).item()
-        raise Wrong(f"{numbers}: the gradient is wrong; its norm is {factor:.3f} times the right")
+        raise Wrong(
+            f"{numbers}: the gradient is wrong. Its norm is {factor:.3f} times the right norm"
+        )
     expect(
         isinstance(result, (float, torch.Tensor)),
         f"the gradient is right, but the function returns {type(result).__name__}, not a loss",
     )
     has_graph = isinstance(result, torch.Tensor) and result.requires_grad
-    expect(not has_graph, "the returned loss still has its graph, which needs memory: detach it")
+    expect(not has_graph, "the returned loss still has a graph, which uses memory: detach the loss")
     right = sum(losses).detach() / sum(counts)
     expect(
         not math.isnan(result),
@@ -724,8 +737,8 @@ def check_step(task, micro_batches):
     )
     expect(
         n_batches == 1 or any(model.found_gradient[1:]),
-        "all micro-batches go forward before the first backward, so all their graphs are in "
-        "memory at once: call backward for each micro-batch",
+        "the model reads all micro-batches before the first backward, so all their graphs are in "
+        "memory at once: call backward after each forward pass",
     )
 
 
@@ -758,7 +771,7 @@ def check_positions(task, world_size, position, n, B):
                 expect(
                     position <= i < position + n,
                     f"{where}: the micro-batch that begins at {start} makes rank {rank} read "
-                    f"position {i}, but this step has the positions {position} to "
+                    f"position {i}, but the positions of this step are {position} to "
                     f"{position + n - 1}",
                 )
     expect(readers, f"{where}: no rank has a micro-batch")
@@ -771,8 +784,8 @@ def check_positions(task, world_size, position, n, B):
         expect(ranks, f"{where}: no rank reads position {i}")
     expect(
         len(set(counts)) == 1,
-        f"{where}: rank {counts.index(max(counts))} has {max(counts)} micro-batches, and rank "
-        f"{counts.index(min(counts))} has {min(counts)}. The others would wait for it",
+        f"{where}: rank {counts.index(max(counts))} has {max(counts)} micro-batches, but rank "
+        f"{counts.index(min(counts))} has {min(counts)}. All ranks need the same number",
     )
 
 
@@ -780,7 +793,7 @@ def check_positions(task, world_size, position, n, B):
 
 
 def train(model, optimizer, first, last):
-    """Takes the steps first to last-1. Returns their losses. Only the step chooses data and lr."""
+    """Takes the steps first to last-1. Data and lr depend only on the step. Returns the losses."""
     losses = []
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -829,30 +842,32 @@ def check_resume(task):
     for x, y in zip(tensors_in((model.state_dict(), optimizer.state_dict())), tensors_in(saved)):
         expect(torch.equal(x, y), "save_checkpoint changes the model or the optimizer")
     before = copy.deepcopy(checkpoint)
-    train(model, optimizer, 5, 10)  # the first run continues
+    train(model, optimizer, 5, 10)  # the run continues after the checkpoint
     final = copy.deepcopy(model.state_dict())
     expect_unchanged(
         checkpoint,
         before,
-        "the checkpoint of step 5 changes while the run continues: state_dict() contains the "
-        "tensors themselves, which the next step changes",
+        "the checkpoint of step 5 changes while the run continues: state_dict() returns the "
+        "tensors of the model, not copies, and the next step changes these tensors",
     )
     for attempt in ("first", "second"):
-        model, optimizer = make_run(seed=2)  # a new process: other weights, no state
+        model, optimizer = make_run(seed=2)  # as in a new process: different weights, no state
         done = task.load_checkpoint(checkpoint, model, optimizer)
         for name, x in model.state_dict().items():
             expect(
                 not torch.equal(x, final[name]),
                 f"after load_checkpoint, {name} of the model is from step 10, not from step 5: "
-                "the checkpoint contains the model itself, which the run continues to train",
+                "the checkpoint contains the model itself, not a copy, and the run continues to "
+                "train this model",
             )
             expect(
                 torch.equal(x, saved[0][name]),
-                f"after load_checkpoint, {name} of the model is not the saved one: the values must "
-                "go into the model that load_checkpoint gets"
+                f"after load_checkpoint, {name} of the model differs from the saved tensor: load "
+                "the saved tensors into the model that load_checkpoint gets"
                 if attempt == "first"
                 else f"after a second load_checkpoint of the same checkpoint, {name} of the model "
-                "is no longer the saved one: the training after the first load has changed it",
+                "differs from the saved tensor: training after the first load has changed the "
+                "checkpoint",
             )
         check_optimizer_state(optimizer, saved[1], attempt)
         found = done if isinstance(done, int) else type(done).__name__
@@ -867,12 +882,12 @@ def check_resume(task):
 
 
 def check_optimizer_state(optimizer, saved, attempt):
-    """saved: the state dict of the first optimizer after five steps."""
+    """Compares the state of the optimizer with saved, the state_dict() after five steps."""
     state = optimizer.state_dict()["state"]
     expect(
         len(state) == len(saved["state"]),
-        "after load_checkpoint, the optimizer has no means (exp_avg, exp_avg_sq), so they begin "
-        "again at 0: the loss of step 5 would be right, but the loss of step 6 wrong",
+        "after load_checkpoint, the optimizer has no means (exp_avg, exp_avg_sq), so the means "
+        "would begin again at 0: the loss of step 5 would be right, but the loss of step 6 wrong",
     )
     for i, values in saved["state"].items():
         for name, value in values.items():
@@ -883,11 +898,11 @@ def check_optimizer_state(optimizer, saved, attempt):
             )
             expect(
                 torch.equal(found, value),
-                f"after load_checkpoint, {name} of the optimizer is not the saved one"
+                f"after load_checkpoint, {name} of the optimizer differs from the saved value"
                 if attempt == "first"
                 else f"after a second load_checkpoint of the same checkpoint, {name} of the "
-                "optimizer is no longer the saved one: the training after the first load has "
-                "changed it. load_state_dict of an optimizer keeps the tensors that it gets",
+                "optimizer differs from the saved value: training after the first load has changed "
+                "the checkpoint. load_state_dict of an optimizer does not copy the tensors",
             )
 
 
@@ -898,21 +913,21 @@ DX_MISTAKES = {
     "mean and variance are treated as constants, but both change with x": (0, 0),
     "the mean is treated as a constant, but it changes with x": (0, 1),
     "the variance is treated as a constant, but it changes with x": (1, 0),
-    "the term of the mean is half of what it should be": (0.5, 1),
-    "the term of the mean is twice what it should be": (2, 1),
-    "the term of the variance is half of what it should be": (1, 0.5),
-    "the term of the variance is twice what it should be": (1, 2),
-    "the term of the mean has the wrong sign": (-1, 1),
-    "the term of the variance has the wrong sign": (1, -1),
-    "both terms, of the mean and of the variance, have the wrong sign": (-1, -1),
-    "sums over the channels are not divided by C": (6, 6),
-    "the sum in the term of the mean is not divided by C": (6, 1),
-    "the sum in the term of the variance is not divided by C": (1, 6),
+    "the term for the mean is half as large as it should be": (0.5, 1),
+    "the term for the mean is twice as large as it should be": (2, 1),
+    "the term for the variance is half as large as it should be": (1, 0.5),
+    "the term for the variance is twice as large as it should be": (1, 2),
+    "the term for the mean has the wrong sign": (-1, 1),
+    "the term for the variance has the wrong sign": (1, -1),
+    "the terms for the mean and for the variance both have the wrong sign": (-1, -1),
+    "the sums over the channels are not divided by C": (6, 6),
+    "the sum in the term for the mean is not divided by C": (6, 1),
+    "the sum in the term for the variance is not divided by C": (1, 6),
 }
 
 
 def check_dx(dx, x_hat, std, weight, dy):
-    """Compares a wrong dx with usual mistakes."""
+    """Raises Wrong if dx is the result of a usual mistake."""
 
     def mistaken(of_mean, of_variance, dx_hat):
         along_mean = dx_hat.mean(dim=2, keepdim=True)  # (B, T, 1)
@@ -957,8 +972,8 @@ def check_layernorm(task):
             )
             expect(
                 not is_close(dweight, bias.grad),
-                "dweight equals dbias: multiply dy by the numbers that the forward pass multiplies "
-                "by weight",
+                "dweight equals dbias: for dweight, multiply dy by x_hat, which the forward pass "
+                "multiplies by weight",
             )
             centered = x - x.mean(dim=2, keepdim=True)  # (B, T, C)
             variance = x.var(dim=2, keepdim=True, unbiased=False)  # (B, T, 1)
@@ -981,7 +996,7 @@ def check_layernorm(task):
                 b, t, c = first_wrong(dx, x.grad)
                 raise Wrong(
                     f"dbias and dweight are right. dx is wrong with eps = {eps}: at position {t}, "
-                    f"channel {c}, it is {dx[b, t, c]:.6f}, but autograd says "
+                    f"channel {c}, dx is {dx[b, t, c]:.6f}, but autograd computes "
                     f"{x.grad[b, t, c]:.6f}"
                 )
 
@@ -995,7 +1010,7 @@ def check_orthogonalize(task):
         rank = min(rows, columns)
         u, _ = torch.linalg.qr(torch.randn(rows, rank))  # (rows, rank)
         v, _ = torch.linalg.qr(torch.randn(columns, rank))  # (columns, rank)
-        sizes = torch.ones(rank)  # many are large, so that the smallest one needs all rounds
+        sizes = torch.ones(rank)  # most are 1, so that the smallest needs all five rounds
         sizes[-3:] = torch.tensor([0.3, 0.1, 1 / 30])
         for scale in (1.0, 50.0):
             x = scale * (u * sizes) @ v.T  # (rows, columns)
@@ -1006,40 +1021,42 @@ def check_orthogonalize(task):
             if not y.isfinite().all():
                 check_rounds(task)
                 raise Wrong(
-                    f"{place}: the result is not finite, but the rounds are right for [[1.0]]. "
-                    "They need singular values of at most 1: divide by the norm first, the root of "
-                    "the sum of all squares"
+                    f"{place}: the result is not finite, but the rounds are right for [[1.0]]. The "
+                    "rounds need singular values of at most 1: divide x by the norm first, which "
+                    "is the square root of the sum of all squares"
                 )
             inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
             found = inside.diagonal()  # the singular values, if the directions are kept
             off = (inside - found.diag()).abs().max() + (y - u @ inside @ v.T).abs().max()
             expect(
                 off < 0.1 * max(1.0, y.abs().max().item()),
-                f"{place}: the singular vectors have changed; only the singular values should",
+                f"{place}: the singular vectors have changed; change only the singular values",
             )
             expect(
                 not is_close(found / found[0], sizes, 1e-2),
-                f"{place}: all singular values have the same factor, so the weak directions are as "
-                "weak as before",
+                f"{place}: all singular values are multiplied by the same factor, so the ratio of "
+                "the smallest to the largest singular value has not changed",
             )
             for factor, name in ((columns, "columns"), (rows, "rows")):
                 scaled = found / math.sqrt(factor)
                 expect(
                     not ((scaled > 0.6) & (scaled < 1.3)).all(),
                     f"{place}: the singular values are about {found.mean():.1f}, the root of the "
-                    f"number of {name}; this task wants them near 1",
+                    f"number of {name}, but in this task, they should be about 1",
                 )
-            expect((found > 0).all(), f"{place}: some directions have changed their sign")
+            expect((found > 0).all(), f"{place}: the signs of some singular values have changed")
             if not ((found > 0.6) & (found < 1.3)).all():
                 check_rounds(task)
                 raise Wrong(
                     f"{place}: the singular values are between {found.min():.3f} and "
-                    f"{found.max():.3f}, and not between 0.6 and 1.3. Are there five rounds?"
+                    f"{found.max():.3f}, but they should be between 0.6 and 1.3. Are there five "
+                    "rounds?"
                 )
             expect(
                 not is_close(found, torch.ones(rank), 1e-3),
-                f"{place}: all singular values are 1.000, but five rounds leave them between 0.6 "
-                "and 1.3. Use the rounds, without a singular value decomposition",
+                f"{place}: all singular values are 1.000, but five rounds would return different "
+                "values between 0.6 and 1.3. Use the rounds, without a singular value "
+                "decomposition",
             )
 
 
@@ -1051,8 +1068,9 @@ def check_rounds(task):
         expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
     expect(
         abs(found - expected) < 0.015,
-        f"the rounds are wrong: five of them turn the matrix [[1.0]] into [[{expected:.3f}]], but "
-        f"yours is [[{found:.3f}]]. Check their number, the signs and the powers",
+        f"the rounds are wrong: for the matrix [[1.0]], five rounds return [[{expected:.3f}]], but "
+        f"your function returns [[{found:.3f}]]. Check the number of rounds, the signs and the "
+        "powers",
     )
 
 
@@ -1060,7 +1078,7 @@ def check_rounds(task):
 
 
 def merge(ids, pair, new):
-    """Replaces each occurrence of a pair, from left to right."""
+    """Replaces each occurrence of a pair of ids with the id `new`, from left to right."""
     merged = []
     i = 0
     while i < len(ids):
@@ -1074,10 +1092,10 @@ def merge(ids, pair, new):
 
 
 MERGE_TEXTS = (
-    b"abababab cdcd",  # the second merge contains the id of the first
+    b"abababab cdcd",  # the second merge contains the id of the first merge
     b"zzyzzyxxwxxw",  # the pairs zz and xx are equally frequent
-    b"aaaa aaab aaa",  # aaa has one pair that can be merged, not two
-    b"aaa bcbc",  # but its two pairs both count
+    b"aaaa aaab aaa",  # in aaa, only one of the two overlapping pairs can be merged
+    b"aaa bcbc",  # in aaa, both overlapping pairs count
     b"the cat and the hat and the mat in the bath",
     "雪と雪と雪".encode(),
 )
@@ -1086,15 +1104,15 @@ MERGE_TEXTS = (
 def check_merges(task):
     for text in MERGE_TEXTS:
         ids = list(text)
-        shown = repr(text) if text.isascii() else "a text in Japanese"
+        shown = repr(text) if text.isascii() else "a Japanese text"
         found = task.learn_merges(text, 4)
         expect(isinstance(found, list), f"the function returns {type(found).__name__}, not a list")
-        expect(len(found) == 4, f"{shown}: {len(found)} merges and not 4")
+        expect(len(found) == 4, f"{shown}: the list contains {len(found)} merges instead of 4")
         for i, pair in enumerate(found):
             pair = tuple(pair)
             expect(
                 all(isinstance(id, int) for id in pair),
-                f"the merge with the id {256 + i} is {pair}, but a pair is two ids, both int",
+                f"the merge with the id {256 + i} is {pair}, but a merge is a pair of two ints",
             )
             counts = Counter(zip(ids, ids[1:]))
             apart = {pair: len(ids) - len(merge(ids, pair, None)) for pair in counts}
@@ -1106,7 +1124,7 @@ def check_merges(task):
                 expect(
                     max(pair) in range(256) or max(pair) in ids,
                     f"{place}: no token has the id {max(pair)} of your pair {pair}. The first "
-                    f"merge gets 256, the second 257{now}",
+                    f"merge gets the id 256, the second merge 257{now}",
                 )
                 expect(
                     pair in counts,
@@ -1115,7 +1133,7 @@ def check_merges(task):
                 expect(
                     pair != min(counts, key=lambda pair: (-apart[pair], pair)),
                     f"{place}: the count of {best} is {most}, because overlapping occurrences "
-                    f"also count, as in aaa, so it comes before your pair {pair}{now}",
+                    f"also count, as in aaa. This is more than the count of your pair {pair}{now}",
                 )
                 expect(
                     counts[pair] == most,
@@ -1123,8 +1141,8 @@ def check_merges(task):
                     f"{best} is {most}{now}",
                 )
                 raise Wrong(
-                    f"{place}: your pair {pair} and {best} both have the count {most}; take the "
-                    f"smaller one, {best}{now}"
+                    f"{place}: your pair {pair} and the pair {best} both have the count {most}; "
+                    f"choose the smaller pair, {best}{now}"
                 )
             ids = merge(ids, best, 256 + i)
 
@@ -1146,14 +1164,14 @@ def check_cache(task):
             result = task.attention_with_cache(q[:, part], k[:, part], v[:, part], cache)
             expect(
                 isinstance(result, (tuple, list)) and len(result) == 2,
-                "the function does not return two things: the output and the cache",
+                "the function must return two values: the output and the cache",
             )
             y, cache = result
             expect_tensor(y, (B, size, C))
             place = f"tokens {first} to {first + size - 1} in one call"
             if size == 1:
                 place = f"token {first} alone"
-            place += f", after {first} tokens in the cache" if first else ", without a cache yet"
+            place += f", after {first} tokens in the cache" if first else ", with an empty cache"
             if not is_close(y, expected[:, part]):
                 check_cache_mistakes(y, q[:, part], k, v, first, last_size, place)
                 raise Wrong(f"{place}: the output differs from attention without a cache")
@@ -1162,14 +1180,18 @@ def check_cache(task):
 
 
 def check_cache_mistakes(y, q, k, v, first, last_size, place):
-    """q: (B, n, C), the new queries. k, v: (B, T, C), all. last_size: tokens of the last call."""
+    """Raises Wrong if y is the result of a usual mistake.
+
+    q: (B, n, C), the new queries. k, v: (B, T, C), all keys and values. first: the number of tokens
+    of earlier calls. last_size: the number of tokens of the previous call.
+    """
     n = q.size(1)
     last = first + n
     scores = q @ k[:, :last].transpose(1, 2) / math.sqrt(q.size(2))  # (B, n, last)
     ones = torch.ones(n, last, dtype=torch.bool)
     right = ones.tril(first)
     own = right.clone()
-    own[:, :first] = False  # sees only the new keys
+    own[:, :first] = False  # the queries see only the new keys
     recent = right.clone()
     recent[:, : first - last_size] = False
     masks = {
@@ -1178,14 +1200,14 @@ def check_cache_mistakes(y, q, k, v, first, last_size, place):
             first + 1
         ),
         "the queries see only the keys of this call: the cache is not used": own,
-        "the tokens before the last call are lost: return all keys and values, not only the new "
-        "ones": recent,
+        "the keys and values from before the previous call are lost: return a cache of all keys "
+        "and values": recent,
         "the mask expects the new keys after the cached keys, but the new keys come first": (
             right.roll(first, dims=1)
         ),
-        f"the mask begins at the left: query 0 of this call is token {first}, so it sees the keys "
-        f"0 to {first}": ones.tril(),
-        "the token does not see itself: put its key and value into the cache first": ones.tril(
+        f"the mask begins at the left: query 0 of this call is token {first}, so it must see the "
+        f"keys 0 to {first}": ones.tril(),
+        "the token does not see itself: first append its key and its value to the cache": ones.tril(
             first - 1
         ),
     }
@@ -1197,8 +1219,8 @@ def check_cache_mistakes(y, q, k, v, first, last_size, place):
     swapped = scores.roll(n, dims=2).masked_fill(~right, -math.inf)
     weights["the keys and the values are in different orders"] = swapped.softmax(dim=2)
     root = math.sqrt(q.size(2))
-    weights["the scores are not divided by the root of C"] = (hidden * root).softmax(dim=2)
-    weights["the scores are divided by C, not by its root"] = (hidden / root).softmax(dim=2)
+    weights["the scores are not divided by sqrt(C)"] = (hidden * root).softmax(dim=2)
+    weights["the scores are divided by C, not by sqrt(C)"] = (hidden / root).softmax(dim=2)
     for sentence, wrong in weights.items():
         expect(not is_close(y, wrong @ v[:, :last]), f"{place}: {sentence}")
     if y.isnan().any():
@@ -1228,23 +1250,23 @@ def find(folder, number):
 
 
 def check(number, text, path):
-    """Checks an answer. Returns None if it is right, "open", or the sentence about its mistake.
+    """Checks an answer. Returns None if right, "open" if not written, or what is wrong with it.
 
-    text: the program that contains the function. path: its file, for messages.
+    text: the program that contains the function. path: the file of this program, for messages.
     """
     names = {"__name__": "task"}
     try:
         exec(compile(text, str(path), "exec"), names)
         CHECKS[number](SimpleNamespace(**names))
-    except NotImplementedError as error:  # PyTorch also raises it, but with a message
+    except NotImplementedError as error:  # PyTorch also raises this error, but with a message
         return place_of(error, path) if str(error) else "open"
     except Wrong as wrong:
         return str(wrong)
     except SyntaxError as error:
-        return f"line {error.lineno} of {path.name} is not Python: {error.msg}"
+        return f"line {error.lineno} of {path.name} is not valid Python: {error.msg}"
     except AttributeError as error:
         if isinstance(error.obj, SimpleNamespace):
-            return f"{path.name} has no function {error.name}"
+            return f"{path.name} does not contain the function {error.name}"
         return place_of(error, path)
     except Exception as error:
         return place_of(error, path)
@@ -1252,7 +1274,7 @@ def check(number, text, path):
 
 
 def place_of(error, path):
-    """Says in which line an answer raises an error, and what Python says."""
+    """Returns a sentence with the line of an answer that raises an error, and Python's message."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     what = f"{type(error).__name__}: {error}".rstrip(".")
     if not lines:  # the check cannot use what the function returned
@@ -1266,7 +1288,7 @@ def title(path):
 
 
 def list_tasks():
-    """Prints the state of each task. Returns whether all are solved."""
+    """Prints the state of each task. Returns whether all tasks are solved."""
     n_solved = 0
     for number in CHECKS:
         path = find(TASKS, number)
@@ -1281,11 +1303,11 @@ def list_tasks():
 
 
 def main(arguments):
-    """Returns the exit status, which is 0 if everything that was checked is right."""
+    """Runs a command. Returns the exit status, which is 0 if all checked answers are right."""
     if not arguments:
         return int(not list_tasks())
     name, *flags = arguments
-    number = Path(name).name.split("_")[0].zfill(2)  # the name may be lesson/tasks/02_mask.py
+    number = Path(name).name.split("_")[0].zfill(2)  # name: 2, 02 or lesson/tasks/02_mask.py
     if name.startswith("-"):
         print(__doc__)
         return 2

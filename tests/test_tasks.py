@@ -56,7 +56,7 @@ MISTAKES = [
         "    return (",
         "    log_sum, of_target = log_sum[:, :-1], shifted[:, :-1].gather(2, targets[:, 1:, None])"
         "[..., 0]\n    return (",
-        "the targets are moved by one position",
+        "the targets are shifted by one position",
     ),
     # 02: the mask
     (
@@ -68,7 +68,7 @@ MISTAKES = [
     ("02", "triu(1)", "triu(2)", "position 0 looks at position 1, but not at position 2"),
     ("02", "triu(1)", "triu(0)", "row 0 is nan"),
     ("02", "-torch.inf", "0", "a masked score is 0"),
-    ("02", "triu(1)", "tril(-1)", "hides what is earlier"),
+    ("02", "triu(1)", "tril(-1)", "hides earlier positions"),
     ("02", "softmax(dim=2)", "softmax(dim=1)", "the columns add up to 1"),
     (
         "02",
@@ -110,9 +110,14 @@ MISTAKES = [
         "view(B, n_head, T, C // n_head)",
         "view(B, n_head, T, hs) mixes the positions",
     ),
-    ("03", "y.transpose(1, 2).flatten(2)", "y.reshape(B, T, C)", "they are put together wrong"),
-    ("03", "sqrt(C // n_head)", "sqrt(C)", "divided by the root of C"),
-    ("03", " / math.sqrt(C // n_head)", "", "not divided by the root of hs"),
+    (
+        "03",
+        "y.transpose(1, 2).flatten(2)",
+        "y.reshape(B, T, C)",
+        "the heads are concatenated wrong",
+    ),
+    ("03", "sqrt(C // n_head)", "sqrt(C)", "divided by sqrt(C)"),
+    ("03", " / math.sqrt(C // n_head)", "", "not divided by sqrt(hs)"),
     ("03", "scores.masked_fill(is_later, -math.inf)", "scores", "position 0 changes if token 1"),
     ("03", "triu(1)", "triu(2)", "if token 1 changes: the mask is shifted"),
     ("03", "    q = q.view", "    n_head = 1\n    q = q.view", "there is only one head"),
@@ -142,7 +147,7 @@ MISTAKES = [
         "view(B, T, C // n_head, n_head)",
         "there are 4 heads of 3 channels",
     ),
-    ("03", "q @ k.transpose(2, 3)", "k @ q.transpose(2, 3)", "Have q and k changed places?"),
+    ("03", "q @ k.transpose(2, 3)", "k @ q.transpose(2, 3)", "Are q and k swapped?"),
     ("03", "    k = k.view", "    k = k.roll(1, 2)\n    k = k.view", "belong to different heads"),
     ("03", "    v = v.view", "    v = v.roll(-1, 1)\n    v = v.view", "if token 1 changes in v"),
     ("03", "    k = k.view", "    k = k * (torch.arange(C) < 11)\n    k = k.view", "has no effect"),
@@ -159,7 +164,7 @@ MISTAKES = [
         "04",
         '        if name.endswith("bias"):',
         '        nn.init.torch.manual_seed(1)\n        if name.endswith("bias"):',
-        "have the same numbers: set the seed once",
+        "have the same values: set the random seed once",
     ),
     ("04", "    for name, p in", "    return\n    for name, p in", "still has PyTorch's initial"),
     # 05: AdamW
@@ -187,7 +192,7 @@ MISTAKES = [
         "06",
         'reduction="sum") / n_targets',
         'reduction="mean") / len(micro_batches)',
-        "2 micro-batches with 12, 3 targets: this is the gradient of the mean of their means",
+        "2 micro-batches with 12, 3 targets: this is the gradient of the mean of the",
     ),
     (
         "06",
@@ -218,7 +223,7 @@ MISTAKES = [
         "        n_targets += (y != -100).sum()\n",
         "divided by the number of targets so far",
     ),
-    ("06", "loss.item()", "loss", "the returned loss still has its graph"),
+    ("06", "loss.item()", "loss", "the returned loss still has a graph"),
     ("06", "    return mean_loss", "    return loss.item()", "but the returned loss is"),
     (
         "06",
@@ -230,7 +235,7 @@ MISTAKES = [
     ("07", " + rank * B", "", "rank 0 and rank 1 both read position 100"),
     ("07", "rank * B", "rank", "rank 0 and rank 1 both read position 101"),
     ("07", "world_size * B", "B", "rank 0 and rank 1 both read position 102"),
-    ("07", "position + rank * B, position + n", "rank * B, n", "rank 0 read position 0, but this"),
+    ("07", "position + rank * B, position + n", "rank * B, n", "rank 0 read position 0, but the"),
     ("07", "position + n,", "position + n - B,", "no rank reads position 4"),
     ("07", "world_size * B", "world_size * B * 2", "no rank reads position 4"),
     ("07", "position + n,", "n,", "no rank has a micro-batch"),
@@ -261,7 +266,7 @@ MISTAKES = [
         "after a second load_checkpoint of the same checkpoint, step of the optimizer",
     ),
     ("08", 'return checkpoint["step"]', "return 0", "load_checkpoint returns 0, but 5 steps"),
-    ("08", '    model.load_state_dict(checkpoint["model"])\n', "", "0.weight of the model is not"),
+    ("08", '    model.load_state_dict(checkpoint["model"])\n', "", "0.weight of the model differs"),
     ("08", "step=step)", "step=step + 1)", "load_checkpoint returns 6, but 5 steps"),
     # 09: the backward pass of LayerNorm
     ("09", "dx_hat - along_mean - x_hat * along_x_hat", "dx_hat", "treated as constants"),
@@ -272,25 +277,25 @@ MISTAKES = [
     ("09", "unbiased=False", "unbiased=True", "in x_hat, the variance is divided by C - 1"),
     ("09", "+ eps).sqrt()", ").sqrt()", "in x_hat, eps is missing"),
     ("09", " + eps).sqrt()", ").sqrt() + eps", "in x_hat, eps is added outside the root"),
-    ("09", "- along_mean - ", "+ along_mean + ", "both terms, of the mean and of the variance"),
+    ("09", "- along_mean - ", "+ along_mean + ", "the terms for the mean and for the variance"),
     ("09", "along_x_hat = (dx_hat ", "along_x_hat = (dy ", "dbias and dweight are right"),
-    ("09", "dx_hat.mean(", "dx_hat.sum(", "the sum in the term of the mean"),
-    ("09", "x_hat * along_x_hat) /", "0.5 * x_hat * along_x_hat) /", "variance is half of"),
+    ("09", "dx_hat.mean(", "dx_hat.sum(", "the sum in the term for the mean"),
+    ("09", "x_hat * along_x_hat) /", "0.5 * x_hat * along_x_hat) /", "variance is half as large"),
     ("09", "along_x_hat) / std", "along_x_hat)", "the division by the standard deviation"),
     # 10: Muon
     ("10", "    x = x / x.norm()\n", "", "the norm first"),
     ("10", "x.norm()", "x.abs().max()", "the norm first"),
     ("10", "(-4.7750", "(4.7750", "the signs and the powers"),
     ("10", "gram @ gram)", "gram @ gram @ gram)", "the signs and the powers"),
-    ("10", "range(5)", "range(3)", "Check their number"),
+    ("10", "range(5)", "range(3)", "Check the number of rounds"),
     (
         "10",
         "    x = x / x.norm()\n",
         "    u, _, v = x.svd()\n    return u @ v.T\n",
         "without a singular value decomposition",
     ),
-    ("10", "for _ in range(5)", "for _ in range(0)", "all singular values have the same factor"),
-    ("10", "range(5)", "range(2)", "Check their number"),
+    ("10", "for _ in range(5)", "for _ in range(0)", "multiplied by the same factor"),
+    ("10", "range(5)", "range(2)", "Check the number of rounds"),
     ("10", "range(5)", "range(1)", "Are there five rounds?"),
     (
         "10",
@@ -299,7 +304,7 @@ MISTAKES = [
         "the root of the number of columns",
     ),
     # 11: byte pair encoding
-    ("11", "(-counts[pair], pair)", "-counts[pair]", "take the smaller one, (32, 258)"),
+    ("11", "(-counts[pair], pair)", "-counts[pair]", "choose the smaller pair, (32, 258)"),
     (
         "11",
         "(-counts[pair], pair)",
@@ -336,11 +341,11 @@ MISTAKES = [
         "12",
         "triu(T - n + 1)",
         "triu(T - n + 2)",
-        "without a cache yet: each query also sees the next",
+        "with an empty cache: each query also sees the next",
     ),
     ("12", "triu(T - n + 1)", "triu(T - n)", "row 0 is nan"),
     ("12", "softmax(dim=2)", "softmax(dim=1)", "softmax runs over the queries"),
-    ("12", " / math.sqrt(q.size(2))", "", "not divided by the root of C"),
+    ("12", " / math.sqrt(q.size(2))", "", "not divided by sqrt(C)"),
 ]
 
 
@@ -516,9 +521,9 @@ def test_a_right_answer_may_look_different(number):
 
 def test_what_the_check_says_about_a_file_that_python_cannot_run():
     assert sentence_about("07", "def starts_of_rank(:\n") == (
-        "line 1 of 07_ranks.py is not Python: invalid syntax"
+        "line 1 of 07_ranks.py is not valid Python: invalid syntax"
     )
-    assert sentence_about("07", "") == "07_ranks.py has no function starts_of_rank"
+    assert sentence_about("07", "") == "07_ranks.py does not contain the function starts_of_rank"
     text = "def starts_of_rank(*arguments):\n    return 1 / 0\n"
     assert sentence_about("07", text) == (
         "line 2 of 07_ranks.py raises ZeroDivisionError: division by zero"

@@ -1,4 +1,4 @@
-"""A solution of task 02: the causal mask: a position sees itself and earlier positions."""
+"""A solution of task 02: the causal mask."""
 
 import torch
 

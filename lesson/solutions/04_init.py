@@ -7,11 +7,11 @@ import torch.nn as nn
 
 def init_weights(model, n_layer):
     """Sets the parameters of a GPT-2 to their initial values. Returns nothing."""
-    for name, p in model.named_parameters():  # the shared matrix comes once
+    for name, p in model.named_parameters():  # yields the shared matrix only once
         if name.endswith("bias"):
             nn.init.zeros_(p)
         elif name.endswith("c_proj.weight"):
-            # 2 n_layer outputs are added, and their variances add up.
+            # The residual stream is a sum of 2 n_layer outputs, whose variances add up.
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
         elif p.dim() == 2:
             nn.init.normal_(p, std=0.02)

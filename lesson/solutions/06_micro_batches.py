@@ -1,4 +1,4 @@
-"""A solution of task 06: micro-batches that have unequal numbers of targets."""
+"""A solution of task 06: micro-batches with different numbers of targets."""
 
 import torch.nn.functional as F
 
@@ -9,7 +9,7 @@ def backward_of_step(model, micro_batches):
     mean_loss = 0.0
     for x, y in micro_batches:
         logits = model(x).flatten(0, 1)  # (B T, V)
-        # A sum over no targets is 0, and a mean over none would be nan.
+        # A sum over no targets is 0, but a mean over no targets is nan.
         loss = F.cross_entropy(logits, y.flatten(), reduction="sum") / n_targets
         loss.backward()
         mean_loss += loss.item()

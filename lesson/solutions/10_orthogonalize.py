@@ -4,7 +4,7 @@
 def orthogonalize(x):
     """Returns a matrix with the singular vectors of x, and singular values between 0.6 and 1.3."""
     if x.size(0) > x.size(1):
-        return orthogonalize(x.T).T  # so that gram is the smaller square
+        return orthogonalize(x.T).T  # for x.T, gram has fewer rows and columns than for x
     x = x / x.norm()
     for _ in range(5):
         gram = x @ x.T  # (rows, rows)

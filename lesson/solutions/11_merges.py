@@ -2,7 +2,7 @@
 
 
 def learn_merges(text, n_merges):
-    """Returns the list of merges: pairs of token ids, in the order in which they were found."""
+    """Returns the list of merges: pairs of token ids, in the order in which they were learned."""
     ids = list(text)
     merges = []
     for new in range(256, 256 + n_merges):

@@ -1,4 +1,4 @@
-"""A solution of task 12: attention with a cache of keys and values, for generation."""
+"""A solution of task 12: attention with a KV cache, for generation."""
 
 import math
 
@@ -12,7 +12,7 @@ def attention_with_cache(q, k, v, cache):
         v = torch.cat([cache[1], v], dim=1)  # (B, T, C)
     n, T = q.size(1), k.size(1)
     scores = q @ k.transpose(1, 2) / math.sqrt(q.size(2))  # (B, n, T)
-    # Query i is token T - n + i, so the mask begins that much further to the right.
+    # Query i belongs to token T - n + i, so the mask is shifted to the right by T - n columns.
     is_later = torch.ones(n, T, dtype=torch.bool).triu(T - n + 1)  # (n, T)
     weights = scores.masked_fill(is_later, -math.inf).softmax(dim=2)  # (B, n, T)
     return weights @ v, (k, v)

@@ -1,6 +1,6 @@
 """Attention with several heads.
 
-Lesson 5 does this in CausalSelfAttention. Do not use F.scaled_dot_product_attention here.
+Lesson 5 computes the same in CausalSelfAttention. Do not use F.scaled_dot_product_attention here.
 
 Check it with: python lesson/check.py 03
 """
@@ -13,15 +13,16 @@ import torch
 def attention(q, k, v, n_head):
     """Returns the concatenated outputs of all heads: (B, T, C).
 
-    q, k, v: (B, T, C) each, after the layer c_attn. n_head divides C. Head h uses the hs = C /
-    n_head channels from h * hs to (h + 1) * hs - 1 of q, k and v. In each head,
+    q, k, v: (B, T, C) each, the outputs of the layer c_attn. C is a multiple of n_head. Head h uses
+    the hs = C / n_head channels from h * hs to (h + 1) * hs - 1 of q, k and v. Each head computes
 
       scores = q kᵀ / sqrt(hs)                        (T, T)
       weights = softmax of each row, after the mask   (T, T)
       y = weights v                                   (T, hs)
 
-    and y fills the same channels of the result. This task does not include the layer c_proj.
+    The output y of head h becomes the channels from h * hs to (h + 1) * hs - 1 of the result. The
+    layer c_proj is not part of this task.
 
-    Example: with T = 1, a position sees only itself, so the result is v.
+    Example: if T = 1, the only position attends only to itself, so the result is v.
     """
     raise NotImplementedError

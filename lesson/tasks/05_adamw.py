@@ -1,4 +1,4 @@
-"""One step of AdamW, equal to torch.optim.AdamW to 1e-6.
+"""One step of AdamW, with the result of torch.optim.AdamW (tolerance: 1e-6).
 
 Check it with: python lesson/check.py 05
 """
@@ -7,22 +7,24 @@ import torch
 
 
 def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
-    """Returns the parameter and its two means after a step: (p, m, v).
+    """Returns the parameter and its two running means after a step: (p, m, v).
 
-    p: a parameter, a matrix or a vector. grad: its gradient, of the same shape. m: the running mean
-    of the gradients. v: the running mean of their squares. Before the first step, m and v are 0.
-    step: the number of this step; the first one is 1. The other arguments are numbers.
+    p: a parameter, which is a matrix or a vector. grad: the gradient of p, of the same shape.
+    m: the running mean of the gradients. v: the running mean of the squared gradients. Before the
+    first step, m and v are 0. step: the number of this step, counted from 1. The other arguments
+    are hyperparameters, which are numbers. A step consists of three parts:
 
-      decay    p is multiplied by 1 - lr * weight_decay, but only if p is a matrix
+      decay    if p is a matrix, multiply p by 1 - lr * weight_decay
       means    m = beta1 * m + (1 - beta1) * grad
                v = beta2 * v + (1 - beta2) * grad^2
-      step     p is lowered by lr * m_hat / (sqrt(v_hat) + eps)
+      update   subtract lr * m_hat / (sqrt(v_hat) + eps) from p
 
-    m and v begin at 0, so they are too small at first. Bias correction compensates for this:
-    m_hat = m / (1 - beta1^step), and v_hat = v / (1 - beta2^step). Return m and v without the
-    correction.
+    m and v begin at 0, so in the first steps, both are too small. The update therefore uses m and v
+    with bias correction: m_hat = m / (1 - beta1^step), and v_hat = v / (1 - beta2^step). Return m
+    and v without bias correction.
 
-    Example: in the first step, m_hat is grad and v_hat is grad^2, so a vector moves by almost
-    exactly lr against the sign of its gradient; eps makes the step slightly smaller.
+    Example: in the first step, m_hat is grad and v_hat is grad^2, so each number in a vector moves
+    by almost exactly lr, in the direction opposite to its gradient. Because of eps, the step is
+    slightly smaller than lr.
     """
     raise NotImplementedError

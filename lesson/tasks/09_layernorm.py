@@ -9,19 +9,20 @@ import torch
 def layer_norm_backward(x, weight, dy, eps):
     """Returns the gradients of the loss: (dx, dweight, dbias).
 
-    The forward pass, for each position, where mean and variance are over its C channels:
+    For each position, the forward pass computes
 
       x_hat = (x - mean) / sqrt(variance + eps)
       y = x_hat * weight + bias
 
-    The variance divides by C, not by C - 1. x: (B, T, C), the input. weight: (C). dy: (B, T, C),
-    the gradient of the loss with respect to y. dx: (B, T, C). dweight, dbias: (C). Do not call
+    The mean and the variance are computed over the C channels of the position. The variance is the
+    sum of squares divided by C, not by C - 1. x: (B, T, C), the input. weight: (C). dy: (B, T, C),
+    the gradient of the loss with respect to y. dx: (B, T, C). dweight, dbias: (C) each. Do not call
     backward.
 
-    A hint: mean and variance depend on each channel of x, so a change of one channel reaches y in
-    three ways: directly, through the mean, and through the variance.
+    A hint: mean and variance depend on all channels of x. A change in one channel of x therefore
+    changes y in three ways: directly, through the mean, and through the variance.
 
-    Example: if dy is the same for all channels, and so is weight, then dx is 0. Adding the same
+    Example: if all channels have the same dy and the same weight, dx is 0, because adding the same
     number to all channels of x does not change y.
     """
     raise NotImplementedError

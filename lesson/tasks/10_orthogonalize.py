@@ -9,18 +9,23 @@ import torch
 def orthogonalize(x):
     """Returns a matrix with the singular vectors of x, and singular values between 0.6 and 1.3.
 
-    x: (rows, columns), of any size. Its smallest singular value is at least a thirtieth of its
-    largest one. Do not compute a singular value decomposition: GPUs are slow at it.
+    x: (rows, columns), with any scale. The smallest singular value of x is at least a thirtieth of
+    the largest singular value. Do not compute a singular value decomposition, which is slow on
+    GPUs.
 
-    If the singular values s are at most 1, a round replaces each s by
+    Use five rounds. The singular values s must be at most 1 before the first round. Each round
+    replaces each s by
 
       3.4445 s - 4.7750 s^3 + 2.0315 s^5
 
-    and after five rounds, all are about 1. The singular vectors stay. A hint: if x = U S Vᵀ, then
-    x xᵀ = U S² Uᵀ, so x xᵀ x = U S³ Vᵀ. The norm of a matrix, the root of the sum of its squared
-    numbers, is at least its largest singular value.
+    without changing the singular vectors. After five rounds, all singular values are about 1.
 
-    Lesson 13 also multiplies the result by the root of the number of columns. Do not do this here.
+    Two hints: if x = U S Vᵀ, then x xᵀ = U S² Uᵀ, so x xᵀ x = U S³ Vᵀ. The norm of a matrix, the
+    square root of the sum of its squared numbers, is at least as large as its largest singular
+    value.
+
+    Lesson 13 also multiplies the result by the square root of the number of columns. In this task,
+    do not multiply by this root.
 
     Example: for x = [[3.0, 0.0], [0.0, 1.0]], the result is about [[1.0, 0.0], [0.0, 1.0]].
     """
