@@ -100,7 +100,7 @@ def sample(max_new_tokens):
 
 
 model = GPT()
-# In each step, AdamW moves a parameter by at most about lr, whatever its gradient (lesson 8).
+# AdamW moves a parameter by at most about lr per step, even if its gradient is large (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):

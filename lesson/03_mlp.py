@@ -118,7 +118,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.block = Block()
@@ -166,7 +166,7 @@ def sample(max_new_tokens):
 
 
 model = GPT()
-# In each step, AdamW moves a parameter by at most about lr, whatever its gradient (lesson 8).
+# AdamW moves a parameter by at most about lr per step, even if its gradient is large (lesson 8).
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 times = []
 for step in range(max_steps):

@@ -128,7 +128,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h

@@ -1,10 +1,10 @@
 """Lesson 11: gradient accumulation. A step averages the gradients of several micro-batches.
 
 Only one micro-batch must fit into memory, not all sequences of a step. Each sequence of a run now
-has a number, its position in the run. (Tokens also have positions, in their sequence.) A step reads
-the next n sequences, in micro-batches of batch_size sequences, so n must be a multiple of
-batch_size. Except for rounding, the losses do not depend on batch_size. They differ from the losses
-of lesson 10, which reads different sequences.
+has a number, its position in the run. (The position of a token in its sequence is something else.)
+A step reads the next n sequences, in micro-batches of batch_size sequences, so n must be a multiple
+of batch_size. Except for rounding, the losses do not depend on batch_size. Lesson 10 reads
+different sequences, so its losses differ.
 
 After 300 steps, the validation loss is 1.977.
 
@@ -136,7 +136,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h

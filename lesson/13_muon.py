@@ -201,7 +201,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # The names are those in GPT-2's files. wte: token embedding. wpe: position embedding.
+        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
@@ -367,7 +367,7 @@ for step in range(max_steps):
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
     steps_done = step + 1  # steps are numbered from 0
-    # All ranks have the same model, so only rank 0 evaluates. The others wait in the next step.
+    # All ranks have the same model, so only rank 0 evaluates. Other ranks wait in the next step.
     if rank == 0 and (steps_done % 100 == 0 or steps_done == max_steps):
         val_loss = estimate_loss()
         ms = 1000 * np.median(times)

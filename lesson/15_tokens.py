@@ -98,5 +98,5 @@ if len(ids) <= shard_size:
 write_shard("train", number, ids[:-shard_size])
 write_shard("val", 0, ids[-shard_size:])
 for path in set(glob(f"{folder}/*.npy")) - set(written):
-    os.remove(path)  # this shard is from an earlier run of this program
+    os.remove(path)  # an earlier run of this program wrote this shard
 print(f"The last ten tokens: {[encoding.decode([id]) for id in ids[-10:]]}")

@@ -1,4 +1,4 @@
-"""Lesson 16: OpenAI's weights, and a score: how often a model chooses the true of four endings.
+"""Lesson 16: OpenAI's weights, and a score: how often does a model choose the true ending?
 
   python lesson/16_openai.py                  scores the model of lesson 14
   python lesson/16_openai.py --weights gpt2   scores OpenAI's GPT-2, from huggingface.co (548 MB);
@@ -187,10 +187,9 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x))
 
     def generate(self, idx, max_new_tokens, temperature=0.8, top_k=50):
-        """Samples one token after another: (1, T) -> (1, T + max_new_tokens).
-
+        """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens).
         A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens can
-        be sampled: each other token is unlikely, but all other tokens together are not.
+        be sampled. Each other token is unlikely, but their total probability is not small.
         """
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
@@ -203,7 +202,7 @@ class GPT(nn.Module):
 
 
 def choose_ending(context, endings):
-    """Returns the index of the ending with the highest mean log-likelihood of its tokens.
+    """Returns the index of the ending that has the highest mean log-likelihood per token.
 
     context: a list of ids. endings: a list of lists of ids.
     """
@@ -212,7 +211,7 @@ def choose_ending(context, endings):
         row = torch.tensor(context + ending, device=device)[-block_size - 1 :]  # (T+1)
         targets = row[1:]  # (T), the next token at each position
         logits = model(row[None, :-1])[0]  # (T, vocab_size)
-        n = len(ending)  # the last n predictions are those of the ending
+        n = len(ending)  # the last n logits predict the tokens of the ending
         # cross_entropy returns the mean over these n tokens. A sum would favor short endings.
         losses.append(F.cross_entropy(logits[-n:], targets[-n:]).item())
     return losses.index(min(losses))
@@ -230,7 +229,7 @@ def questions_from_text(n_questions):
         text = file.read()
     tokens = encode(text.decode(errors="replace"))[-20_000:]
     for _ in range(n_questions):
-        places = random.integers(40, len(tokens) - 16, size=4).tolist()  # first: the true ending's
+        places = random.integers(40, len(tokens) - 16, size=4).tolist()  # the true ending is first
         endings = [tokens[place : place + 16] for place in places]
         label = int(random.integers(4))
         endings[0], endings[label] = endings[label], endings[0]

@@ -28,7 +28,7 @@ SOLUTIONS = Path(__file__).parent / "solutions"
 
 
 class Wrong(Exception):
-    """Raised if an answer is wrong. Its message says what is wrong."""
+    """Raised if an answer is wrong. The message says what is wrong."""
 
 
 def expect(is_right, sentence):
@@ -74,8 +74,8 @@ def check_cross_entropy(task):
     expect_tensor(loss, ())
     expect(
         torch.equal(given, logits),
-        "the function changes the tensor of its caller: write logits = logits - ... instead of "
-        "logits -= ...",
+        "the function changes the logits of its caller in place: write logits = logits - ... "
+        "instead of logits -= ...",
     )
     log_p = logits.log_softmax(dim=2)  # (B, T, V)
     losses = -log_p.gather(2, targets[..., None])[..., 0]  # (B, T)
@@ -165,7 +165,7 @@ def why_nan(is_nan):
     if rows[:-1].all():
         return (
             "all rows except the last one are nan: softmax does not run over the positions of the "
-            "keys"
+            "keys, which are the last dimension"
         )
     if rows[-1]:
         return (
@@ -246,7 +246,7 @@ def check_weights(weights, scores):
 
 
 def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, dim=3):
-    """Computes attention, with the mistakes that the arguments choose. q, k, v: (B, T, C).
+    """Computes attention, with the mistakes that the arguments select. q, k, v: (B, T, C).
 
     split, merge: how the channels are split into heads, and the heads concatenated. scale: divisor
     of the scores. ahead: how many later positions a query sees. dim: the dimension of softmax.
@@ -461,11 +461,10 @@ def check_initial_values(name, p, n_layer):
         place = f"{name} has a standard deviation of {std:.4f}"
         if is_last:
             mistakes = {
-                0.02: f"the residual stream is the sum of {2 * n_layer} outputs of {n_layer} "
-                "blocks. Their variances add up, so the variance of the stream would grow with "
-                "n_layer",
+                0.02: f"the residual stream adds up {2 * n_layer} outputs of {n_layer} blocks, and "
+                "their variances add up, so the variance of the stream would grow with n_layer",
                 0.02 / math.sqrt(n_layer): f"{n_layer} blocks add {2 * n_layer} outputs to the "
-                "residual stream, because attention and MLP each add one",
+                "residual stream, because attention and MLP each add one output",
                 0.02 / (2 * n_layer): "variances add up, but standard deviations do not, so a "
                 "root is missing",
                 0.005: "the standard deviation does not change with n_layer. With n_layer = "
@@ -793,7 +792,7 @@ def check_positions(task, world_size, position, n, B):
 
 
 def train(model, optimizer, first, last):
-    """Takes the steps first to last-1. Data and lr depend only on the step. Returns the losses."""
+    """Takes the steps first to last-1. Returns the losses. Data and lr depend only on the step."""
     losses = []
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -1133,7 +1132,7 @@ def check_merges(task):
                 expect(
                     pair != min(counts, key=lambda pair: (-apart[pair], pair)),
                     f"{place}: the count of {best} is {most}, because overlapping occurrences "
-                    f"also count, as in aaa. This is more than the count of your pair {pair}{now}",
+                    f"also count, as in aaa, so this pair comes before your pair {pair}{now}",
                 )
                 expect(
                     counts[pair] == most,
@@ -1250,7 +1249,7 @@ def find(folder, number):
 
 
 def check(number, text, path):
-    """Checks an answer. Returns None if right, "open" if not written, or what is wrong with it.
+    """Checks an answer. Returns None if right, "open" if not yet written, or what is wrong.
 
     text: the program that contains the function. path: the file of this program, for messages.
     """
@@ -1277,7 +1276,7 @@ def place_of(error, path):
     """Returns a sentence with the line of an answer that raises an error, and Python's message."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     what = f"{type(error).__name__}: {error}".rstrip(".")
-    if not lines:  # the check cannot use what the function returned
+    if not lines:  # the error is in the check, which used the result of the answer
         return f"the check cannot use the result: {what}"
     return f"line {lines[-1]} of {path.name} raises {what}"
 
