@@ -153,7 +153,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
                 # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Because of this root, the sum does not grow with n_layer.
+                # the variances add up. Due to this root, the variance does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum

@@ -148,7 +148,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
                 # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Because of this root, the sum does not grow with n_layer.
+                # the variances add up. Due to this root, the variance does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
@@ -236,8 +236,8 @@ for step in range(max_steps):
     x, y = random_batch()  # (B, T) each
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
-    # If the norm of all gradients (root of the sum of squares) is above 1, scale them down. AdamW
-    # ignores their usual size, but large ones would stay in its means for many steps.
+    # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
+    # very large gradient would otherwise stay in AdamW's means for many steps.
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:

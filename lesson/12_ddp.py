@@ -174,7 +174,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
                 # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Because of this root, the sum does not grow with n_layer.
+                # the variances add up. Due to this root, the variance does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
@@ -292,17 +292,17 @@ for step in range(max_steps):
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
             # Each process adds up its gradients. DDP averages the sums once per step, in the
-            # backward pass for which this is True.
+            # backward pass of the last micro-batch, for which this attribute is True.
             model.require_backward_grad_sync = first == starts[-1]
-        with autocast:  # where this rounds, backward also rounds
+        with autocast:  # backward will use the same dtypes as forward
             _, loss = model(x, y)
         # The loss of a step is the mean over its micro-batches, which have equal sizes. backward
         # adds up their gradients, so each loss is first divided by the number of micro-batches.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # detach frees the memory of the graph
-    # If the norm of all gradients (root of the sum of squares) is above 1, scale them down. AdamW
-    # ignores their usual size, but large ones would stay in its means for many steps. All processes
+    # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
+    # very large gradient would otherwise stay in AdamW's means for many steps. All processes
     # now have the same gradients, so all processes scale the gradients by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)

@@ -121,7 +121,7 @@ def orthogonalize(x):
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T  # for x.T, gram has fewer rows and columns than for x
     x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
-    for _ in range(5):  # fewer rounds leave small values small, and more take longer
+    for _ in range(5):  # fewer rounds leave some values small; more rounds take longer
         gram = x @ x.T  # (rows, rows)
         # x is U S V.T: U and V contain its singular vectors, and S its singular values s. So gram
         # is U S^2 U.T, gram @ x is U S^3 V.T, and gram @ gram @ x is U S^5 V.T. The next line
@@ -221,7 +221,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
                 # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Because of this root, the sum does not grow with n_layer.
+                # the variances add up. Due to this root, the variance does not grow with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
                 # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
@@ -341,17 +341,17 @@ for step in range(max_steps):
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
             # Each process adds up its gradients. DDP averages the sums once per step, in the
-            # backward pass for which this is True.
+            # backward pass of the last micro-batch, for which this attribute is True.
             model.require_backward_grad_sync = first == starts[-1]
-        with autocast:  # where this rounds, backward also rounds
+        with autocast:  # backward will use the same dtypes as forward
             _, loss = model(x, y)
         # The loss of a step is the mean over its micro-batches, which have equal sizes. backward
         # adds up their gradients, so each loss is first divided by the number of micro-batches.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # detach frees the memory of the graph
-    # If the norm of all gradients (root of the sum of squares) is above 1, scale them down. AdamW
-    # ignores their usual size, but large ones would stay in its means for many steps. All processes
+    # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
+    # very large gradient would otherwise stay in AdamW's means for many steps. All processes
     # now have the same gradients, so all processes scale the gradients by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
