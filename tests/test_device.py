@@ -258,7 +258,7 @@ def test_a_program_of_one_process_reads_no_ranks(monkeypatch):
 
 def test_a_model_that_needs_more_processes():
     with pytest.raises(
-        UserError, match="--tp 2 --pp 3: needs a multiple of 6 processes, and there"
+        UserError, match="--tp 2 --pp 3: needs a multiple of 6 processes, but there"
     ):
         setup("cpu", "float32", tp=2, pp=3)
 

@@ -202,14 +202,14 @@ def test_experiment(tmp_path, plain, name):
     # A stage has not what the first block has.
     if name in ("mixture-of-experts", "value-residual", "x0"):
         _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=2)
-        assert "--pp: the stages of this model.py compute another loss than the whole" in err
+        assert "--pp: the stages of this model.py compute a different loss from the whole" in err
     if name == "document-mask":
         assert checkpoint(tmp_path / "run", 6)["model_config"]["end_of_text"] == 10
         _, err = run(tmp_path, "pp", 5, *WAYS["pp"], processes=2, status=2)
         assert "--pp: model.py cannot run in stages" in err
     if name == "mixture-of-experts":
         _, err = run(tmp_path, "tp", 5, *WAYS["tp"], processes=2, status=2)
-        assert "--tp: transformer.h.0.mlp.c_fc is in no layer" in err
+        assert "--tp: transformer.h.0.mlp.c_fc is not in a layer" in err
     if name == "grouped-query":
         _, err = run(tmp_path, "two", 5, *WAYS["tp"], "--n_head", 2, processes=2, status=2)
         assert "--tp 2 does not divide the 1 heads of transformer.h.0.attn.c_k; give a" in err
@@ -326,7 +326,7 @@ EMBEDDING = "        x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)\n"
 STAGES = {  # edits of model.py that no pipeline computes -> a part of the message
     "every stage": (  # a stage begins with this line, too
         (EMBEDDING, f"{EMBEDDING}        x = 4 * x\n"),
-        "the stages of this model.py compute another loss than the whole model: ",
+        "the stages of this model.py compute a different loss from the whole model: ",
     ),
     "another stage": (
         (
@@ -342,14 +342,14 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
             "        n = sum(p.square().sum() for p in self.transformer.h.parameters())\n"
             "        return None, self.loss(x, targets), {'size': n}\n",
         ),
-        "the stages of this model.py compute another size than the whole model: ",
+        "the stages of this model.py compute a different size from the whole model: ",
     ),
     "one block": (
         (
             "nn.ModuleList([Block(config, i) for i in range(config.n_layer)])",
             "nn.ModuleList([Block(config, 0)] * config.n_layer)",
         ),
-        "transformer.h.0.ln_1.weight and transformer.h.1.ln_1.weight are one parameter",
+        "transformer.h.0.ln_1.weight and transformer.h.1.ln_1.weight are the same parameter",
     ),
     "one MLP": (
         (
@@ -357,7 +357,7 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
             "        self.transformer.h[1].mlp = self.transformer.h[0].mlp\n"
             "        self.init_weights(seed)\n",
         ),
-        "mlp.c_fc.weight and transformer.h.1.mlp.c_fc.weight are one parameter, which a split",
+        "mlp.c_fc.weight and transformer.h.1.mlp.c_fc.weight are the same parameter",
     ),
 }
 
@@ -382,7 +382,9 @@ class OneSize(GPT):
 
 def test_a_pipeline_of_a_model_of_one_size_only_is_refused():
     """Its stages cannot be compared with it."""
-    with pytest.raises(UserError, match="a small GPT of this model.py fails .n_embd is not 32"):
+    with pytest.raises(
+        UserError, match="a small test GPT of this model.py fails .n_embd is not 32"
+    ):
         check_stages(OneSize(MODEL), 2)
 
 
@@ -534,7 +536,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
     [
         (
             dict(heads="nn.Parameter(torch.ones(()))", q="self.scale * q"),
-            "transformer.h.0.attn.scale is in no layer; make it the weight of an nn.Module",
+            "transformer.h.0.attn.scale is not in a layer; make it the weight of an nn.Module",
         ),
         (
             dict(mlp=", Scale()"),

@@ -132,7 +132,10 @@ def test_processes_with_different_code(tmp_path):
     )
     train = tmp_path / "train.py"
     out, err = program(*TINY, cwd=tmp_path, processes=2, status=2, program=train)
-    assert (out, err) == ("", "error: the processes have different code; give all the same clone\n")
+    assert (out, err) == (
+        "",
+        "error: the processes run different code; give all processes the same clone\n",
+    )
 
 
 @pytest.mark.slow

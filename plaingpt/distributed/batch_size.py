@@ -1,4 +1,4 @@
-"""Chooses the number of sequences in a step and in a micro-batch. On a GPU, these must fit."""
+"""Chooses how many sequences a step has, and a micro-batch, which must fit into GPU memory."""
 
 import contextlib
 
@@ -13,18 +13,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
-    """Returns the plan of a run: an (n, B) for each step of the ramp, and one for all later steps.
+    """Returns the plan of a run: (n, B) for each step of the ramp, then (n, B) for all later steps.
 
-    n: sequences in a step, on all processes. In the ramp, it rises linearly to
-    total_batch_size / T, in multiples of the first n.
+    n: number of sequences per step, on all processes together. In the ramp, n rises linearly to
+    total_batch_size / T, and is always a multiple of the first n.
 
-    B: sequences in a micro-batch of one process: batch_size, or less if a process has too few
-    sequences for batch_size, or for pp micro-batches. In a ramp, n grows, but B keeps its value of
-    the first step, so that torch.compile compiles one shape.
+    B: number of sequences per micro-batch of one process. B is batch_size, or smaller if a process
+    has too few sequences per step for one micro-batch of this size, or with --pp for pp of them.
+    During the ramp, n grows, but B does not change, so that torch.compile compiles only one shape.
 
-    n_sequences: sequences in the training data. keeps_batch_size: whether batch_size must divide
-    the sequences of a process in a step, because the user has given the flag. Otherwise, B is the
-    next smaller divisor. Raises UserError unless every process reads whole micro-batches.
+    n_sequences: number of sequences in the training data. keeps_batch_size: whether the user has
+    given --batch_size. If so, it must divide the number of sequences per process and step. If not,
+    B is lowered to the next divisor. Raises UserError unless every process reads whole
+    micro-batches.
     """
     limits = (T, n_sequences, dp_size, keeps_batch_size)
     n, B = step_size(config, "total_batch_size", *limits)
@@ -46,9 +47,9 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
 
 
 def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
-    """Returns (n, B) of a step with the number of tokens that the flag says.
+    """Returns (n, B) for a step whose number of tokens is the value of a flag.
 
-    flag: "total_batch_size" or "rampup_batch_size". Other arguments: as in plan_steps.
+    flag: "total_batch_size" or "rampup_batch_size". The other arguments are as in plan_steps.
     """
     size = getattr(config, flag)  # tokens
     unit = T * dp_size  # tokens of one sequence on every process
@@ -57,12 +58,12 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
             f"--{flag} {size}: give a multiple of {unit} (--block_size {T} x {dp_size} processes), "
             f"at most the data's {n_sequences * T} tokens"
         )
-    share = size // unit  # sequences of a process
+    share = size // unit  # sequences per process
     explanation = (
         f"each process has {share} sequences in a step (--{flag} {size} / --block_size {T} / "
         f"{dp_size} processes)"
     )
-    most = share // config.pp  # pp micro-batches, so every stage has work
+    most = share // config.pp  # B for pp micro-batches, which keep all pipeline stages busy
     if most == 0:
         raise UserError(f"--pp {config.pp}: {explanation}; give at most {share} stages")
     B = min(config.batch_size, most)
@@ -77,20 +78,21 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
 
 
 def fit_batch_size(training, config, T, plan, process):
-    """Finds the largest micro-batch that fits into the memory of all GPUs -> (B, plan).
+    """Finds the largest micro-batch that fits into the memory of every GPU -> (B, plan).
 
-    All processes must call this before the first step. plan: from plan_steps. The result is the
-    same plan, with at most B sequences in a micro-batch. The search begins with the largest B of
-    `plan`, and halves B. On a CPU, or with a split model, this changes nothing: if one process of
-    a split model ran out of memory, the others would wait for it. Raises UserError if even one
-    sequence does not fit.
+    All processes must call this function before the first step. plan: from plan_steps. Returns the
+    same plan, but with at most B sequences per micro-batch. The search begins with the largest B of
+    `plan`, and halves B until the micro-batch fits. On a CPU, or with a split model, the function
+    returns batch_size and `plan` unchanged: if one process of a split model ran out of memory, the
+    other processes would wait for it. Raises UserError if even one sequence does not fit.
     """
     if process.device.type != "cuda" or is_split(config, process):
         return config.batch_size, plan
     candidates = halved_batch_sizes(plan, process.dp_size)
     found = 0  # index in candidates
-    # torch.compile takes a minute per size, so eager code searches first. Compiled code needs less
-    # memory, so its search begins with the last size that did not fit in eager mode.
+    # torch.compile takes a minute per size, so the first search runs in eager mode. Compiled code
+    # needs less memory, so the second search begins with the last size that did not fit in eager
+    # mode.
     for stance in ("force_eager", "default") if config.compile else ("default",):
         found = max(0, found - 1)
         with torch.compiler.set_stance(stance):
@@ -103,22 +105,23 @@ def fit_batch_size(training, config, T, plan, process):
             "no sequence fits into memory; try --activation_checkpointing, a smaller "
             "--preset, or more GPUs with --parallel fsdp"
         )
-    torch.cuda.reset_peak_memory_stats()  # bench.py reads them
+    torch.cuda.reset_peak_memory_stats()  # bench.py reads these statistics
     B = candidates[found]
-    print0(f"--batch_size {B} fits into memory; warnings of OOM are from larger ones")
+    print0(f"--batch_size {B} fits into memory; out-of-memory warnings are from larger sizes")
     return B, limit_plan(plan, B)
 
 
 def limit_plan(plan, B):
-    """Returns the same plan with at most B sequences in a micro-batch."""
+    """Returns the same plan with at most B sequences per micro-batch."""
     return [(n, min(B, planned)) for n, planned in plan]
 
 
 def halved_batch_sizes(plan, dp_size):
-    """Returns the micro-batches to try, from large to small.
+    """Returns the micro-batch sizes B to try, from the largest to the smallest.
 
-    The first B is the largest B of `plan`, which is from plan_steps. Each later B is at most half
-    of the B before, and the largest that divides the sequences of a process in every step.
+    plan: from plan_steps. The first B is the largest B of `plan`. Each later B is the largest
+    number that is at most half of the previous B and divides the sequences per process of every
+    step.
     """
     found = []
     B = max(B for _, B in plan)
@@ -133,32 +136,34 @@ def halved_batch_sizes(plan, dp_size):
 def has_memory(training, B, T, process):
     """Returns whether all processes have enough memory to train with micro-batches of (B, T).
 
-    Allocates the memory of AdamW's moments, and some more, then runs two micro-batches. Keeps the
-    gradients, the buffers and the RNG state as they are before a step.
+    Allocates slightly more memory than AdamW's moments need, then runs two micro-batches.
+    Afterwards, the gradients, the buffers and the RNG state are as before the call.
     """
-    # (module, name, buffer, its values): forward may change, replace or create a buffer.
+    # Rows of (module, name, buffer, copy of its values), because the forward pass may change,
+    # replace or create a buffer.
     buffers = []
     for module in training.raw_model.modules():
         for name, buffer in module._buffers.items():
             buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
     torch.cuda.empty_cache()  # frees the memory of the previous attempt
     n_fit = torch.zeros(())  # 1 if this process has enough memory
-    set_gradient_sync(training.model, False)  # one process may fail, so no other may wait
+    set_gradient_sync(training.model, False)  # if one process fails, no other waits for it
     if isinstance(training.model, DDP):
-        training.model.require_forward_param_sync = False  # DDP would also broadcast buffers
+        training.model.require_forward_param_sync = False  # nor does DDP broadcast buffers
     # batch_size_advice turns an out-of-memory error into a UserError.
     with (
         contextlib.suppress(UserError),
         batch_size_advice(B),
         torch.random.fork_rng(range(torch.cuda.device_count())),
     ):
-        # AdamW's moments need 8 bytes per parameter. The first step allocates them between
-        # activations. The gaps, too small for other tensors, were up to 2 bytes per parameter.
+        # AdamW's moments need 8 bytes per parameter. In a run, the first step allocates the moments
+        # between activations. This leaves gaps that are too small for other tensors: up to 2 bytes
+        # per parameter in our measurements.
         moments = [
             p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
         ]
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
-        for _ in range(2):  # during the second forward pass, gradients exist, as in a step
+        for _ in range(2):  # in the second forward pass, gradients use memory, as in a real step
             with process.autocast:
                 loss = training.model(x, y)[1]
             loss.backward()

@@ -1,9 +1,10 @@
 """Chooses the device of a process, its dtype, and whether to use torch.compile.
 
-The dtypes have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
-FP16 1+5+10. FP16 has a small range: small gradients underflow unless a scaler enlarges them.
+The numbers of bits for sign, exponent and mantissa are FP32 1+8+23, TF32 1+8+10, BF16 1+8+7 and
+FP16 1+5+10. FP16 has a small range, so small gradients underflow unless a gradient scaler
+multiplies the loss by a large factor.
 
-Also contains names and peak FLOP/s of hardware.
+This file also finds the name and the peak FLOP/s of the hardware.
 """
 
 import os
@@ -24,33 +25,38 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # choices of --dtype
 
 
 def find_device(name, local_rank=0, world_size=1):
-    """--device -> the torch.device of this process. Raises UserError if torch cannot use it."""
+    """Returns the torch.device of this process. name: value of --device.
+
+    Raises UserError if torch cannot use the device.
+    """
     n_gpus = torch.cuda.device_count()
     if name == "auto":
         name = choose_device(n_gpus, world_size)
     if name.startswith("cuda") and world_size > 1:
-        # Each process needs its own GPU. Without any GPU, the error below gives the reason.
+        # Each process needs its own GPU. If torch finds no GPU, the error below gives the reason.
         if ":" in name or local_rank >= n_gpus > 0:
             raise UserError(
-                f"--device {name}: each process needs its own GPU, and torch has {n_gpus}; use "
+                f"--device {name}: each process needs its own GPU, and torch finds {n_gpus}; use "
                 f"--device cuda with at most --nproc_per_node={n_gpus}"
             )
     what = f"--device {name}: torch {torch.__version__} cannot use it"
     with explaining(what, "try --device cpu", (RuntimeError, AssertionError)):
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        torch.ones(1, device=device)  # starts a kernel, which fails if the GPU is too old for torch
+        torch.ones(1, device=device)  # runs a kernel, which fails if the GPU is too old for torch
     return device
 
 
 def set_deterministic():
-    """Makes PyTorch use algorithms that return the same bits in each run, or raise an error.
+    """Makes PyTorch use deterministic algorithms, or raise an error if there is none.
 
-    On a GPU, nondeterministic algorithms are faster, but their sums depend on the order in which
-    threads finish. Call this before any code uses the GPU.
+    Identical runs then return bitwise identical results. On a GPU, nondeterministic algorithms are
+    faster, but they add numbers in the order in which threads finish. Call this function before any
+    code uses the GPU.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    # cuBLAS reads this variable when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # True is slow; it is for debugging
+    torch.utils.deterministic.fill_uninitialized_memory = False  # True is for debugging, and slow
 
 
 def choose_device(n_gpus, world_size):
@@ -71,10 +77,10 @@ def choose_device(n_gpus, world_size):
 
 
 def choose_compile(wanted, device):
-    """Turns --compile into a bool. Raises UserError if torch.compile needs a missing compiler.
+    """Returns whether to use torch.compile. Raises UserError if a compiler or a header is missing.
 
-    wanted: True, False, or None for the default, which is True on CUDA, but False on Windows, where
-    Triton is missing. torch.compile needs a C++ compiler and Python's headers.
+    wanted: value of --compile, or None for the default. The default is True on CUDA, except on
+    Windows, where Triton is missing. torch.compile needs a C++ compiler and Python's header files.
     """
     if wanted is None:
         wanted = device.type == "cuda" and sys.platform != "win32"
@@ -83,15 +89,21 @@ def choose_compile(wanted, device):
         has_compiler = any(shutil.which(compiler) for compiler in compilers)
         has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
         if not (has_compiler and has_headers):
-            raise UserError("--compile: needs g++ and python3-dev; install them or --no-compile")
-        print0("torch.compile: the first validation and micro-batch take a minute or more each")
+            raise UserError(
+                "--compile: needs g++ and python3-dev; install them, or pass --no-compile"
+            )
+        print0(
+            "torch.compile: the first validation and the first micro-batch each take a minute or "
+            "more"
+        )
     return wanted
 
 
 def choose_dtype(name, device):
-    """Turns --dtype into a torch.dtype.
+    """Returns the torch.dtype for a value of --dtype.
 
-    auto means bfloat16 where bfloat16 is fast, otherwise float16 on CUDA, and float32 elsewhere.
+    "auto" chooses bfloat16 if bfloat16 is fast on the device. Otherwise, it chooses float16 on
+    CUDA, and float32 on other devices.
     """
     if name == "auto":
         if has_bfloat16(device):
@@ -106,22 +118,22 @@ def choose_dtype(name, device):
 def set_matmul_precision(dtype, device):
     """Sets the precision of float32 matrix multiplications.
 
-    dtype: of the other matrix multiplications. If dtype is not float32, float32 matrix
-    multiplications may also round their inputs, but not their sums.
+    dtype: the dtype that autocast uses for other matrix multiplications. If this dtype is not
+    float32, float32 matrix multiplications may also round their inputs, but not their sums.
     """
     if dtype == torch.float32:
         precision = "highest"  # rounds nothing
     elif device.type == "cuda":
-        precision = "high"  # rounds to TF32
+        precision = "high"  # rounds the inputs to TF32
     else:
-        # Rounds to bfloat16. A CPU without bfloat16 rounds nothing, but uses oneDNN instead of MKL,
-        # which is twice as fast.
+        # Rounds the inputs to bfloat16. On a CPU without bfloat16, PyTorch rounds nothing, but uses
+        # oneDNN instead of MKL. oneDNN is twice as fast.
         precision = "medium"
     torch.set_float32_matmul_precision(precision)
 
 
-# These are dense 16-bit peaks in FLOP/s, from NVIDIA's data sheets. peak_flops uses the first name
-# that matches.
+# These are the peak FLOP/s of dense 16-bit matrix multiplications, from NVIDIA's data sheets.
+# peak_flops uses the first key that occurs in the name of the GPU.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -138,7 +150,7 @@ PEAK_FLOPS = {
 
 
 def hardware_name(device):
-    """Returns the type and the name of the hardware, as a readable text."""
+    """Returns the type and the name of the hardware as a string."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {torch.cpu.get_capabilities().get('cpu_name')}, {os.cpu_count()} cores"

@@ -1,4 +1,4 @@
-"""Gradients on several processes: their scale, their mean and their norm."""
+"""Scales, averages and clips gradients, on one process or several."""
 
 from plaingpt.base.errors import UserError
 from plaingpt.distributed.pipeline import Pipeline
@@ -16,7 +16,7 @@ def grad_scaler(process):
         return torch.amp.GradScaler(process.device.type, enabled=is_float16)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    # If one process finds an overflow in its part of the gradient, all processes lower their scale.
+    # If one process finds an overflow in its gradients, all processes lower their scale.
     return ShardedGradScaler(process.device.type)
 
 
@@ -29,10 +29,12 @@ def set_gradient_sync(model, is_on):
 
 
 class GradientClipper:
-    """Clips the gradients of a model, which may be split. With TP, also compares gradients once.
+    """Clips the gradients of a model, which may be split over processes.
 
-    model: a Pipeline, or a GPT, possibly compiled and inside DDP. tp: number of processes that
-    compute one layer.
+    With tensor parallelism, also compares the gradients of different processes once.
+
+    model: a Pipeline, or a GPT, which may be compiled and wrapped in DDP. tp: number of processes
+    that share the computation of a layer.
     """
 
     def __init__(self, model, tp):
@@ -40,15 +42,16 @@ class GradientClipper:
         self.must_compare = tp > 1
 
     def clip(self, max_norm):
-        """Clips the norm of the whole model's gradient. Returns the norm before clipping.
+        """Clips the global gradient norm. Returns the norm before clipping.
 
-        Raises UserError if the copies of a parameter have different gradients with TP.
+        Raises UserError if compare_gradients finds different gradients.
         """
         model = self.model
         parameters = [p for p in model.parameters() if p.grad is not None]
         for p in parameters:
-            # RowwiseParallel returns a gradient with all rows, but the parameter has only some
-            # rows. With torch 2.11, a gradient may also be one term of a sum over the TP group.
+            # RowwiseParallel returns a gradient with all rows, but this process holds only some
+            # rows of the parameter. With torch 2.11, the gradient of a process may also be a
+            # partial sum, whose total is the sum over the TP group.
             if is_dtensor(p) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         if isinstance(model, Pipeline):
@@ -56,7 +59,7 @@ class GradientClipper:
             norm = norm_of_pipeline(model, parameters)
         else:
             norm = norm_of(parameters)
-        if self.must_compare and norm.isfinite():  # compares only once, in a finite step
+        if self.must_compare and norm.isfinite():  # only in the first finite step
             compare_gradients(model)
             self.must_compare = False
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -64,15 +67,16 @@ class GradientClipper:
 
 
 def norm_of(parameters):
-    """Returns the norm of the gradient of these parameters, on all processes."""
+    """Returns the total gradient norm of these parameters. A DTensor counts with all its parts."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def sum_tied_gradients(model):
-    """Sets the gradients of both copies of the tied matrix to their sum, in a Pipeline.
+    """Adds the gradients of the two copies of the tied matrix in a Pipeline, in place.
 
-    The matrix is the embedding on the first stage, and the head on the last stage.
+    The first stage uses the matrix as its embedding, and the last stage uses its copy as its head.
+    Afterwards, both copies have the sum of both gradients.
     """
     if model.has_tied:
         tied = model.part.transformer.wte.weight
@@ -81,10 +85,10 @@ def sum_tied_gradients(model):
 
 
 def norm_of_pipeline(model, parameters):
-    """Returns the norm of the gradient of all stages. parameters: the parameters of this stage."""
+    """Returns the global gradient norm over all stages. parameters: those of this stage."""
     if model.has_tied and model.is_last:
-        # The copies of the tied matrix on the first and the last stage have the same gradient,
-        # which counts once.
+        # The copies of the tied matrix on the first and the last stage have the same gradient. Only
+        # the first stage counts it.
         tied = model.part.transformer.wte.weight
         parameters = [p for p in parameters if p is not tied]
     squares = norm_of(parameters) ** 2
@@ -93,20 +97,21 @@ def norm_of_pipeline(model, parameters):
 
 
 def compare_gradients(model):
-    """Raises UserError if TP gives different gradients to the copies of a whole parameter.
+    """Raises UserError if the processes have different gradients of a parameter that is not split.
 
-    With an edited model, the gradients can differ, and the copies would drift apart.
+    With TP, each process holds a copy of such a parameter. With an edited model.py, the gradients
+    of the copies can differ, and the copies would drift apart.
     """
-    norms = []  # [(name, norm)] of this process
+    norms = []  # [(name, gradient norm)] on this process
     for name, p in model.named_parameters():
-        if p.grad is not None and p.placements[-1].is_replicate():  # -1 is the dimension of TP
+        if p.grad is not None and p.placements[-1].is_replicate():  # -1 is TP's mesh dimension
             norms.append((name, p.grad.full_tensor().norm().item()))
     norms_of_processes = [None] * dist.get_world_size()
-    dist.all_gather_object(norms_of_processes, norms)  # all processes must raise the error
+    dist.all_gather_object(norms_of_processes, norms)  # so that all processes raise the error
     found = []
     for each in norms_of_processes:
         found += each
-    found.sort()  # the norms of one parameter are now neighbours, in increasing order
+    found.sort()  # the norms of one parameter are now next to each other, the smallest first
     for (name, norm), (next_name, next_norm) in zip(found, found[1:]):
         if name == next_name and next_norm - norm > 1e-4 * next_norm:
             raise UserError(f"--tp: the processes have different gradients of {name}; remove --tp")

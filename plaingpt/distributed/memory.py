@@ -1,4 +1,4 @@
-"""Memory: how long glibc keeps freed blocks, and advice for an out-of-memory error."""
+"""Sets whether glibc keeps freed memory, and adds advice to out-of-memory errors."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,7 @@ import sys
 
 from plaingpt.base.errors import UserError
 
-# These numbers are from glibc's malloc.h. The values of the options are in bytes.
+# These are the numbers of two options in glibc's malloc.h. Their values are in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest int
@@ -16,9 +16,10 @@ MOST = 2**31 - 1  # the largest int
 def set_malloc(keep_memory):
     """Sets whether glibc keeps large freed blocks.
 
-    By default, glibc returns these blocks to the system. Allocating them again, zeroed, takes a
-    third of a step, so glibc should keep these blocks. FSDP is the exception: it often frees whole
-    tensors, and kept blocks would fragment the memory.
+    By default, glibc returns such blocks to the operating system, which zeroes memory before a
+    process can use it again. This takes a third of the time of a step, so glibc should keep the
+    blocks. FSDP is an exception: FSDP often frees whole tensors, and kept blocks would fragment the
+    memory.
     """
     if sys.platform != "linux":
         return
@@ -29,16 +30,18 @@ def set_malloc(keep_memory):
         libc.mallopt(M_TRIM_THRESHOLD, MOST)
         libc.mallopt(M_MMAP_THRESHOLD, MOST)
     else:
-        libc.mallopt(M_MMAP_THRESHOLD, 2**17)  # the default; fixes it, or glibc would raise it
+        # This is the default value. Setting it stops glibc from raising the threshold later.
+        libc.mallopt(M_MMAP_THRESHOLD, 2**17)
 
 
 @contextlib.contextmanager
 def memory_advice(message):
-    """Raises a UserError with this message if the block runs out of memory."""
+    """Context manager: raises a UserError with this message if its block runs out of memory."""
     try:
         yield
     except RuntimeError as error:
-        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so this matches the text.
+        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so this searches the
+        # message.
         if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise
@@ -46,4 +49,6 @@ def memory_advice(message):
 
 def batch_size_advice(B):
     """Returns memory_advice with the message for training and validation."""
-    return memory_advice(f"--batch_size {B}: out of memory; try half or --activation_checkpointing")
+    return memory_advice(
+        f"--batch_size {B}: out of memory; try half of it, or --activation_checkpointing"
+    )

@@ -1,6 +1,6 @@
-"""The parts of a split model: creates, initializes, and gathers them for checkpoints.
+"""Creates and initializes the parts of a split model, and gathers the parts for checkpoints.
 
-The parts are DTensors: tensors of which each process holds a part.
+The parameters of a split model are DTensors: each process holds a part of each tensor.
 """
 
 from plaingpt.distributed.memory import memory_advice
@@ -11,13 +11,13 @@ import torch
 
 
 def slice_like(p, name, whole, device, tp_plan):
-    """Returns this process's part of a whole tensor, on the device, split as parameter p is split.
+    """Returns this process's part of a whole tensor, which is split in the same way as parameter p.
 
-    name: the name of p, or of an optimizer's value for p, which begins with the name of p. tp_plan:
-    GPT.tp_plan. This needs no communication.
+    name: the name of p, or the name of an optimizer's value for p, which begins with the name of p.
+    device: the device of the result. tp_plan: GPT.tp_plan. The processes do not communicate.
     """
-    if whole.shape != p.shape or not is_dtensor(p):  # the shape of AdamW's count of steps is ()
-        return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint
+    if whole.shape != p.shape or not is_dtensor(p):  # AdamW's step count has shape ()
+        return whole.to(device, copy=True)  # a copy, so that Python can close the file
     from torch.distributed.tensor import distribute_tensor
 
     whole = by_heads(name, whole, count_tp(p), tp_plan)
@@ -25,9 +25,10 @@ def slice_like(p, name, whole, device, tp_plan):
 
 
 def by_heads(name, tensor, tp, tp_plan, back=False):
-    """Reorders the rows of a "qkv" layer (first q, then k, then v) into tp parts of whole heads.
+    """Reorders the rows of a "qkv" layer for TP. Returns the tensors of other layers unchanged.
 
-    back: whether to do the inverse. Returns other tensors unchanged.
+    In the layer, all q come first, then all k, then all v. The result consists of tp parts, each
+    with q, k and v of its own heads. back: whether to do the inverse.
     """
     is_qkv = any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
     if not is_qkv or tp == 1:
@@ -38,7 +39,7 @@ def by_heads(name, tensor, tp, tp_plan, back=False):
 def map_tensors(value, function):
     """Returns the value with function(tensor) in place of each tensor.
 
-    value: a tensor, a number, a text or None, or a list, tuple or dict of these. Raises TypeError
+    value: a tensor, a number, a string, None, or a list, tuple or dict of these. Raises TypeError
     if the value is, or contains, anything else.
     """
     if torch.is_tensor(value):
@@ -49,27 +50,29 @@ def map_tensors(value, function):
         return {key: map_tensors(each, function) for key, each in value.items()}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    # This includes NumPy's numbers, because torch.load with weights_only=True cannot read them.
+    # NumPy's numbers are also an error: torch.load with weights_only=True cannot read them.
     raise TypeError(f"it is a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def gather(model, parts, process):
-    """The inverse of slice_like: {name: part} -> {name: whole tensor} on rank 0, {} on the others.
+    """The inverse of slice_like: {name: part} -> {name: whole tensor} on rank 0, {} on other ranks.
 
-    A part may also be another value of map_tensors, whose tensors only move to the CPU.
+    Instead of a part, the dict may contain any value that map_tensors accepts. The tensors in such
+    a value only move to the CPU.
 
-    To save memory, gathers one split tensor at a time on the device, and moves it to the CPU before
-    the next one. All processes must call this.
+    To save memory, gathers one split tensor at a time on the device, and moves this tensor to the
+    CPU before it gathers the next tensor. All processes must call this function.
     """
     n_stages, index = (model.n_stages, model.index) if isinstance(model, Pipeline) else (1, 0)
     found = {}
     for stage in range(n_stages):
-        # The other stages do not know the names of this stage.
+        # Only this stage knows the names of its parameters.
         for name in from_stage(stage, list(parts), model):
             whole = None
             if stage == index:
                 whole = join_parts(name, parts[name], own_gpt(model).tp_plan)
-                if not torch.is_tensor(whole):  # from_stage pickles this, so tensors must be on CPU
+                if not torch.is_tensor(whole):
+                    # from_stage pickles such a value, so the tensors in it must be on the CPU.
                     whole = map_tensors(whole, torch.Tensor.cpu)
             whole = from_stage(stage, whole, model)
             if process.rank == 0:
@@ -78,7 +81,7 @@ def gather(model, parts, process):
 
 
 def join_parts(name, part, tp_plan):
-    """Returns the whole tensor of which each process holds a part. All processes must call this."""
+    """Returns the whole tensor, from the parts on all processes. All processes must call this."""
     if not is_dtensor(part):
         return map_tensors(part, torch.Tensor.detach)
     whole = part.detach().full_tensor()
@@ -88,16 +91,16 @@ def join_parts(name, part, tp_plan):
 
 
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
-    """Returns the whole GPT of a GPTConfig on the meta device, where tensors need no memory.
+    """Creates the whole GPT on the meta device, where tensors need no memory.
 
-    GPT: the class of model.py.
+    GPT: the class in model.py. config: its GPTConfig.
     """
     with torch.device("meta"):
         return GPT(config, activation_checkpointing)
 
 
 def whole_gpt(model):
-    """Returns the whole GPT of a Pipeline, on the meta device. Returns a GPT unchanged."""
+    """For a Pipeline, returns the whole GPT on the meta device. Returns a GPT unchanged."""
     if isinstance(model, Pipeline):
         return make_whole_gpt(type(model.part), model.config)
     return model
@@ -106,9 +109,9 @@ def whole_gpt(model):
 def fill_split_model(model, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
-    Creates one whole tensor at a time, so no process ever holds the whole model in memory. All
-    processes draw the random numbers of all parameters, and each process keeps its part, so the
-    values depend only on the seed, not on the split.
+    Creates one whole tensor at a time, so no process ever holds the whole model in memory. Each
+    process draws the random numbers of all parameters and keeps its own part. Therefore, the
+    initialization depends only on the seed, not on the split.
 
     model: from cut_model, on the meta device. meta_gpt: from make_whole_gpt. weights: a state dict,
     or None for GPT-2's initialization. Raises UserError if the device has too little memory.
@@ -117,7 +120,7 @@ def fill_split_model(model, meta_gpt, weights, seed, device):
     part = own_gpt(model)
     own = dict(part.named_parameters())
     torch.manual_seed(seed)
-    with memory_advice("the model does not fit into memory; choose a smaller one"):
+    with memory_advice("the model does not fit into memory; choose a smaller model"):
         for name, p in meta_gpt.named_parameters():
             if weights:
                 values = weights[name]
@@ -129,7 +132,7 @@ def fill_split_model(model, meta_gpt, weights, seed, device):
                 filled = torch.nn.Parameter(
                     slice_like(own[name], name, values, device, part.tp_plan)
                 )
-                torch.utils.swap_tensors(own[name], filled)  # keeps tied weights tied
+                torch.utils.swap_tensors(own[name], filled)  # tied weights stay tied
     for name, buffer in list(part.named_buffers()):
         values = (weights or {}).get(name, others[name])
         layer, _, attribute = name.rpartition(".")
@@ -138,10 +141,11 @@ def fill_split_model(model, meta_gpt, weights, seed, device):
 
 
 def make_other_values(meta_gpt, weights, seed, device):
-    """Returns the parameters and buffers that GPT.initial_values does not have: {name: tensor}.
+    """Returns the parameters and buffers that GPT.initial_values does not initialize.
 
-    Only their constructors can initialize these tensors, so this then creates the whole GPT once,
-    as one process does. weights: as in fill_split_model.
+    Returns {name: tensor}. Only the constructors of modules can initialize these tensors. If there
+    are any, this function creates the whole GPT once, as a run with one process does. weights: as
+    in fill_split_model.
     """
     names = [name for name, _ in meta_gpt.named_buffers()]
     if not weights:
@@ -150,7 +154,9 @@ def make_other_values(meta_gpt, weights, seed, device):
                 names.append(name)
     if not names:
         return {}
-    with memory_advice(f"{names[0]} is not in GPT-2; on one GPU and with DDP it needs less memory"):
+    with memory_advice(
+        f"{names[0]} is not in GPT-2 and does not fit into memory; one GPU or DDP needs less memory"
+    ):
         torch.manual_seed(seed)
         with torch.device(device):
             model = type(meta_gpt)(meta_gpt.config)

@@ -13,10 +13,11 @@ import torch.nn as nn
 
 
 class Pipeline(nn.Module):
-    """A GPT whose blocks are in several processes. `part` is the GPT of this process.
+    """A GPT whose blocks are split over several processes. `part` is the GPT of this process.
 
-    A call with the micro-batches of a step also computes their gradients. hidden, logits and loss
-    are for evaluation. On all processes, these methods return the same results as GPT's methods.
+    Calling the Pipeline with the micro-batches of a step runs the forward and the backward pass.
+    The methods hidden, logits and loss are for evaluation. On every process, they return the same
+    results as the methods of GPT.
     """
 
     def __init__(self, part, mesh, is_tied, process):
@@ -26,13 +27,13 @@ class Pipeline(nn.Module):
         self.process = process
         self.group = mesh.get_group("pp")
         self.n_stages = mesh["pp"].size()
-        self.index = mesh.get_local_rank("pp")  # of this stage
+        self.index = mesh.get_local_rank("pp")  # index of this stage
         self.is_first = self.index == 0
         self.is_last = self.index == self.n_stages - 1
-        self.size = None  # (n_micro, B, T) of the last step
+        self.size = None  # (n_micro, B, T) of the previous step
         self.schedule = None  # PyTorch's schedule for this size, with buffers for all micro-batches
-        self.names = None  # names of a step's metrics, in the order of their values in a message
-        # If embedding and head are one matrix, the first and the last stage hold a copy each.
+        self.names = None  # names of the metrics, in the order in which their values are sent
+        # If embedding and head are one matrix, the first and the last stage each hold a copy of it.
         self.has_tied = is_tied and (self.is_first or self.is_last)
         ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
         self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
@@ -50,8 +51,8 @@ class Pipeline(nn.Module):
     def forward(self, micro_batches, scaler):
         """Runs the forward and the backward pass of a step -> {name: mean over its micro-batches}.
 
-        The name of the loss is "train". micro_batches: list of (x, y, weight), as in train_step of
-        train_gpt2.py.
+        The names are "train" for the loss, and those of the metrics that GPT.forward returns.
+        micro_batches: list of (x, y, weight), as in train_step of train_gpt2.py.
         """
         n_micro = len(micro_batches)
         B, T = micro_batches[0][0].shape
@@ -60,13 +61,13 @@ class Pipeline(nn.Module):
         weights = torch.stack([weight for _, _, weight in micro_batches])  # (n_micro)
         self.metrics = {}  # metrics of the step; only the last stage adds metrics
         zero = torch.zeros((), device=x.device)
-        scaler.scale(zero)  # creates the scale, which stages without a loss also need
+        scaler.scale(zero)  # creates the scale factor, which stages without a loss also need
         size = (n_micro, B, T)
-        if size != self.size:  # in a ramp, the batch grows
+        if size != self.size:  # in a ramp, the batch size grows
             self.schedule = None  # frees the buffers of the old schedule
             self.schedule = self.make_schedule(n_micro, B, T, scaler)
             self.size = size
-        # `targets` is an argument of Stage.forward, and `target` is the second one of scaled_loss.
+        # The schedule passes `targets` to Stage.forward, and `target` as `weight` to scaled_loss.
         self.schedule.step(x, targets=y, target=weights, return_outputs=False)
         if self.names is None:  # in the first step
             self.names = from_stage(-1, list(self.metrics), self)
@@ -75,7 +76,7 @@ class Pipeline(nn.Module):
         return dict(zip(self.names, values))
 
     def make_schedule(self, n_micro, B, T, scaler):
-        """Returns the 1F1B schedule for n_micro micro-batches in a step, (B, T) each."""
+        """Returns the 1F1B schedule for n_micro micro-batches of shape (B, T) per step."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
@@ -96,7 +97,7 @@ class Pipeline(nn.Module):
         )
 
         def scaled_loss(loss, weight):
-            # As in train_step of train_gpt2.py. weight: (1,)
+            # Scales the loss as train_step of train_gpt2.py does. weight: (1,)
             add_metrics(self.metrics, loss, self.stage.more, weight[0], n_micro)
             return scaler.scale(loss * weight[0] / n_micro)
 
@@ -121,7 +122,7 @@ class Pipeline(nn.Module):
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
     def on_stage(self, index, shape, method, *args, **kwargs):
-        """Calls a method on one stage. Returns its result, of this shape, on all stages."""
+        """Calls a method of one stage. Returns the result on all stages. shape: of the result."""
         if index == self.index:
             result = self.stage.call(method, *args, **kwargs).float().contiguous()
         else:
@@ -131,9 +132,10 @@ class Pipeline(nn.Module):
 
 
 class Stage(nn.Module):
-    """Returns the residual stream, or on the last stage the loss.
+    """A stage of a pipeline. It returns the residual stream, or on the last stage the loss.
 
-    PyTorch's schedule calls this module with token ids or with the residual stream.
+    PyTorch's schedule calls the first stage with token ids, and later stages with the residual
+    stream.
     """
 
     def __init__(self, part, process, is_last):
@@ -141,14 +143,15 @@ class Stage(nn.Module):
         self.part = part
         self.process = process
         self.is_last = is_last
-        self.more = []  # [the third value of the last GPT.forward], if it returns one
+        self.more = []  # [third value of the last call of GPT.forward], or [] without it
 
     def forward(self, x, targets=None):
         """Runs the forward pass of training."""
         with self.process.autocast:
             if not self.is_last:
                 return self.part.hidden(x)
-            # The schedule passes on only tensors. It then calls scaled_loss, which reads self.more.
+            # The schedule passes only tensors to scaled_loss, so scaled_loss reads the third value
+            # from self.more.
             _, loss, *self.more = self.part(x, targets)
             return loss
 
@@ -160,8 +163,9 @@ class Stage(nn.Module):
 def add_metrics(metrics, loss, more, weight, n_micro):
     """Adds the loss and the metrics of a micro-batch to the means of its step.
 
-    metrics: {name: mean}, which this changes. more: [{name: scalar tensor}], the third value of
-    GPT.forward, or []. weight: of the micro-batch. n_micro: the number of micro-batches in a step.
+    metrics: {name: mean}, changed in place. more: [third value of GPT.forward], which is {name:
+    scalar tensor}, or [] without it. weight: the weight of the micro-batch. n_micro: the number of
+    micro-batches per step.
     """
     extra = more[0] if more else {}
     for name, value in dict(train=loss, **extra).items():
@@ -174,36 +178,37 @@ def own_gpt(model):
 
 
 def from_stage(stage, value, model):
-    """Returns one stage's value on all stages of a Pipeline. All stages must call this.
+    """Sends a value from one stage to all stages of a Pipeline -> the value.
 
-    stage: its index, or -1 for the last stage. A tensor is then on the device of each process.
-    Without a pipeline, returns the value unchanged.
+    stage: the index of the stage that sends its value, or -1 for the last stage. Other stages
+    ignore their own argument. A tensor arrives on the device of each process. All stages must call
+    this function. If `model` is not a Pipeline, returns the value unchanged.
     """
     if not isinstance(model, Pipeline):
         return value
     group, source = model.group, stage % model.n_stages
-    # A tensor on the meta device tells the other stages the shape and the dtype. Pickling the
-    # tensor itself takes several times as long.
+    # A copy on the meta device tells the other stages the shape and the dtype of a tensor. Pickling
+    # the tensor itself would take several times as long.
     outline = [value.to("meta") if torch.is_tensor(value) else value]
     dist.broadcast_object_list(outline, group=group, group_src=source)  # replaces outline[0]
     if not torch.is_tensor(outline[0]):
         return outline[0]
     if source != model.index:
         value = torch.empty_like(outline[0], device=model.process.device)
-    value = value.to(model.process.device)  # AdamW's count of steps may be on the CPU
+    value = value.to(model.process.device)  # AdamW's step count may be on the CPU
     dist.broadcast(value, group=group, group_src=source)
     return value
 
 
 class NoPositions(nn.Module):
-    """Replaces the position embedding of later stages, whose input already contains positions."""
+    """Replaces wpe on later stages: their input already contains the position embedding."""
 
     def forward(self, pos):
         return 0
 
 
 def keep_stage(model, stage, n_stages):
-    """Removes the modules of other stages from a GPT. The other modules keep their names."""
+    """Removes the modules of other stages from a GPT. The remaining modules keep their names."""
     t = model.transformer
     first = first_block(stage, n_stages, model.config)
     last = first_block(stage + 1, n_stages, model.config)  # the first block of the next stage
@@ -223,10 +228,10 @@ def check_stages(model, n_stages):
     """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
 
     A stage passes only the residual stream to the next stage, and only the last stage calls
-    GPT.forward, but an edited model.py may need more. Therefore, this compares the training loss of
-    a small GPT with the loss of its stages, all in this process.
+    GPT.forward, but an edited model.py may need more. Therefore, this function creates a small GPT,
+    and compares its training loss with the loss of its stages, all in this process.
 
-    model: the GPT to split; this uses its class and its config.
+    model: the GPT to split, of which this function uses only the class and the config.
     """
     config = model.config
     shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
@@ -234,14 +239,14 @@ def check_stages(model, n_stages):
         torch.manual_seed(0)
         idx = torch.randint(64, (2, 17))
         x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
-        # An edit may work for one model size only.
-        with explaining("--pp: a small GPT of this model.py fails", "remove --pp"):
+        # An edited model.py may work for only one model size.
+        with explaining("--pp: a small test GPT of this model.py fails", "remove --pp"):
             whole = type(model)(replace(config, **shape))
             for p in whole.parameters():
-                nn.init.normal_(p, std=0.3)  # large weights, because the initialization hides edits
+                nn.init.normal_(p, std=0.3)  # large weights; small weights would hide an edit
             parts = [copy.deepcopy(whole) for _ in range(n_stages)]  # forward may store tensors
             expected = metrics_of_forward(whole, x, y)
-        # An edit may need a whole GPT, but a stage is only a part.
+        # An edited model.py may need the whole GPT, but a stage contains only a part.
         with explaining("--pp: model.py cannot run in stages", "remove --pp"):
             for stage, part in enumerate(parts):
                 keep_stage(part, stage, n_stages)
@@ -251,8 +256,8 @@ def check_stages(model, n_stages):
     for name, value in expected.items():
         if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
             raise UserError(
-                f"--pp: the stages of this model.py compute another {name} than the whole model: "
-                f"{found[name]:.6g}, not {value:.6g}; remove --pp"
+                f"--pp: the stages of this model.py compute a different {name} from the whole "
+                f"model: {found[name]:.6g} instead of {value:.6g}; remove --pp"
             )
 
 
@@ -268,7 +273,7 @@ def first_block(stage, n_stages, config):
     n = config.n_layer
     if stage == n_stages:
         return n
-    # The head takes as long as this many blocks, so the last stage holds fewer blocks.
+    # The head takes as much time as this many blocks, so the last stage holds fewer blocks.
     head = config.vocab_size / (12 * config.n_embd)
     even = round(stage * (n + head) / n_stages)
     return min(n - n_stages + stage, max(stage, even))  # each stage gets at least one block

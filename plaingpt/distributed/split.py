@@ -7,23 +7,24 @@
   --pp N           Pipeline parallelism: N processes hold some blocks each. Micro-batches pass
                    through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
-Users can combine the flags in a mesh of pp x dp x tp processes. TP communicates most, so its
-processes have consecutive ranks. The processes read different data only along dp. A process holds:
+These flags can be combined: the processes then form a mesh of size pp x dp x tp. TP communicates
+most, so the processes of a TP group have consecutive ranks. Only processes with different dp ranks
+read different data. This is what each process holds and reads:
 
                      of the model           of the data
   --parallel ddp     all                    its own sequences; DDP averages the gradients
   --parallel fsdp    a shard of each        its own sequences; FSDP gathers the weights of a block
                      tensor                 just before it is used, and averages the gradients
-  --tp N             a part of each         the same as N-1 others, which compute the other heads
-                     matrix                 and the rest of the MLP
-  --pp N             some of the blocks     the same as N-1 others; a micro-batch goes from one
-                                            process to the next, and its gradient back
+  --tp N             a part of each         the same sequences as N-1 other processes, which compute
+                     matrix                 the other heads and the rest of the MLP
+  --pp N             some of the blocks     the same sequences as N-1 other processes, which send
+                                            each other activations and their gradients
 
-With --tp or --pp and --parallel ddp, FSDP averages the gradients and shards nothing.
+If --parallel ddp is combined with --tp or --pp, FSDP averages the gradients, but shards nothing.
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process holds a
-part. full_tensor() returns the whole tensor. All processes must call full_tensor(), otherwise those
-that do wait for ever. With PP, each process holds a Pipeline around a GPT with some of the blocks.
+part. full_tensor() returns the whole tensor. If only some processes call full_tensor(), they wait
+forever. With PP, each process holds a Pipeline, which contains a GPT with some of the blocks.
 """
 
 import logging
@@ -46,11 +47,12 @@ def is_split(config, process):
 def split_model(GPT, gpt_config, weights, config, process):
     """Creates this process's part of a GPT -> a GPT, or with --pp a Pipeline.
 
-    The model is split before it allocates memory, so no process ever holds the whole model. All
-    processes must call hidden, logits and loss of their parts, which return the complete result.
+    The model is split before it allocates memory, so no process ever holds the whole model. The
+    methods hidden, logits and loss of a part return the complete result. If one process calls such
+    a method, all processes must call it.
 
-    GPT: the class. weights: a state dict, or None for GPT-2's initialization. Raises UserError if
-    tp or pp do not fit the model.
+    GPT: the class of the model. weights: a state dict, or None for GPT-2's initialization. Raises
+    UserError if tp or pp does not fit the model.
     """
     meta_gpt = make_whole_gpt(GPT, gpt_config)
     model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
@@ -60,19 +62,20 @@ def split_model(GPT, gpt_config, weights, config, process):
 
 
 def cut_model(model, config, process):
-    """Splits a GPT on the meta device, in place. Returns it, or with --pp a Pipeline around it."""
+    """Splits a GPT on the meta device, in place -> this GPT, or with --pp a Pipeline with it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if config.pp > model.config.n_layer:
         raise UserError(
-            f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; give fewer"
+            f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; "
+            "give fewer stages"
         )
     check_shared(model, config, process)
     if config.pp > 1:
         check_stages(model, config.pp)
     if config.tp > 1:
         check_heads(model, config.tp)
-        for name, _ in model.named_buffers():  # a buffer may need other values with fewer heads
+        for name, _ in model.named_buffers():  # with fewer heads, a buffer may need other values
             raise UserError(
                 f"--tp: {name} is a buffer, which --tp cannot split; use one GPU or DDP"
             )
@@ -92,8 +95,8 @@ def cut_model(model, config, process):
     if config.tp > 1:
         split_layers(model, mesh["tp"])
     if is_tied and model.lm_head is not None:
-        # Ties both layers again, which TP has split. On the last stage of a pipeline, the matrix
-        # has the same name as on the first stage.
+        # TP has split embedding and head separately, so this ties them again. On the last stage of
+        # a pipeline, the tied matrix then has the same name as on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
     if config.compile:
         for module in (*model.blocks(), model.loss_fn):
@@ -104,9 +107,9 @@ def cut_model(model, config, process):
 
 
 def check_shared(model, config, process):
-    """Raises UserError if a parameter is in two parts of the model that the cut separates.
+    """Raises UserError if two modules share a parameter, and the split separates these modules.
 
-    The matrix of embedding and head may be in two parts: PyTorch and Pipeline handle this case.
+    Embedding and head may share their matrix, because PyTorch and Pipeline handle this case.
     """
     blocks_of = {}  # {parameter: the blocks that contain it}
     for block in model.blocks():
@@ -120,20 +123,20 @@ def check_shared(model, config, process):
     for name, p in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(p, name)
         in_two_stages = config.pp > 1 and name not in (first, "lm_head.weight")
-        # FSDP, which averages the gradients of a split model, needs each parameter in one block.
+        # FSDP averages the gradients of a split model. It accepts a parameter only in one block.
         in_two_blocks = process.dp_size > 1 and len(blocks_of.get(p, [])) > 1
-        # TP gives each layer its own parameters.
+        # TP replaces the parameters of each layer, so two layers no longer share a parameter.
         in_two_layers = config.tp > 1 and len(layers_of[p]) > 1 and name != "lm_head.weight"
         if first != name and (in_two_stages or in_two_blocks or in_two_layers):
             raise UserError(
-                f"{first} and {name} are one parameter, which a split model cannot share; "
+                f"{first} and {name} are the same parameter, which a split model cannot share; "
                 "use --parallel ddp without --tp and --pp"
             )
 
 
 def check_heads(model, tp):
-    """Raises UserError unless tp processes can hold equally many heads of each layer."""
-    model.qkv_names()  # raises UserError for grouped queries
+    """Raises UserError unless each layer can split its heads evenly over tp processes."""
+    model.qkv_names()  # raises UserError for grouped-query attention
     hs = model.config.n_embd // model.config.n_head
     for name, module in model.named_modules():
         word = model.tp_plan.get(name.rpartition(".")[2])
@@ -148,8 +151,9 @@ def check_heads(model, tp):
 def silence_warnings():
     """Turns off three warnings of PyTorch that are harmless here.
 
-    FSDP and TP gather a tensor in two steps. Training does not call lm_head, because loss_fn reads
-    its weight. A module returns a view, which would be wrong only if GPT changed the view in place.
+    The first says that FSDP and TP gather a tensor in two steps. The second says that training does
+    not call lm_head: loss_fn reads its weight instead. The third says that a module returns a view:
+    this would matter only if GPT changed the view in place.
     """
     for name in ("tensor._redistribute", "fsdp.fully_shard"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.ERROR)
@@ -157,32 +161,33 @@ def silence_warnings():
 
 
 def apply_fsdp(root, blocks, mesh, is_fsdp, process):
-    """Applies FSDP. Without --parallel fsdp, FSDP works like DDP: one shard, several copies."""
+    """Applies FSDP. Without --parallel fsdp, FSDP works like DDP, and shards nothing."""
     import torch.distributed.fsdp as fsdp
 
     mesh = mesh["dp_shard"] if is_fsdp else mesh["dp_replicate", "dp_shard"]
-    # FSDP all-gathers blocks in the dtype of their matrix multiplications, which also rounds the
-    # weights of norms. On a CPU, FSDP uses float32, because the CPU's layer_norm rejects bfloat16
-    # weights with the float32 residual stream.
+    # FSDP all-gathers blocks in the dtype of their matrix multiplications, and so rounds even the
+    # weights of norms. On a CPU, FSDP all-gathers in float32, because layer_norm on a CPU rejects
+    # bfloat16 weights if the residual stream is float32.
     param_dtype = process.dtype if is_fsdp and process.device.type != "cpu" else None
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Embeddings, norm and head are one group, in float32. After forward, the group stays whole for
-    # logits and loss, and named_parameters() returns whole tensors, until a backward pass ends.
+    # Embeddings, final norm and head are one group, in float32. After a forward pass, the group
+    # stays unsharded, because logits and loss need these layers. Therefore, named_parameters()
+    # returns whole tensors until a backward pass ends.
     fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=False)
-    # Validation and generation call this method and not forward.
+    # Validation and generation call this method instead of forward.
     fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")
 
 
 def split_layers(model, mesh):
     """Splits the layers in GPT.tp_plan over a mesh: each process computes its share of a layer.
 
-    A block's forward has two all-reduces, after attention and MLP. The processes draw the same
-    random numbers, because dropout on the residual stream must be equal. Therefore, the attention
-    dropout of their heads is also equal.
+    The forward pass of a block has two all-reduces: one after attention, one after the MLP. The
+    processes of a TP group draw the same random numbers, because their dropout masks for the
+    residual stream must be the same. Therefore, their attention heads also have the same masks.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "weight"):
@@ -194,17 +199,17 @@ def split_layers(model, mesh):
             split_layer(module, word, mesh)
     for name, p in model.named_parameters():
         if not is_dtensor(p):
-            raise UserError(f"--tp: {name} is in no layer; make it the weight of an nn.Module")
+            raise UserError(f"--tp: {name} is not in a layer; make it the weight of an nn.Module")
 
 
 def split_layer(module, word, mesh):
-    """Splits a layer over a mesh, as a word of GPT.tp_plan says.
+    """Splits a layer over a mesh. word: how to split the layer, a value of GPT.tp_plan.
 
-    - vocabulary: a process holds the rows of some ids. An all-reduce sums the results of an
+    - vocabulary: a process holds the rows of some token ids. An all-reduce sums the results of an
       nn.Embedding; an all-gather joins the results of an nn.Linear.
     - colwise: a process computes some of the outputs.
-    - heads: a process computes the outputs of some heads, n_embd / n_head per head.
-    - qkv: the same, for an nn.Linear that returns all queries, then all keys, then all values.
+    - heads: a process computes the outputs of some heads. A head has n_embd / n_head outputs.
+    - qkv: like heads, for an nn.Linear that returns all queries, then all keys, then all values.
     - rowwise: a process holds some of the inputs, such as the outputs of a colwise layer. An
       all-reduce sums the results.
     """
@@ -213,7 +218,7 @@ def split_layer(module, word, mesh):
 
     is_embedding = isinstance(module, torch.nn.Embedding)
     if is_embedding:
-        # For a short time, the backward pass holds the gradient of all rows.
+        # For a short time, the backward pass holds the gradient of all rows on each process.
         rows = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     else:
         rows = tp.ColwiseParallel(output_layouts=Replicate())
@@ -224,12 +229,12 @@ def split_layer(module, word, mesh):
         qkv=tp.ColwiseParallel(),
         rowwise=tp.RowwiseParallel(),
     )
-    # The weights are on the meta device and have no values yet, so rank 0 sends none.
+    # The weights are on the meta device and have no values yet, so rank 0 sends no values.
     tp.parallelize_module(module, mesh, styles[word], src_data_rank=None)
 
 
 def keep_whole(module, mesh):
-    """Keeps a layer whole on every process: norms and positions.
+    """Keeps a whole copy of a layer on every process: of norms and of the position embedding.
 
     In the unchanged model.py, the input of these layers is also whole. If you add norms of q and k,
     their input (B, nh, T, hs) contains only the heads of this process, and the gradient of such a
