@@ -171,9 +171,12 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
             "--muon_lr: needs --optimizer muon; give both, or remove",
         ),
         ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or remove this flag"),
-        ("--schedule constant --min_lr 0", "--min_lr: needs another --schedule than constant"),
+        ("--schedule constant --min_lr 0", "--min_lr: needs a --schedule other than constant"),
         ("--rampup_batch_size 64", "--rampup_batch_size: needs --rampup_steps; give both"),
-        ("--vocab_size 255", "--vocab_size 255: the tokenizer has 256 ids; give at least as many"),
+        (
+            "--vocab_size 255",
+            "--vocab_size 255: the tokenizer has 256 ids; give at least this number",
+        ),
     ],
 )
 def test_flags_that_contradict_others(flags, message):
@@ -195,7 +198,9 @@ def test_mps_recomputes_no_dropout():
     """PyTorch does not repeat the masks there."""
     process = replace(ALONE, device=torch.device("mps"))
     flags = ["--activation_checkpointing", "--dropout"]
-    with pytest.raises(UserError, match="is wrong with dropout on mps; add --dropout 0$"):
+    with pytest.raises(
+        UserError, match="gives wrong gradients with dropout on mps; add --dropout 0$"
+    ):
         resolved(*flags, 0.1, process=process)
     resolved(*flags, 0, process=process)
     resolved(*flags, 0.1)
@@ -206,7 +211,7 @@ def test_restarts_of_torchrun_need_resume(monkeypatch):
     assert not config_of("--preset", "baby").resume
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     assert config_of("--preset", "baby", "--resume").resume
-    message = "^torchrun --max_restarts: would start again at step 0; add --resume$"
+    message = "^torchrun --max_restarts: each restart would begin at step 0; add --resume$"
     with pytest.raises(UserError, match=message):
         config_of("--preset", "baby")
 

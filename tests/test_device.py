@@ -46,7 +46,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, local_rank in (("cuda:1", 0), ("cuda", 2), ("auto", 2)):
         with pytest.raises(
-            UserError, match="has 2; use --device cuda with at most --nproc_per_node=2$"
+            UserError, match="finds 2; use --device cuda with at most --nproc_per_node=2$"
         ):
             find_device(name, local_rank, world_size=3)
 
@@ -57,7 +57,7 @@ def test_compile_says_what_it_needs_and_that_it_takes_long(monkeypatch, capsys):
     assert choose_compile(None, cuda) and choose_compile(True, cpu)
     assert capsys.readouterr().out.count("take a minute or more") == 2  # once for each True
     monkeypatch.setenv("CC", "missing")
-    with pytest.raises(UserError, match="needs g.. and .* or --no-compile$"):
+    with pytest.raises(UserError, match="needs g.. and .* or pass --no-compile$"):
         choose_compile(None, cuda)
     monkeypatch.setattr(sys, "platform", "win32")  # torch has no Triton there
     assert not choose_compile(None, cuda)

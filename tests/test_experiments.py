@@ -247,7 +247,7 @@ OWN_HEADS = {  # edits of GPT.logits or GPT.loss alone -> a part of the message
     ),
     "bias": (
         ("config.vocab_size, bias=False)", "config.vocab_size)"),
-        "GPT.logits uses lm_head.bias, and GPT.loss does not",
+        "GPT.logits uses lm_head.bias, but GPT.loss does not",
     ),
     "scale": (
         (
@@ -257,7 +257,7 @@ OWN_HEADS = {  # edits of GPT.logits or GPT.loss alone -> a part of the message
             "    def scale(self):\n"
             "        return self.transformer.scale\n",
         ),
-        "GPT.logits uses transformer.scale.weight, and GPT.loss does not",
+        "GPT.logits uses transformer.scale.weight, but GPT.loss does not",
     ),
     "z-loss": (
         (
@@ -269,8 +269,8 @@ OWN_HEADS = {  # edits of GPT.logits or GPT.loss alone -> a part of the message
     ),
 }
 REMEDY = (
-    "; in GPT.loss, pass self.logits to loss_fn instead of self.lm_head.weight (a term that is "
-    "only for training belongs in GPT.forward)\n"
+    "; in GPT.loss, pass self.logits to loss_fn instead of self.lm_head.weight (an auxiliary "
+    "loss for training only belongs in GPT.forward)\n"
 )
 
 
@@ -417,12 +417,12 @@ def test_one_block_for_all_layers(tmp_path):
 @pytest.mark.slow
 def test_matrices_that_keep_the_values_of_their_constructor_are_named(tmp_path):
     copy_program(tmp_path)
-    note = "note: GPT.initial_values has no"
+    note = "note: GPT.initial_values does not initialize"
     assert note not in run(tmp_path, "plain", 1)[0]
     for old, new in (("self.c_fc = ", "self.up = "), ("self.c_fc(", "self.up(")):
         edit_model(tmp_path, (old, new))
     out, _ = run(tmp_path, "run", 1)
-    assert f"{note} transformer.h.*.mlp.up.weight; the constructor's values are kept" in out
+    assert f"{note} transformer.h.*.mlp.up.weight, so the constructor does" in out
     assert note not in run(tmp_path, "run", 2, "--resume")[0]
 
 
@@ -466,7 +466,7 @@ def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
     _, err = run(tmp_path, "run", 3, status=1)
     message = f"got multiple values for keyword argument '{name}'"
     if name == "my own":
-        message = "the name of a metric must be one word, and not 'my own'"
+        message = "the name of a metric must be one word, not 'my own'"
     assert message in err
 
 

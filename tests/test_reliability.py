@@ -557,7 +557,7 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     out, err = train(
         "--log_dir", "run", "--resume", "--max_steps", 50, "--val_every", 0, cwd=tmp_path, status=2
     )
-    assert err.startswith("error: no finite gradient in 10 steps; use --resume")
+    assert err.startswith("error: no finite gradient in 10 consecutive steps; use --resume")
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
@@ -899,7 +899,10 @@ CASES = {
         ("--evals hellaswag=missing.jsonl", "missing.jsonl: cannot be read ( ... check it"),
         ("--device cuda:99", "--device cuda:99: torch 2 ... try --device cpu"),
         ("--n_head 3", "--n_head 3: must be a divisor of --n_embd, which is 128"),
-        ("--vocab_size 100", "--vocab_size 100: the tokenizer has 256 ids; give at least as many"),
+        (
+            "--vocab_size 100",
+            "--vocab_size 100: the tokenizer has 256 ids; give at least this number",
+        ),
         (
             "--n_embd 100000000000000000",
             "--n_embd 100000000000000000: must be above 0 and at most 100000000",
@@ -922,7 +925,10 @@ CASES = {
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
         ("--init_from scratch", "--init_from scratch: remove it for a new run"),
         ("--init_from=", "--init_from: is empty; give a value, or remove this flag"),
-        ("--init_from log/baby --n_layer 3", "log/baby has another model: n_layer is 2, not 3"),
+        (
+            "--init_from log/baby --n_layer 3",
+            "log/baby contains a different model: n_layer is 2, not 3",
+        ),
         ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),
         ("TINY --resume --n_layer 3 --n_embd 64", "n_layer is 2, not 3 ... n_embd is 32, not 64"),

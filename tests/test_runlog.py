@@ -148,8 +148,8 @@ def test_the_time_to_go_in_a_ramp(capsys):
 @pytest.mark.parametrize(
     "keep_best, advice",
     [
-        (False, "start again with --keep_best, which keeps the best step"),
-        (True, "log/baby/model_best.pt has the best step"),
+        (False, "start again with --keep_best, which saves the best checkpoint"),
+        (True, "log/baby/model_best.pt is the best checkpoint"),
     ],
 )
 def test_the_advice_after_three_rises(capsys, keep_best, advice):

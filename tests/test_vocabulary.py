@@ -327,8 +327,8 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
         make_shards(d, tmp_path / name, *choice)
     program(*TINY, "--max_steps", 1, "--data", "en", "--log_dir", "a", cwd=tmp_path)
     for flags, *messages in (
-        ("--data zh --init_from a", "--data: needs ids of gpt2"),
-        ("--data zh --resume --log_dir a", "--data: needs ids of gpt2"),
+        ("--data zh --init_from a", "--data: needs token ids of gpt2"),
+        ("--data zh --resume --log_dir a", "--data: needs token ids of gpt2"),
         (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; remove --tokenizer"),
         ("--data zh=0.5 en=0.5", "--data: zh has tokenizer.json (", ", en has gpt2; "),
     ):

@@ -14,8 +14,9 @@ from plaingpt.weights.checkpoint import find_checkpoints, step_of
 
 import torch
 
-# A training step writes these streams after the evaluations of the same step. Later lines of this
-# step, which a user may add, also belong to the training step.
+# Each line of log.txt belongs to a stream, such as "train". A training step writes these streams
+# after the evaluations at the same step. All later lines with this step, such as metrics that an
+# edit adds, also belong to the training step.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 RUN_FILES = (
     "log.txt",
@@ -29,25 +30,26 @@ RUN_FILES = (
 
 
 def check_newest(directory, resume, step):
-    """Raises UserError if another process saved a checkpoint after this process read the newest.
+    """Raises UserError if another process has saved a newer checkpoint than this process has read.
 
-    resume: whether this process read a checkpoint. step: the step of that checkpoint, or 0.
+    resume: whether the run continues an earlier run. step: the step of the checkpoint that this
+    process has read, or 0.
     """
     paths = find_checkpoints(directory)
     newest = step_of(paths[-1]) if paths else 0
     if resume and newest != step:
         raise UserError(
-            f"{directory}: another process changed the checkpoints after this one had read the "
-            "newest; start this one again"
+            f"{directory}: another process changed the checkpoints after this process had read "
+            "the newest checkpoint; start this process again"
         )
 
 
 def prepare_run_directory(directory, step):
-    """Prepares a directory for a run from this step on. Raises UserError.
+    """Prepares a directory for a run that starts at `step`. Raises UserError.
 
-    At step 0, moves an old run into a subdirectory. In a resumed run, removes the lines of log.txt
-    whose steps the run computes again, but keeps the validation losses and the scores of `step`.
-    Returns these losses and scores: {stream: value}.
+    At step 0, moves an old run into a subdirectory. For a resumed run, removes from log.txt all
+    lines that the run will write again, but keeps the validation losses and the benchmark scores at
+    `step`. Returns these losses and scores: {stream: value}.
     """
     log_file = directory / "log.txt"
     known = {}
@@ -62,7 +64,7 @@ def prepare_run_directory(directory, step):
                     known[stream] = float(value)
                 if line_step < step or is_known:
                     file.write(format_log(line_step, stream, value).encode())
-            # Moves files only after creating log.txt, which fails in a read-only directory.
+            # Moves files only after creating log.txt, because this fails in a read-only directory.
             if step == 0:
                 move_aside(directory)
     return known
@@ -71,8 +73,8 @@ def prepare_run_directory(directory, step):
 def move_aside(directory):
     """Moves the files of an old run into directory/old-1, or old-2, ... Raises OSError.
 
-    The files stay below the directory, which may be a separate volume. If a move fails, this moves
-    all files back.
+    The directory may be a separate volume, so the files stay inside it. If one move fails, all
+    files are moved back.
     """
     old = []
     for name in RUN_FILES:
@@ -98,12 +100,12 @@ def move_aside(directory):
 
 
 def write_facts(step, gpt, config, flags, data, process):
-    """Writes run.json and changes.patch, with which a user can repeat the run.
+    """Writes run.json and changes.patch, so that a user can repeat the run.
 
     changes.patch contains the uncommitted changes of tracked files, if any. run.json lists the
     names of untracked files.
 
-    step: where the run starts. If this is max_steps, the user has resumed a finished run, whose
+    step: where the run starts. If step is max_steps, the user has resumed a finished run, and its
     files stay unchanged. gpt: the whole GPT. flags: {name: value} of the flags on the command line.
     Raises UserError.
     """
@@ -134,5 +136,5 @@ def write_facts(step, gpt, config, flags, data, process):
     with writing(directory):
         if changes:
             patch.write_bytes(changes)
-        elif commit:  # removes an older patch, because this code has no changes now
+        elif commit:  # removes an older patch, because the code has no changes now
             patch.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Benchmarks and samples of text during a run, and a check of the loss before the first step."""
+"""Runs benchmarks and generates samples during a run, and checks the loss before the first step."""
 
 import importlib.machinery
 
@@ -13,13 +13,13 @@ from plaingpt.scoring.score import TOKENS, make_rows, score
 import torch
 import torch.nn.functional as F
 
-MOST_COMPARED = 128  # positions whose logits check_loss compares
+MOST_COMPARED = 128  # number of positions whose logits check_loss compares
 
 
 def import_benchmarks(config):
-    """Imports the files that --evals names -> [(Benchmark, path of its data, or "")].
+    """Imports the modules that --evals names -> [(Benchmark, path of its data, or "")].
 
-    Raises UserError if a file has no BENCHMARK.
+    Raises UserError if a module defines no BENCHMARK.
     """
     found = []
     if config.eval_every == 0:
@@ -40,8 +40,9 @@ def import_benchmarks(config):
 def load_evals(benchmarks, tokenizer, gpt_config):
     """Loads the data of benchmarks -> [(Benchmark, its examples, its rows)].
 
-    benchmarks: [(Benchmark, path of its file, or "" for the data of the hub)]. If the data are
-    missing, this raises UserError with a path, and otherwise skips the benchmark with a note.
+    benchmarks: [(Benchmark, path of its data, or "" for the Hugging Face Hub)]. Raises UserError if
+    the data at a path cannot be loaded. If data from the hub cannot be loaded, prints a note and
+    skips the benchmark.
     """
     evals = []
     for benchmark, path in benchmarks:
@@ -57,7 +58,7 @@ def load_evals(benchmarks, tokenizer, gpt_config):
 
 
 def run_evals(evals, model, process, config, step):
-    """Scores all benchmarks. Prints and returns {name: metric}, equal on all processes.
+    """Scores a model on all benchmarks. Prints and returns {name: metric}, on all processes.
 
     evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
     """
@@ -78,20 +79,21 @@ def run_evals(evals, model, process, config, step):
 def check_loss(model, loader, process):
     """Raises UserError unless GPT.loss is the cross-entropy of GPT.logits.
 
-    Training and validation call GPT.loss, benchmarks and generation call GPT.logits. If a user
-    edits only one of them, training and scoring use different models. This check calls both as
-    validation does. loader: a DataLoaderLite; this reads its first tokens. All processes must call
-    this.
+    Training and validation call GPT.loss; benchmarks and generation call GPT.logits. If a user
+    edits only one of these two methods, training and scoring use different models. This function
+    calls both methods in the same way as validation. loader: a DataLoaderLite, whose first tokens
+    are the input. All processes must call this function.
     """
     idx, _ = loader.batch(0, 1, process.device)  # (1, T)
-    idx = idx[:, :MOST_COMPARED]  # (1, n); also the targets, which may be any ids
+    idx = idx[:, :MOST_COMPARED]  # (1, n); also used as targets, which may be any ids
     precision = torch.get_float32_matmul_precision()
     model.eval()
-    with attention_for_many_shapes():  # a shape that no step uses
+    with attention_for_many_shapes():  # no training step has this shape
         with process.autocast:
             x = model.hidden(idx)  # (1, n, C)
-        # In float32, without autocast, an edit causes a difference, and rounding does not. Large
-        # hidden states reveal an edit that changes only large logits, such as a soft-cap.
+        # In float32, without autocast, only an edit causes a difference above the threshold below,
+        # and rounding does not. Large hidden states also reveal an edit that changes only large
+        # logits, such as a soft-cap.
         torch.set_float32_matmul_precision("highest")
         x = 30 * x.float()
         losses = model.loss(x, idx, reduction="none")[0]  # (n)
@@ -106,20 +108,20 @@ def check_loss(model, loader, process):
     if difference > 1e-4 * (1 + logits.abs().max().item()):
         what = f"GPT.loss and the cross-entropy of GPT.logits differ by {difference:.2g} nats"
     elif names:
-        what = f"GPT.logits uses {', '.join(names)}, and GPT.loss does not"
+        what = f"GPT.logits uses {', '.join(names)}, but GPT.loss does not"
     if what:
         raise UserError(
             f"model.py: {what}; in GPT.loss, pass self.logits to loss_fn instead of "
-            "self.lm_head.weight (a term that is only for training belongs in GPT.forward)"
+            "self.lm_head.weight (an auxiliary loss for training only belongs in GPT.forward)"
         )
 
 
 def find_untrained(gpt, x, targets):
-    """Returns the names of the parameters that only GPT.logits uses, and not GPT.loss.
+    """Returns the names of the parameters that GPT.logits uses, but GPT.loss does not.
 
-    Such a parameter would keep its initialization. A bias of zero or a scale of one does not change
-    the loss, so a comparison of losses misses it. gpt: the GPT of this process. x: hidden states,
-    (1, n, C). targets: (1, n).
+    Training would not change such a parameter. If the parameter is a bias of zero or a scale of
+    one, it has no effect on the logits yet, so a comparison of losses does not find it. gpt: the
+    GPT of this process. x: hidden states, (1, n, C). targets: (1, n).
     """
     if gpt.lm_head is None:  # another stage of the pipeline holds the head
         return []
@@ -128,7 +130,7 @@ def find_untrained(gpt, x, targets):
     used = []
     with torch.enable_grad():
         loss = gpt.loss(x, targets)
-        if isinstance(loss, tuple):  # an edit may also return metrics for the log
+        if isinstance(loss, tuple):  # an edited GPT.loss may also return metrics
             loss = loss[0]
         for result in (gpt.logits(x).sum(), loss):
             _, *gradients = torch.autograd.grad(result, inputs, allow_unused=True)
@@ -137,10 +139,10 @@ def find_untrained(gpt, x, targets):
 
 
 def draw_samples(model, data, config, process):
-    """Returns two texts that the model generates. All processes must call this.
+    """Generates two samples -> list of strings. All processes must call this function.
 
-    With pairs, the model answers validation prompts, and the texts contain the expected responses.
-    Raises Stopped after a signal, as run_evals does.
+    If the data contain pairs, the model answers prompts of the validation split, and each sample
+    also contains the expected response. Raises Stopped after a signal, as run_evals does.
     """
     model.eval()
     with process.autocast, attention_for_many_shapes():
@@ -157,9 +159,10 @@ def draw_samples(model, data, config, process):
 
 
 def answer_prompts(model, data, process):
-    """Returns two texts, each with an answer and the expected response, or [] without pairs.
+    """Returns two strings, each with an answer and the expected response, or [] without pairs.
 
-    Uses the first prompts of the first two sequences with pairs. All processes must call this.
+    The prompts are the first prompt of each of the first two sequences with pairs. All processes
+    must call this function.
     """
     T = model.config.block_size
     texts = []
@@ -174,7 +177,7 @@ def answer_prompts(model, data, process):
 
 
 def write_tokens(model, idx, n_tokens, process, **options):
-    """Returns a list of the tokens of generate_tokens. Raises Stopped after a signal."""
+    """Returns a list of all tokens that generate_tokens yields. Raises Stopped after a signal."""
     new = []
     for ids in generate_tokens(model, idx, n_tokens, **options):  # (B, 1)
         process.check_stop()
@@ -183,9 +186,9 @@ def write_tokens(model, idx, n_tokens, process, **options):
 
 
 def answer(model, x, y, tokenizer, process):
-    """Answers the first prompt of a sequence of pairs -> text, with the expected response.
+    """Answers the first prompt of a sequence of pairs -> string with the expected response.
 
-    x, y: inputs and targets, (T,) each. The answer has as many tokens as the response.
+    x, y: inputs and targets, (T,) each. The answer has as many tokens as the expected response.
     """
     first = int((y != -100).argmax())  # this position predicts the first token of the response
     last = y.tolist().index(tokenizer.end_of_text, first)  # a response ends with end_of_text

@@ -31,7 +31,8 @@ import torch
 class TensorBoard:
     """Writes event files into the run directory.
 
-    Removes the values that the run wrote earlier for this step and later steps.
+    step: where the run starts. Values that the run wrote earlier for this step and later steps are
+    removed.
     """
 
     def __init__(self, directory, step):
@@ -39,7 +40,7 @@ class TensorBoard:
         self.writer = require("torch.utils.tensorboard").SummaryWriter(directory, purge_step=step)
 
     def write(self, step, values):
-        """Writes {name: number, or HTML as a text}. Raises UserError."""
+        """Writes {name: number, or a string with HTML}. Raises UserError."""
         with writing(self.directory, "free some space, then continue with --resume"):
             for name, value in values.items():
                 if isinstance(value, str):
@@ -50,7 +51,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Sends values to a project of Weights & Biases. A resumed run continues its run there."""
+    """Sends values to a project of Weights & Biases. A resumed run continues its W&B run."""
 
     def __init__(self, directory, config, gpt_config):
         self.wandb = require("wandb")
@@ -67,7 +68,7 @@ class WandB:
         weakref.finalize(self, run.finish)  # runs at the end of main
 
     def write(self, step, values):
-        """Sends {name: number, or HTML as a text}."""
+        """Sends {name: number, or a string with HTML}."""
         sent = {}
         for name, value in values.items():
             sent[name] = self.wandb.Html(value) if isinstance(value, str) else value
@@ -85,7 +86,10 @@ def find_wandb_id(directory):
 
 
 class Progress:
-    """Prints the progress of a run. flops_per_token: of the GPT, forward and backward."""
+    """Prints the progress of a run.
+
+    flops_per_token: FLOPs of the GPT per token, for the forward and the backward pass.
+    """
 
     def __init__(self, config, flops_per_token, process):
         self.config = config
@@ -98,9 +102,10 @@ class Progress:
         self.last_val = math.inf
 
     def show_step(self, step, n_tokens, seconds, metrics):
-        """Prints every log_every-th step, and the steps with a non-finite gradient.
+        """Prints every log_every-th step, and each step with a non-finite gradient.
 
-        metrics: {name: number} of the step, with train (the loss), norm and lr.
+        metrics: {name: number} of the step, including train (the loss), norm (the gradient norm)
+        and lr (the learning rate).
         """
         is_skipped = not math.isfinite(metrics["norm"])
         if is_skipped:
@@ -129,7 +134,7 @@ class Progress:
         show_progress(step + 1, self.config.max_steps, progress)
 
     def seconds_to_go(self, step, n_tokens):
-        """Returns the seconds that the steps after this one will take. n_tokens: of this step."""
+        """Returns how many seconds the steps after `step` will take. n_tokens: tokens in `step`."""
         total = self.config.total_batch_size
         steps_left = self.config.max_steps - step - 1
         # In a ramp, steps read fewer tokens than total_batch_size; the number grows linearly.
@@ -141,7 +146,7 @@ class Progress:
         """Prints the losses of a validation.
 
         metrics: {name: number}, from validate in train_gpt2.py. names: names of the data sets.
-        epochs: number of epochs of each data set.
+        epochs: number of epochs of each data set that the run has read.
         """
         rest = dict(metrics)
         val = rest.pop("val")
@@ -156,7 +161,8 @@ class Progress:
                 loss = rest.pop(f"val_{name}")
                 bits = rest.pop(f"bpb_{name}")
                 parts.append(f"{name}: loss {loss:.4f}, {bits:.4f} bits, epoch {epoch:.2f}")
-        parts += [f"{name} {value:.4f}" for name, value in rest.items()]  # metrics of a user's edit
+        # The rest are metrics that an edit adds.
+        parts += [f"{name} {value:.4f}" for name, value in rest.items()]
         print0(" | ".join(parts))
         if val > self.last_val:
             self.n_rises += 1
@@ -164,13 +170,13 @@ class Progress:
             self.n_rises = 0
         self.last_val = val
         if self.n_rises == 3:
-            advice = "start again with --keep_best, which keeps the best step"
+            advice = "start again with --keep_best, which saves the best checkpoint"
             if self.config.keep_best:
-                advice = f"{self.config.log_dir}/model_best.pt has the best step"
+                advice = f"{self.config.log_dir}/model_best.pt is the best checkpoint"
             print0(f"note: the validation loss has risen three times in a row; {advice}")
 
     def show_end(self, step, is_complete, memory):
-        """Prints how the run has ended. memory: bytes that the run reserved on the GPU, or 0."""
+        """Prints how the run has ended. memory: number of bytes reserved on the GPU, or 0."""
         if step == 0:
             print0("stopped by a signal before the first step")
             return
@@ -184,7 +190,7 @@ class Progress:
 
 
 def print_summary(gpt, optimizers, config, data, plan, process):
-    """Prints the model, the data and the size of a step. Adds notes if there is too little data.
+    """Prints the sizes of the model, the data and a step. Adds notes if the data set is small.
 
     gpt: the whole GPT. plan: from plan_steps. The other arguments are as in main.
     """
@@ -202,7 +208,7 @@ def print_summary(gpt, optimizers, config, data, plan, process):
         schedule += f", then {config.schedule} to {config.min_lr:g}"
     parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
     print0(f"a step: {parts} on each process; {schedule}")
-    n_tensors = {}  # {optimizer and decay: number of tensors}; with --pp, of the first stage
+    n_tensors = {}  # {optimizer and decay: number of tensors}; with --pp, only of the first stage
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
@@ -217,14 +223,14 @@ def print_summary(gpt, optimizers, config, data, plan, process):
 
 
 def note_initialization(model):
-    """Prints which matrices of a new model GPT.initial_values does not initialize."""
-    own = {}  # {name without the number of the block: None}, in order
+    """Prints which matrices of a new model are not initialized by GPT.initial_values."""
+    own = {}  # {name without the index of the block: None}, in order
     for name, p in model.named_parameters():
         if p.dim() > 1 and model.initial_values(name, (0,)) is None:
             own[re.sub(r"\.h\.\d+\.", ".h.*.", name)] = None
     if own:
         names = ", ".join(own)
-        print0(f"note: GPT.initial_values has no {names}; the constructor's values are kept")
+        print0(f"note: GPT.initial_values does not initialize {names}, so the constructor does")
 
 
 class RunLog:
@@ -232,8 +238,8 @@ class RunLog:
 
     log.txt contains a line "{step} {name} {value}" for each number. All processes must create a
     RunLog. Rank 0 first locks the run directory and prepares it, see prepare_run_directory. Then
-    rank 0 writes run.json, see write_facts. Raises UserError. A `with` block unlocks the directory
-    at its end.
+    rank 0 writes run.json, see write_facts. Raises UserError. RunLog is a context manager, which
+    unlocks the directory at its end.
 
     flags: {name: value} of the flags on the command line. plan: from plan_steps. step: where the
     run starts.
@@ -259,16 +265,17 @@ class RunLog:
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
-        # This imports these packages before it moves any file, because one of them may be missing.
+        # One of these packages may be missing, so this imports them before it moves any file.
         if self.config.tensorboard:
-            require("tensorboard")  # torch.utils.tensorboard needs it
+            require("tensorboard")  # torch.utils.tensorboard needs this package
         if self.config.wandb:
             require("wandb")
         directory = self.path.parent
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             remedy = "wait for it, or start the processes of one run with torchrun"
-            # After an error, a notebook may start the next run, so finalize also unlocks.
+            # After an error, a notebook may start the next run, so finalize also unlocks the
+            # directory.
             self.unlock = weakref.finalize(self, os.close, lock(directory, "--log_dir", remedy))
             delete_temporary_files(directory)
         check_newest(directory, self.config.resume, step)
@@ -278,7 +285,7 @@ class RunLog:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:
             self.sinks.append(WandB(directory, self.config, gpt_config))
-        # TensorBoard has removed the values of this step, so this sends the ones in log.txt.
+        # TensorBoard has removed the values of this step, so this sends the values from log.txt.
         self.publish(step, known)
 
     def __enter__(self):
@@ -297,7 +304,7 @@ class RunLog:
         lines = []
         for name, value in values.items():
             if len(name.split()) != 1:
-                raise ValueError(f"the name of a metric must be one word, and not {name!r}")
+                raise ValueError(f"the name of a metric must be one word, not {name!r}")
             if (step, name) not in self.known:
                 new[name] = value
                 text = str(value) if isinstance(value, int) else f"{value:.8g}"
@@ -317,13 +324,15 @@ class RunLog:
     def write_step(self, step, n_tokens, seconds, metrics):
         """Writes the metrics of a step, and prints them every log_every steps.
 
-        metrics: {name: number}, with train (the loss), norm and lr. Raises UserError after ten
-        steps in a row without a finite gradient.
+        metrics: as in show_step. Raises UserError after ten consecutive steps without a finite
+        gradient.
         """
         self.write(step, **metrics)
         self.progress.show_step(step, n_tokens, seconds, metrics)
         if self.progress.n_skipped_in_row == 10:
-            raise UserError("no finite gradient in 10 steps; use --resume and a lower --max_lr")
+            raise UserError(
+                "no finite gradient in 10 consecutive steps; use --resume and a lower --max_lr"
+            )
 
     def write_validation(self, step, losses, epochs):
         """Prints and writes the losses of a validation. The arguments are as in show_validation."""
@@ -331,7 +340,7 @@ class RunLog:
         self.write(step, **losses)
 
     def write_samples(self, step, texts):
-        """Prints samples, and sends them to TensorBoard and wandb. log.txt omits them."""
+        """Prints samples, and sends them to TensorBoard and wandb. log.txt contains no samples."""
         for i, text in enumerate(texts):
             print0(f"--- sample {i} at step {step} ---\n{text}\n")
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
