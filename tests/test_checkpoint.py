@@ -110,7 +110,7 @@ def test_keep_best_first_given_at_a_resume(tmp_path):
     flags = ["--data", "my.txt", "--log_dir", "run", "--val_every", 2]
     train(*flags, "--max_steps", 12, cwd=tmp_path)
     out, _ = train(*flags, "--max_steps", 16, "--resume", "--keep_best", cwd=tmp_path)
-    assert "note: --keep_best saves the best of the steps from 12 on\n" in out
+    assert "note: --keep_best only compares the steps from 12 on\n" in out
     step = torch.load(tmp_path / "run/model_best.pt")["step"]
     losses = read_streams(tmp_path / "run/log.txt")["val"]
     assert min(losses.values()) < losses[step] == min(losses[i] for i in (12, 14, 16))
@@ -130,14 +130,16 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
 @pytest.mark.slow
 def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
     """Another model.py gives one note, also before an error of its own."""
-    path, note = copy / "model_000010.pt", "was written by another model.py\n"
+    path, note = copy / "model_000010.pt", "was written by a different model.py\n"
     load_model(path, GPT)
     assert note not in capsys.readouterr().out
     torch.save(checkpoint(copy, 10) | {"model_code": "0"}, path)
     load_model(path, GPT)
     assert capsys.readouterr().out.count(note) == 1
     torch.save(checkpoint(copy, 10) | {"model": {}}, path)
-    with pytest.raises(UserError, match="restore that model.py; its run may have a changes.patch"):
+    with pytest.raises(
+        UserError, match="restore that model.py; its run may contain a changes.patch"
+    ):
         load_model(path, GPT)
 
 
@@ -460,12 +462,14 @@ def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypat
     torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # as build-nanogpt
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     for name in ("ckpt.pt", "pickle.pt", "model.safetensors"):
-        with pytest.raises(UserError, match="not a readable checkpoint .*; give another one$") as e:
+        with pytest.raises(
+            UserError, match="not a readable checkpoint .*; give another checkpoint$"
+        ) as e:
             load_checkpoint(tmp_path / name, GPT)
         assert "\x1b" not in str(e.value) and "\n" not in str(e.value)
     path = tmp_path / "model_000001.pt"
     path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="move it away to resume from the one before$"):
+    with pytest.raises(UserError, match="move it away to resume from the previous checkpoint$"):
         load_newest(tmp_path, GPT)
 
     def fail(*args):

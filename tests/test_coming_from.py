@@ -149,7 +149,7 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
         load_newest(tmp_path, GPT)
     program("--checkpoint", path, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     torch.save(dict(found, model_args=dict(SHAPE, vocab_size=65)), path)
-    with pytest.raises(UserError, match="or its ids are not GPT-2's"):
+    with pytest.raises(UserError, match="or its token ids are not GPT-2's"):
         load_model(str(path), GPT)
 
 

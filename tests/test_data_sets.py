@@ -270,7 +270,7 @@ def test_a_mixture_trains_the_same_on_any_number_of_processes_and_resumed(sets):
     run("two", "--resume")  # from step 6, with one process
     assert_close_logs(sets / "one", sets / "two", rel=1e-4)
     _, err = run("two", "--resume", data="a=0.4 b=0.4 c=0.2", status=2)
-    assert "error: two had other data: " in err and "2/5 of 2,000 tokens" in err
+    assert "error: two used different data: " in err and "2/5 of 2,000 tokens" in err
 
 
 def test_the_log_can_have_the_name_of_every_file():

@@ -247,7 +247,7 @@ def test_a_state_of_another_shape_is_refused_for_a_split_model(tmp_path, way):
     )
     _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=2)
     assert "schedulefree has transformer.wte.weight.seen, whose shape differs from its" in err
-    assert "is split cannot save it; use --parallel ddp without --tp" in err
+    assert "so a split model cannot save it; use --parallel ddp without --tp" in err
     assert not names(tmp_path / "run", "*.pt")
 
 
@@ -260,7 +260,7 @@ class Wrapper(torch.optim.SGD):
 
 def test_an_optimizer_with_a_state_dict_of_its_own_is_refused():
     model = fresh(MODEL)
-    with pytest.raises(UserError, match="wrapper has a state_dict of its own, which no checkpoint"):
+    with pytest.raises(UserError, match="wrapper defines its own state_dict, but checkpoints"):
         OptimizerState(Wrapper(model.parameters()), model)
 
 
@@ -269,7 +269,7 @@ def test_another_optimizer_does_not_take_the_state(tmp_path):
     copy_program(tmp_path)
     run(tmp_path, "run", "--max_steps", 3)
     _, err = run(tmp_path, "run", "--resume", "--optimizer", "muon", status=2)
-    assert "has another --optimizer; give all its flags again" in err
+    assert "used a different --optimizer; give all its flags again" in err
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path, value, kind, ste
     _, err = run(tmp_path, "run", status=2)
     assert err == (
         "error: lookahead has transformer.wte.weight.own, which no checkpoint can hold (it is a "
-        f"{kind}); keep tensors, Python's numbers, or lists and dicts of them\n"
+        f"{kind}); store only tensors, Python's numbers, or lists and dicts of them\n"
     )
     assert not names(tmp_path / "run", "*.pt")
     assert (step - 2, "train") in read_log(tmp_path / "run") or step == 1

@@ -398,9 +398,9 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
 @pytest.mark.parametrize(
     "damage, message",
     [
-        ("truncated", UNREADABLE + r"\(.*\); move it away to resume from the one before"),
+        ("truncated", UNREADABLE + r"\(.*\); move it away to resume from the previous checkpoint"),
         ("flipped", UNREADABLE + r"\(the checksum of .* is wrong\);.*"),
-        ("weights", UNREADABLE + r"\(its weights are not finite\);.*"),
+        ("weights", UNREADABLE + r"\(its weights contain NaN or infinity\);.*"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
@@ -523,8 +523,9 @@ def test_resumed_with_other_data(tmp_path, shards):
     np.save(longer, np.append(np.load(longer), np.uint16(7)))
     _, err = program(*flags, "--data", "other", "--max_steps", 4, cwd=tmp_path, status=2)
     assert re.fullmatch(
-        r"error: run had other data: the training split was 3,381 tokens with CRC-32 "
-        r"[0-9a-f]{8} and is 3,382 tokens with CRC-32 [0-9a-f]{8}; use --init_from, not --resume\n",
+        r"error: run used different data: the training split was 3,381 tokens with CRC-32 "
+        r"[0-9a-f]{8} and is now 3,382 tokens with CRC-32 [0-9a-f]{8}; use --init_from, not "
+        r"--resume\n",
         err,
     ), err
 
@@ -929,7 +930,10 @@ CASES = {
             "--init_from log/baby --n_layer 3",
             "log/baby contains a different model: n_layer is 2, not 3",
         ),
-        ("TINY --resume --optimizer muon", "has another --optimizer; give all its flags again"),
+        (
+            "TINY --resume --optimizer muon",
+            "used a different --optimizer; give all its flags again",
+        ),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),
         ("TINY --resume --n_layer 3 --n_embd 64", "n_layer is 2, not 3 ... n_embd is 32, not 64"),
     ],

@@ -98,7 +98,10 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
     for flag, message in (
         (["--data", "my.txt"], "--data: the processes have different data; copy"),
         (["--max_lr", 1.0], "the processes have different flags; give all the same"),
-        (["--log_dir", "other"], "the processes have different checkpoints; give one"),
+        (
+            ["--log_dir", "other"],
+            "the processes have different checkpoints; give all processes one",
+        ),
     ):
         _, err = program(
             "--log_dir",

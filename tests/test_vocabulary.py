@@ -229,7 +229,9 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
         normalized=False,
     )
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps({**settings, "added_tokens": [token]}))
-    with pytest.raises(UserError, match="hf: has fewer ids than its tokenizer; correct"):
+    with pytest.raises(
+        UserError, match="hf: the model has fewer ids than its tokenizer.json; correct"
+    ):
         load_model(str(tmp_path / "hf"), GPT)
 
 

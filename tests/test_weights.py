@@ -48,7 +48,7 @@ def test_a_tied_matrix_with_two_values_is_refused(save, n, tmp_path):
     """As of a model whose head has its own weights. One of the two would win without a word."""
     pytest.importorskip("transformers")
     wte = fresh(replace(MODEL, vocab_size=n)).state_dict()[WTE]
-    with pytest.raises(UserError, match=f"{WTE} and {HEAD} have different values, and the model"):
+    with pytest.raises(UserError, match=f"{WTE} and {HEAD} have different values, but the model"):
         load_model(save(tmp_path / "two", **{HEAD: wte + 0.1}), GPT)
     same, _ = load_model(save(tmp_path / "one", **{HEAD: wte.clone()}), GPT)
     assert torch.equal(same.lm_head.weight, wte)
@@ -65,7 +65,7 @@ def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
 def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path):
     """Otherwise, a prompt or the end of a text would be an id that the model does not know."""
     path = save_checkpoint(tmp_path / "a.pt", replace(MODEL, vocab_size=200))
-    with pytest.raises(UserError, match="its tokenizer has 256 ids, its model 200"):
+    with pytest.raises(UserError, match="its tokenizer has 256 ids, but its model 200"):
         load_model(path, GPT)
     path = save_checkpoint(tmp_path / "b.pt", replace(MODEL, vocab_size=300))
     assert load_model(path, GPT)[0].config.vocab_size == 300

@@ -18,7 +18,7 @@ from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
 
-# These are the files of a run, or of an export.
+# These are the files that a run or an export contains.
 MODEL_FILES = (
     "*.pt",
     "log.txt",
@@ -35,36 +35,37 @@ MODEL_FILES = (
 def check_weights(weights, config, GPT):
     """Raises an error unless these weights fit a GPT of this GPTConfig.
 
-    weights: a state dict with the right names, the right shapes and finite values. GPT: the class
-    of the model.
+    weights: a state dict, which needs the right names, the right shapes and finite values. GPT: the
+    class of the model.
     """
     make_whole_gpt(GPT, config).load_state_dict(weights, assign=True)  # compares names and shapes
     if not all(tensor.isfinite().all() for tensor in weights.values()):
-        raise ValueError("its weights are not finite")
+        raise ValueError("its weights contain NaN or infinity")
 
 
 def check_tied(weights, config, GPT):
-    """Raises ValueError if two weights differ that a GPT ties, such as embedding and head.
+    """Raises ValueError if weights that a GPT ties, such as embedding and head, are different.
 
-    load_state_dict would keep only one of the two. The arguments are as in check_weights.
+    load_state_dict would keep only one of these weights. The arguments are as in check_weights.
     """
     first_names = {}  # {parameter: its first name}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
         first = first_names.setdefault(p, name)
         if first != name and not torch.equal(weights[first], weights[name]):
-            raise ValueError(f"{first} and {name} have different values, and the model ties them")
+            raise ValueError(f"{first} and {name} have different values, but the model ties them")
 
 
 def convert_nanogpt(found, GPT):
-    """Dict of a nanoGPT or build-nanogpt checkpoint -> dict in our format.
+    """Converts the dict in a checkpoint of nanoGPT or build-nanogpt to a dict in our format.
 
-    Raises ValueError unless the ids are GPT-2's. Removes the unused ids of a vocabulary of 50,304.
+    Raises ValueError unless the token ids are GPT-2's. If the vocabulary is padded to 50,304 ids,
+    removes the unused ids.
     """
-    settings = found.get("model_args")  # in a checkpoint of nanoGPT
+    settings = found.get("model_args")  # nanoGPT's
     if not settings:
-        settings = getattr(found.get("config"), "__dict__", {})  # in one of build-nanogpt
+        settings = getattr(found.get("config"), "__dict__", {})  # build-nanogpt's
     if settings.get("vocab_size") not in (50257, 50304):
-        raise ValueError("another program wrote it, or its ids are not GPT-2's")
+        raise ValueError("another program wrote it, or its token ids are not GPT-2's")
     config = GPT.config_class(
         vocab_size=50257,
         block_size=settings["block_size"],
@@ -85,11 +86,12 @@ def convert_nanogpt(found, GPT):
     return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
-def load_checkpoint(path, GPT, remedy="give another one"):
+def load_checkpoint(path, GPT, remedy="give another checkpoint"):
     """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
 
-    All processes must call this. Only rank 0 reads and checks the whole file. GPT: the class of the
-    model. remedy: what the user can do if the file is damaged, or from another program.
+    All processes must call this function. Only rank 0 reads and checks the whole file. GPT: the
+    class of the model. remedy: what the user can do if the file is damaged, or if another program
+    wrote it.
     """
     on_rank0(check_file, path, GPT, remedy)
     return read_file(path, GPT)
@@ -104,11 +106,12 @@ def read_file(path, GPT):
 
 
 def map_file(path):
-    """Reads what torch.save wrote. With mmap, the processes of a machine share the memory.
+    """Reads a file of torch.save. With mmap, all processes of a machine share the memory.
 
     Raises exceptions of many kinds if the file is damaged.
     """
-    # With weights_only=True, the file cannot run code. Windows cannot delete or move a mapped file.
+    # With weights_only=True, the file cannot run code. Windows cannot delete or move a file that is
+    # mapped into memory.
     return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
 
 
@@ -120,18 +123,20 @@ def check_file(path, GPT, remedy):
         checkpoint = read_file(path, GPT)
     code = hash_of_model(GPT)
     if checkpoint.get("model_code", code) != code:
-        print0(f"note: {path} was written by another model.py")
-        remedy = "restore that model.py; its run may have a changes.patch"
+        print0(f"note: {path} was written by a different model.py")
+        remedy = "restore that model.py; its run may contain a changes.patch"
     with reading(path, remedy, what):
         config = GPT.config_class(**checkpoint["model_config"])
         check_weights(checkpoint["model"], config, GPT)
         n_vocab = get_tokenizer(checkpoint["tokenizer"]).n_vocab
         if n_vocab > config.vocab_size:  # a prompt could contain an id outside the vocabulary
-            raise ValueError(f"its tokenizer has {n_vocab:,} ids, its model {config.vocab_size:,}")
+            raise ValueError(
+                f"its tokenizer has {n_vocab:,} ids, but its model {config.vocab_size:,}"
+            )
 
 
 def check_checksums(path):
-    """Raises ValueError if a checksum in a checkpoint, which is a zip file, is wrong."""
+    """Raises ValueError if a checksum is wrong. A checkpoint is a zip file with checksums."""
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()  # the first damaged file in the archive, or None
     if damaged:
@@ -151,15 +156,15 @@ def find_checkpoints(directory):
 
 
 def step_of(path):
-    """Returns the step in the name of a checkpoint, such as model_000500.pt, or None without it."""
+    """Returns the step in a file name, such as 500 for model_000500.pt, or None without a step."""
     step = path.stem.removeprefix("model_")
     return int(step) if step.isdecimal() else None
 
 
 def list_model_files(source):
-    """Lists a checkpoint and the other files of its run or export, which no output may replace.
+    """Lists a checkpoint and the other files of its run or export. No output may replace them.
 
-    source: from find_newest_model, or a name on the hub, which may have no local files.
+    source: from find_newest_model, or a name on the Hugging Face Hub. Returns [] for such a name.
     """
     path = Path(source)
     if not path.exists():
@@ -174,11 +179,11 @@ def list_model_files(source):
 def load_newest(directory, GPT):
     """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
     paths = find_checkpoints(directory)
-    check_equal(paths, "the processes have different checkpoints; give one --log_dir to all")
+    check_equal(paths, "the processes have different checkpoints; give all processes one --log_dir")
     if not paths:
         print0(f"nothing to resume in {directory}: starting a new run")
         return None
-    remedy = "move it away to resume from the one before"
+    remedy = "move it away to resume from the previous checkpoint"
     checkpoint = load_checkpoint(paths[-1], GPT, remedy)
     if "train_config" not in checkpoint:
         raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
@@ -194,8 +199,9 @@ def unpack(checkpoint, GPT):
 def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
-    place: a file, a run, a directory of runs, or an export. The default is log. Returns a file or
-    an export unchanged. If place is a run, this skips the old runs in old-1 and so on.
+    place: a file, the directory of a run, a directory of runs, or an export. The default is log.
+    Returns a file or an export unchanged. If place is the directory of a run, skips the old runs in
+    its subdirectories old-1, old-2 and so on.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():

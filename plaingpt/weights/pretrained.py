@@ -1,4 +1,4 @@
-"""Loads trained weights from a checkpoint, a run, or a Hugging Face GPT-2. Saves such a GPT-2."""
+"""Loads weights from a checkpoint, a run or a Hugging Face GPT-2. Exports a GPT in this format."""
 
 import json
 from pathlib import Path
@@ -30,13 +30,14 @@ GPT2 = dict(
     add_cross_attention=False,
     scale_attn_by_inverse_layer_idx=False,
 )
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the Hugging Face Hub
 
 
 def read_gpt2(name, GPT):
-    """Reads a GPT-2 of transformers -> (GPTConfig, state dict). Raises UserError.
+    """Reads a GPT-2 in the format of transformers -> (GPTConfig, state dict). Raises UserError.
 
-    name: a name on the hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the class.
+    name: a name on the Hugging Face Hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the
+    class of the model.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download shows its own progress bar
@@ -68,21 +69,24 @@ def read_gpt2(name, GPT):
 def save_gpt2(model, directory, tokenizer, dtype=None):
     """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
 
-    First compares logits, because a changed model.py may no longer compute GPT-2. dtype: of the
-    weights; default: the model's dtype.
+    First compares the logits with those of transformers, because an edited model.py may no longer
+    compute GPT-2. dtype: dtype of the saved weights; None: the dtype of the model.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
     block_size = model.config.block_size
     hf = transformers.GPT2LMHeadModel(make_hf_config(model.config, tokenizer))
     if not same_logits(model, hf):
-        raise UserError("model.py no longer computes GPT-2, as transformers does; use generate.py")
-    hf.generation_config.max_length = block_size  # transformers cannot slide the window
+        raise UserError(
+            "model.py no longer computes GPT-2 as transformers does; use generate.py instead"
+        )
+    hf.generation_config.max_length = block_size  # transformers has no sliding window
     with explaining(f"{directory}: cannot write", "free some space"):
-        # This writes one file, because shards of an earlier export could stay next to new shards.
+        # This writes a single file. With several shards, a shard of an earlier export could remain
+        # next to the new shards.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
-    for path in Path(directory).glob("*.safetensors"):  # only the owner could read it until now
+    for path in Path(directory).glob("*.safetensors"):  # so far, only the owner may read it
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
@@ -96,12 +100,12 @@ def make_hf_config(config, tokenizer):
         n_embd=config.n_embd,
         vocab_size=config.vocab_size,
         n_positions=config.block_size,
-        n_ctx=config.block_size,  # llama.cpp reads n_ctx, the old name
+        n_ctx=config.block_size,  # llama.cpp reads n_ctx, the old name of n_positions
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        # Pipelines put the prefix before a prompt, as generate.py does. With byte tokens, no token
-        # ends a text, but after training on pairs ("lines"), a line break does.
+        # The pipelines of transformers put the prefix before a prompt, as generate.py does. With
+        # byte tokens, no token ends a text. After training on pairs ("lines"), a line break does.
         bos_token_id=end,
         eos_token_id=None if tokenizer.source == "bytes" else end,
         prefix=tokenizer.decode([end]),
@@ -110,15 +114,16 @@ def make_hf_config(config, tokenizer):
 
 @torch.no_grad()
 def same_logits(model, hf):
-    """Loads the weights of a GPT into a GPT-2 of transformers, and compares their logits.
+    """Loads the weights of a GPT into a GPT-2 of transformers, and compares the logits of both.
 
-    Returns whether the logits are the same, except for rounding.
+    Returns whether the logits of both models are the same, except for rounding.
     """
     try:
         hf.load_state_dict(transpose_conv1d(model.state_dict()))
     except RuntimeError:  # names or shapes differ
         return False
-    # The whole context shows a changed attention, such as a sliding window.
+    # A sequence with the length of the whole context also reveals an edited attention, such as a
+    # sliding window.
     idx = torch.randint(model.config.vocab_size, (1, model.config.block_size))  # (B, T)
     expected, _ = model(idx)  # (B, T, vocab_size)
     difference = (hf(idx).logits - expected).abs().max()
@@ -126,13 +131,13 @@ def same_logits(model, hf):
 
 
 def save_tokenizer(tokenizer, directory, block_size):
-    """Writes a Tokenizer as two files, which AutoTokenizer of every version of transformers reads.
+    """Writes a Tokenizer as two files. AutoTokenizer reads them in every version of transformers.
 
-    As with OpenAI's GPT-2, the tokenizer adds no token before a text. Only plainGPT reads the key
-    "end_of_text".
+    Like the tokenizer of OpenAI's GPT-2, it adds no token before a text. Only plainGPT reads the
+    key "end_of_text".
     """
     if tokenizer.json:
-        settings = tokenizer.json.settings  # here, end_of_text has its own name
+        settings = tokenizer.json.settings  # in these settings, end_of_text has its own name
     else:
         settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
     library = make_library(settings)
@@ -152,7 +157,7 @@ def save_tokenizer(tokenizer, directory, block_size):
 
 
 def transpose_conv1d(weights):
-    """Transposes the weights that differ between Conv1D and nn.Linear, in either direction."""
+    """Transposes the weights that Conv1D and nn.Linear store differently, in either direction."""
     found = {}
     for name, tensor in weights.items():
         found[name] = tensor.t().contiguous() if name.endswith(CONV1D) else tensor
@@ -180,21 +185,24 @@ def read_weights(name, GPT):
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
         if "model_args" in checkpoint:  # nanoGPT wrote it; build-nanogpt's GELU is like ours
-            print0("note: nanoGPT's GELU is exact, ours uses tanh: a logit may differ by 0.01")
+            print0("note: nanoGPT's GELU is exact, ours uses tanh: logits may differ by 0.01")
         return unpack(checkpoint, GPT)
-    if name in ("scratch", "resume"):  # nanoGPT's words
+    if name in ("scratch", "resume"):  # values of --init_from in nanoGPT
         raise UserError(f"--init_from {name}: remove it for a new run; --resume continues a run")
-    # A name such as openai-community/gpt2 is on the hub, unless this directory exists.
+    # A name such as openai-community/gpt2 refers to the Hugging Face Hub, unless a local directory
+    # has this name.
     is_local = path.parent.is_dir() and path.parent.name != ""
     if path.suffix == ".pt" or (is_local and not path.exists()):
-        raise UserError(f"{name}: no such checkpoint; give another file, or a run directory")
+        raise UserError(f"{name}: no such checkpoint; give another file or a run directory")
     config, weights = read_gpt2(name, GPT)
     if path.exists():
-        # If there is only a vocab.json, its ids are unknown, so load_tokenizer raises UserError.
+        # If there is a vocab.json but no merges.txt, load_tokenizer raises UserError.
         has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
     else:
         has_tokenizer = name.removeprefix("openai-community/") not in OPENAI
     tokenizer = load_tokenizer(path) if has_tokenizer else get_tokenizer("gpt2")
     if tokenizer.n_vocab > config.vocab_size:
-        raise UserError(f"{name}: has fewer ids than its tokenizer; correct its tokenizer.json")
+        raise UserError(
+            f"{name}: the model has fewer ids than its tokenizer.json; correct this file"
+        )
     return config, weights, tokenizer

@@ -26,29 +26,31 @@ class Saver:
         self.data = data
         self.config = config
         self.process = process
-        check_equal(data.fingerprints, "--data: the processes have different data; copy the files")
+        check_equal(
+            data.fingerprints, "--data: the processes have different data; give all the same files"
+        )
         flags = {**asdict(config), **asdict(self.model.config)}
-        check_equal(flags, "the processes have different flags; give all the same")
-        self.optimizers = []  # an OptimizerState for each
+        check_equal(flags, "the processes have different flags; give all the same flags")
+        self.optimizers = []  # an OptimizerState for each optimizer
         for optimizer in training.optimizers:
             self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
-        # Users may edit model.py later, so this hashes it now.
+        # A user may edit model.py during the run, so this hashes model.py now.
         self.model_code = hash_of_model(own_gpt(self.model))
-        # A tied matrix has two names. Training uses the first name, a checkpoint contains both.
+        # A tied matrix has two names. Training uses the first name; a checkpoint contains both.
         first_names = {}  # {parameter or buffer: its first name}
         self.saved_names = {}  # {name in a checkpoint: first name}
         for name, tensor in whole_gpt(self.model).state_dict(keep_vars=True).items():
             self.saved_names[name] = first_names.setdefault(tensor, name)
-        self.saved = 0  # the step of the newest checkpoint; step 0 needs none
+        self.saved = 0  # the step of the newest checkpoint; step 0 needs no checkpoint
         self.best_val = math.inf  # the lowest validation loss of the run
-        self.keys = None  # the keys of the state after the last step, until is_checked
+        self.keys = None  # keys of the optimizer states after the previous step; see check
         self.is_checked = False
 
     def save(self, step, position):
         """Writes model_{step}.pt, and deletes all but the newest `keep` checkpoints.
 
-        position: number of sequences that the run has consumed. Does nothing at step 0, or if this
-        step is already saved. Raises UserError.
+        position: number of sequences that the run has consumed. Does nothing at step 0, or if the
+        run has already saved this step. Raises UserError.
         """
         if step == self.saved:
             return
@@ -59,17 +61,18 @@ class Saver:
                 old.unlink()
 
     def write(self, file_name, step, position, **more):
-        """Writes a checkpoint, which is either complete or absent. Raises UserError.
+        """Writes a checkpoint file, but never an incomplete one. Raises UserError.
 
-        more: other values for the file.
+        more: additional entries of the dict in the file.
         """
         model, process = self.model, self.process
         # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
-        # returns the shards. The dict contains a tied matrix twice, and one copy is enough.
+        # returns the shards. The dict contains a tied matrix twice, so this gathers only the first.
         own = own_gpt(model).state_dict()
         firsts = {name: own[name] for name in own if self.saved_names[name] == name}
         gathered = gather(model, firsts, process)
-        # Pipeline stages may have different optimizers, so one call gathers all values.
+        # Pipeline stages may have different optimizers, so one call of gather returns the values of
+        # all optimizers.
         values = {}
         for optimizer in self.optimizers:
             for key, value in optimizer.values().items():
@@ -104,7 +107,8 @@ class Saver:
     def check(self):
         """Raises UserError if the optimizers have a state that no checkpoint can hold.
 
-        The trainer calls this after each step. After two steps with the same keys, it does nothing.
+        The trainer calls this method after each step. After two consecutive steps with the same
+        keys, later calls do nothing.
         """
         if self.is_checked:
             return
@@ -118,8 +122,8 @@ class Saver:
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
 
-        The trainer calls this before it writes val to log.txt, so if the disk is full, a resume
-        measures val again and saves the file.
+        The trainer calls this method before it writes val to log.txt. Therefore, if the disk is
+        full, a resumed run measures val again and saves the file.
         """
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
@@ -129,7 +133,7 @@ class Saver:
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
 
         checkpoint: from load_newest. Prints which settings have changed. Raises UserError if the
-        run used other data or another optimizer, or if the checkpoint is beyond the last step.
+        run used different data or a different optimizer, or if its step is beyond max_steps.
         """
         if checkpoint is None:
             return 0, 0
@@ -142,8 +146,8 @@ class Saver:
         for split, now in self.data.fingerprints.items():
             if before.get(split, now) != now:
                 raise UserError(
-                    f"{place} had other data: the {split} was {before[split]} and is {now}; "
-                    "use --init_from, not --resume"
+                    f"{place} used different data: the {split} was {before[split]} and is now "
+                    f"{now}; use --init_from, not --resume"
                 )
         self.restore_optimizers(checkpoint["optimizer"])
         if checkpoint["scaler"]:  # {} unless the dtype was float16
@@ -153,7 +157,7 @@ class Saver:
         self.saved = step
         print0(f"resumed from step {step} in {place}")
         if config.keep_best and self.best_val == math.inf:
-            print0(f"note: --keep_best saves the best of the steps from {step} on")
+            print0(f"note: --keep_best only compares the steps from {step} on")
         settings = {**config.settings_of_losses(), **asdict(self.model.config)}
         for name, now in settings.items():
             if before.get(name, now) != now:
@@ -163,8 +167,8 @@ class Saver:
     def restore_optimizers(self, saved):
         """Restores the state of the optimizers from a checkpoint.
 
-        saved: {"adamw": {key: value}}. A process restores the values of its own parameters. If
-        there are two AdamW, either may have saved a parameter.
+        saved: {"adamw": {key: value}}. Each process restores the values of its own parameters. If
+        a run has two AdamW optimizers, a parameter may have moved from one optimizer to the other.
         """
         values = {}  # {name of a parameter: {name of a value: value}}
         kinds = {}  # {name of a parameter: class of its optimizer}
@@ -178,7 +182,7 @@ class Saver:
             for name in optimizer.parameter_names():
                 if kinds.get(name, optimizer.kind) != optimizer.kind:
                     raise UserError(
-                        f"the run in {self.config.log_dir} has another --optimizer; "
+                        f"the run in {self.config.log_dir} used a different --optimizer; "
                         "give all its flags again"
                     )
             optimizer.restore(values)
@@ -187,7 +191,7 @@ class Saver:
 def read_best_val(directory):
     """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
 
-    Without --keep_best, an earlier part of the run may have written a lower loss to log.txt.
+    log.txt may contain a lower loss, from an earlier part of the run without --keep_best.
     """
     path = directory / "model_best.pt"
     if not path.is_file():
