@@ -99,7 +99,7 @@ def test_tokens_of_nanogpt_and_llm_c(tmp_path):
 @pytest.mark.parametrize("dtype, first", [("<u4", 0), ("<u4", 70_000), ("<i8", 0)])
 def test_ids_of_nanogpt_with_more_than_16_bits(tmp_path, dtype, first):
     np.arange(first, first + 40, dtype=dtype).tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="train.bin: has ids of 32 or 64 bits; write them as"):
+    with pytest.raises(UserError, match="train.bin: contains ids of 32 or 64 bits; write them as"):
         Sources([str(tmp_path)])
 
 

@@ -129,8 +129,8 @@ REFUSED = {  # other damage is in test_reliability.py and test_fuzz.py
     "int32": (lambda p: np.save(p, GOOD.astype(np.int32)), "int32 .*, not uint16 or uint32"),
     "two dimensions": (lambda p: np.save(p, GOOD.reshape(2, 100)), r"\(2, 100\), not uint16 or u"),
     "empty file": (lambda p: p.write_bytes(b""), "not a shard"),
-    "no shards": (lambda p: None, "no train shards in it; make them with fineweb.py"),
-    "too few tokens": (lambda p: np.save(p, GOOD[:T]), "has 16 tokens; give more than --block"),
+    "no shards": (lambda p: None, "contains no train shards; make them with fineweb.py"),
+    "too few tokens": (lambda p: np.save(p, GOOD[:T]), "has 16 tokens; give more tokens than"),
 }
 
 
@@ -165,8 +165,8 @@ def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
     if is_there:
         np.save(shards / name, GOOD)
     sentence = (
-        "its shards have .* tokens, and meta.json says 4,081; restore them, or put those to train "
-        "on into a directory without meta.json$"
+        "its shards contain .* tokens, but meta.json says 4,081; restore the shards, or put those "
+        "to train on into a directory without meta.json$"
     )
     with pytest.raises(UserError, match=sentence):
         open_splits(shards, get_tokenizer("bytes"))
@@ -177,7 +177,7 @@ def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
 def test_a_shard_in_two_formats_is_refused(shards):
     """Its tokens would be trained on twice."""
     write_bin(shards / "a_train_000002.bin", np.load(shards / "a_train_000002.npy"))
-    sentence = "a_train_000002.bin is also a_train_000002.npy; move one away"
+    sentence = "a_train_000002.bin and a_train_000002.npy are the same shard; move one away"
     with pytest.raises(UserError, match=sentence):
         open_splits(shards, get_tokenizer("bytes"))
 
@@ -188,7 +188,7 @@ def test_data_that_is_no_text_names_the_command_for_shards(tmp_path, name):
     path.write_bytes(b"{}" * 5000 + b"\0" * (name == "own.dat"))
     with pytest.raises(UserError) as error:
         open_tokens(path)
-    expected = f"--data {path}: is not a text; make shards: fineweb.py --input {path}"
+    expected = f"--data {path}: is not a text file; make shards from it: fineweb.py --input {path}"
     assert str(error.value) == expected
 
 
@@ -230,7 +230,7 @@ def test_the_tokenizer_of_the_data(shards):
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(ROOT / "input.txt").name
     (shards / "meta.json").rename(shards / "progress.json")
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(shards, "bytes").name
-    sentence = f"{shards}: has tokens of bytes; remove --tokenizer gpt2"
+    sentence = f"{shards}: contains tokens of bytes; remove --tokenizer gpt2"
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_tokenizer(shards, "gpt2")
     (shards / "progress.json").unlink()

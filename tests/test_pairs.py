@@ -99,7 +99,7 @@ def test_a_response_may_end_with_the_mark(tmp_path):
         found.append((ids.tolist(), counted.tolist(), endings))
     assert found[0] == found[1]
     path = write_pairs(tmp_path / "a.jsonl", [("1", mark)])
-    with pytest.raises(UserError, match="needs prompt and response texts"):
+    with pytest.raises(UserError, match="needs the strings prompt and response"):
         read_pairs(path, BYTES, 32, 0.5)
 
 
@@ -243,11 +243,11 @@ def test_only_pairs_end_at_a_line_break(pairs):
 
 
 REFUSED = {
-    "": "x.jsonl: has no pairs; give another file",
-    '{"text": "a"}': "line 2: needs prompt and response texts; see docs/data.md or fineweb.py",
-    '{"prompt": "a", "response": ""}': "line 2: needs prompt and response texts",
-    '{"prompt": "1+1=", "response": 2}': "line 2: needs prompt and response texts",
-    '{"prompt": "a\\nb", "response": "c"}': "line 2: has a line break, .*; use --tokenizer",
+    "": "x.jsonl: contains no pairs; give another file",
+    '{"text": "a"}': "line 2: needs the strings prompt and response; see docs/data.md",
+    '{"prompt": "a", "response": ""}': "line 2: needs the strings prompt and response",
+    '{"prompt": "1+1=", "response": 2}': "line 2: needs the strings prompt and response",
+    '{"prompt": "a\\nb", "response": "c"}': "line 2: contains a line break, .*; use --tokenizer",
     "text": r"x.jsonl, line 2: is damaged \(not JSON",
 }
 
@@ -278,5 +278,7 @@ def test_long_pairs(tmp_path, capsys):
     with pytest.raises(UserError, match="all validation pairs have more than 16 .*_size 64$"):
         read_pairs(write_pairs(path, pairs), BYTES, 16, 0.01)
     read_pairs(path, BYTES, 64, 0.01)
-    with pytest.raises(UserError, match="too few pairs for a training part; give more, or --val"):
+    with pytest.raises(
+        UserError, match="too few pairs for a training part; give more pairs, or --val"
+    ):
         read_pairs(write_pairs(path, [("a", "b")]), BYTES, 16, 0.1)

@@ -130,7 +130,7 @@ RECORDS = [dict(text="one"), dict(text="two")]
 LAYOUTS = {
     "array.jsonl": (
         json.dumps(RECORDS),
-        "contains a JSON array, not one object per line; name it .json",
+        "contains a JSON array, not one object per line; rename the file to .json",
     ),
     "indented.jsonl": (
         json.dumps(RECORDS, indent=1),
@@ -138,15 +138,15 @@ LAYOUTS = {
     ),
     "pretty.jsonl": (
         "\n".join(json.dumps(r, indent=2) for r in RECORDS),
-        "contains JSON objects of several lines; write each in one line",
+        "contains JSON objects of several lines; write each object in one line",
     ),
     "pretty.json": (
         json.dumps(dict(data=RECORDS), indent=2),
-        "contains JSON objects of several lines; write each in one line",
+        "contains JSON objects of several lines; write each object in one line",
     ),
     "data.json": (
         json.dumps(dict(version="1.1", data=RECORDS)) + "\n",
-        "is one object with the records in field 'data'; write only this list",
+        "is one object with the records in field 'data'; keep only this list",
     ),
     "utf16.jsonl": (json.dumps(RECORDS[0]).encode("utf-16"), "is UTF-16; convert it to UTF-8"),
     "utf16.csv": ("text\none\n".encode("utf-16"), "is UTF-16; convert it to UTF-8"),

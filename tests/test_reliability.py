@@ -500,7 +500,7 @@ def test_programs_load_files_safely_and_never_call_a_shell():
     [
         ("--init_from evil.pt", "evil.pt: not a readable checkpoint ... give another"),
         ("--data evil", "evil/x_train_000000.npy: not a shard ... make it again"),
-        ("--data nano", "nano/train.bin: has ids of characters"),
+        ("--data nano", "nano/train.bin: contains ids of characters"),
     ],
 )
 def test_code_in_a_file_does_not_run(world, flags, message):
@@ -713,7 +713,7 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     out, _ = train("--data", "gbk.txt", "--val_tokens", 64, "--max_steps", 1, cwd=tmp_path)
     assert "note: gbk.txt: 40.0% of its bytes are not UTF-8; convert it\n" in out
     _, err = train("--data", "gbk.txt", "--tokenizer", "gpt2", cwd=tmp_path, status=2)
-    assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it\n", err)
+    assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it to UTF-8\n", err)
 
 
 # Row: a damaged line of JSON in the input of `fineweb.py` | the program skips and counts damaged
@@ -829,7 +829,7 @@ def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
     (tmp_path / "a.txt").write_text("đã uống cà phê. " * 99, "utf-8")
     flags = ["--data", "a.txt", "--tokenizer", "t.json", "--max_steps", 1]
     out, _ = train(*flags, cwd=tmp_path)
-    assert "note: bits per byte need a byte-level vocabulary that does not change texts; " in out
+    assert "note: bits per byte need a byte-level tokenizer that does not change its input; " in out
     assert "| nan bits per byte" in out
 
 
@@ -915,11 +915,11 @@ CASES = {
         ("--evals __main__", "--evals __main__: no such benchmark; give a module"),
         ("--n_embd 100000000 --n_head 1", "the model does not fit into memory ... smaller"),
         ("--data missing.txt", "missing.txt: not found; give a text file, or run fineweb.py"),
-        ("--data empty.txt", "has 0 tokens; give more than --block_size"),
+        ("--data empty.txt", "has 0 tokens; give more tokens than --block_size"),
         ("--data text.txt=0", "text.txt=0: give a weight above 0, such as 0.5"),
         (
             "--data own",
-            "own: tokenizer.json is not the tokenizer of the shards, bytes; move it away",
+            "own: tokenizer.json is not the tokenizer of the shards, bytes; move the file away",
         ),
         ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
@@ -945,7 +945,7 @@ CASES = {
     "fineweb.py": [
         (
             "--input missing.txt",
-            "missing.txt: no such file; give files, a glob or a split's directory",
+            "missing.txt: no such file; give files, a glob or the directory of a split",
         ),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),

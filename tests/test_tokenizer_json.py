@@ -85,7 +85,7 @@ def test_bits_per_byte_are_right_or_not_there(kind, capsys):
     has_sizes = kind in ("plain", "like Llama 3", "digits")
     assert sizes[tokenizer.encode(TEXT)].sum() == (len(TEXT.encode()) if has_sizes else 0)
     assert (sizes.sum() > 0) == has_sizes
-    note = "note: bits per byte need a byte-level vocabulary that does not change texts; wikitext"
+    note = "note: bits per byte need a byte-level tokenizer that does not change its input; "
     assert (note in capsys.readouterr().out) == (not has_sizes)
 
 
@@ -195,7 +195,7 @@ def test_end_of_text_may_not_be_the_unknown_token():
         hf.models.Unigram(pieces, unk_id=0),
         hf.models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"),
     ):
-        with pytest.raises(ValueError, match="^</s> also stands for unknown text$"):
+        with pytest.raises(ValueError, match="^</s> is also the unknown token$"):
             load(hf.Tokenizer(model))
 
 
@@ -253,7 +253,7 @@ def test_dropout_is_off():
 def test_a_refused_vocabulary_is_one_sentence(tmp_path):
     library = hf.Tokenizer(hf.models.Unigram([("</s>", 0.0), ("a", -1.0)], unk_id=0))
     library.save(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match=r"not usable \(</s> also stands for unknown text\); give"):
+    with pytest.raises(UserError, match=r"not usable \(</s> is also the unknown token\); give"):
         load_tokenizer(tmp_path / "t.json")
     settings = json.loads(byte_level().to_str())
     settings["model"]["vocab"]["zzz"] = 5

@@ -204,7 +204,9 @@ def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
     (tmp_path / "t.txt").write_text("the king " * 2000 + "中 " * 2000, "utf-8")
     flags = ["--tokenizer", "t.json", "--max_steps", 1, "--data", "t.txt"]
     out, _ = program(*TINY, *flags, cwd=tmp_path)
-    assert "\nnote: bits per byte need a byte-level vocabulary that does not change texts; " in out
+    assert (
+        "\nnote: bits per byte need a byte-level tokenizer that does not change its input; " in out
+    )
     assert "| nan bits per byte" in out
     flags = ["--tokenizer", "t.json", "--input", "t.txt", "--output_dir", "s", "--shard_size", 2000]
     out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
@@ -276,7 +278,7 @@ def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
     assert found.special == {"</s>": 7999}
     assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
     (tmp_path / "merges.txt").unlink()
-    with pytest.raises(UserError, match="not usable .*; give another, or --end_of_text"):
+    with pytest.raises(UserError, match="not usable .*; give another tokenizer, or --end_of_text"):
         load_model(str(tmp_path), GPT)
 
 
@@ -331,8 +333,8 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
     for flags, *messages in (
         ("--data zh --init_from a", "--data: needs token ids of gpt2"),
         ("--data zh --resume --log_dir a", "--data: needs token ids of gpt2"),
-        (f"--data en --tokenizer {d}/zh.json", "en: has tokens of gpt2; remove --tokenizer"),
-        ("--data zh=0.5 en=0.5", "--data: zh has tokenizer.json (", ", en has gpt2; "),
+        (f"--data en --tokenizer {d}/zh.json", "en: contains tokens of gpt2; remove --tokenizer"),
+        ("--data zh=0.5 en=0.5", "--data: zh uses tokenizer.json (", ", en uses gpt2; "),
     ):
         _, err = program(*TINY, *flags.split(), cwd=tmp_path, status=2)
         assert err.startswith("error: ") and err.count("\n") == 1, err

@@ -1,1 +1,1 @@
-"""From documents to sequences: tokenizers, shards, data sets, pairs, and their order."""
+"""Turns documents into training sequences: tokenizers, shards, data sets, and pairs."""

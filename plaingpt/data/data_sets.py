@@ -1,6 +1,6 @@
 """The data sets that --data names: their shares, their tokenizer and their tokens.
 
-This mixture reads 70% of its sequences from fineweb:
+A mixture reads several data sets. This mixture reads 70% of its sequences from fineweb:
 
   --data fineweb=0.7 code=0.2 zh=0.1
 """
@@ -31,13 +31,13 @@ from plaingpt.data.tokens import Tokens, find_cut
 
 import numpy as np
 
-MAX_PERIOD = 100_000  # the order of the sets repeats after at most this many sequences
+MAX_PERIOD = 100_000  # the order of the data sets repeats after at most this many sequences
 
 
 def read_shares(items):
-    """Values of --data, each PATH or PATH=WEIGHT -> {path: share}. The shares add up to 1.
+    """Returns {path: share} for the values of --data, PATH or PATH=WEIGHT. The shares add up to 1.
 
-    A set without a weight has weight 1. Raises UserError.
+    A data set without a weight has weight 1. Raises UserError.
     """
     weights = {}
     for item in items:
@@ -50,7 +50,7 @@ def read_shares(items):
 
 
 def read_weight(item):
-    """A value of --data, PATH or PATH=WEIGHT -> (path, weight). Raises UserError."""
+    """Returns (path, weight) for a value of --data, PATH or PATH=WEIGHT. Raises UserError."""
     if "=" not in item[1:] or Path(item).exists():
         return item, Fraction(1)
     path, _, text = item.rpartition("=")
@@ -61,7 +61,10 @@ def read_weight(item):
 
 
 def round_shares(shares):
-    """Rounds {path: share} to multiples of 1 / MAX_PERIOD, which are above 0 and add up to 1."""
+    """Rounds the shares in {path: share} to multiples of 1 / MAX_PERIOD that are above 0.
+
+    The rounded shares add up to 1.
+    """
     rounded = {}
     for path, share in shares.items():
         rounded[path] = Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
@@ -81,25 +84,27 @@ def is_pairs_file(path):
 
 
 def encode_text(path, tokenizer):
-    """Returns the ids of a text file, (n,) uint16 or uint32, or uint8 for bytes.
+    """Returns the token ids of a text file: (n,) uint16 or uint32, or uint8 for byte tokens.
 
-    Except for bytes, the ids of a text with <|endoftext|> are the same as from fineweb.py, with
-    end_of_text before each document. The ids of any other text contain no end_of_text. Raises
-    UserError.
+    If the file contains <|endoftext|>, the ids are the same as those from fineweb.py, with
+    end_of_text before each document. Otherwise, the ids contain no end_of_text. With byte tokens,
+    the ids are always the bytes of the file, without a BOM. Raises UserError.
     """
     data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
     check_encoding(f"--data {path}", data)
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
-        raise UserError(f"--data {path}: is not a text; make shards: fineweb.py --input {path}")
+        raise UserError(
+            f"--data {path}: is not a text file; make shards from it: fineweb.py --input {path}"
+        )
     if tokenizer.name == "bytes":
         data = data.removeprefix(codecs.BOM_UTF8)
         n_bad = len(data) - len(data.decode("utf-8", "ignore").encode())
         if n_bad:
             print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
         return np.frombuffer(data, np.uint8)
-    with explaining(f"--data {path}: is not UTF-8", "convert it", UnicodeDecodeError):
+    with explaining(f"--data {path}: is not UTF-8", "convert it to UTF-8", UnicodeDecodeError):
         documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
     note_unknown(tokenizer, documents, path)
     ids = tokenizer.encode_documents([clean_text(document) for document in documents])
@@ -128,7 +133,7 @@ def open_whole_text(path, tokenizer, vocab_size=None):
     vocab_size: as in open_splits.
     """
     if not is_text_file(path):
-        raise UserError(f"{path}: there is no such text file; give another one")
+        raise UserError(f"{path}: there is no such text file; give another file")
     ids = encode_text(Path(path), tokenizer)
     return Tokens(str(path), [ids], vocab_size or tokenizer.n_vocab)
 
@@ -136,10 +141,11 @@ def open_whole_text(path, tokenizer, vocab_size=None):
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
 
-    path: a text file, which `tokenizer` encodes, a directory of shards, or Megatron's X.bin and
-    X.idx as X. The validation data are the val shards. Without val shards, this holds out the last
-    part of the data: val_fraction of the tokens, by default a tenth of a text, and a hundredth of
-    shards. vocab_size: vocabulary size of the model; by default the tokenizer's.
+    path: a text file, which is encoded with `tokenizer`; a directory with shards; or X for
+    Megatron's files X.bin and X.idx. The validation data are the val shards. Without val shards,
+    the last part of the data is held out: val_fraction of the tokens, by default a tenth of a text
+    file and a hundredth of other data. vocab_size: vocabulary size of the model; by default the
+    vocabulary size of the tokenizer.
     """
     path = Path(path)
     vocab_size = vocab_size or tokenizer.n_vocab
@@ -150,7 +156,7 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     else:
         files = find_shards(path, "train")
         if not files:
-            raise UserError(f"--data {path}: no train shards in it; make them with fineweb.py")
+            raise UserError(f"--data {path}: contains no train shards; make them with fineweb.py")
         whole = Tokens(train_name, files, vocab_size)
         val = Tokens(val_name, find_shards(path, "val"), vocab_size)
         check_complete(path, len(whole) + len(val))
@@ -180,15 +186,15 @@ def find_document(tokens, start, end_of_text):
 
 
 class Sources:
-    """The data sets that --data names, not yet open. Raises UserError.
+    """The data sets that --data names, before they are opened. Raises UserError.
 
     items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
-    attribute `tokenizer` is what find_tokenizer returns. The attribute `shares` is {path: its share
+    attribute `tokenizer` is the Tokenizer of all data sets. The attribute `shares` is {path: share
     of the sequences}, with Fractions that add up to 1.
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
-        # A notebook may start several runs, and files may change between two runs.
+        # A notebook may start several runs, and the files may change between these runs.
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
@@ -201,13 +207,13 @@ class Sources:
     def open(self, tokenizer, T, vocab_size=None):
         """Opens the data sets -> [(training Tokens, validation Tokens)]. Raises UserError.
 
-        tokenizer: the Tokenizer of the run, which its weights may determine. T: tokens per
-        sequence, which matter for pairs. vocab_size: as in open_splits.
+        tokenizer: the Tokenizer of the run, which may come from loaded weights. T: tokens per
+        sequence, used only for pairs. vocab_size: as in open_splits.
         """
         return [self.open_set(path, tokenizer, T, vocab_size) for path in self.shares]
 
     def open_set(self, path, tokenizer, T, vocab_size=None):
-        """Opens one data set -> (training Tokens, validation Tokens). See open."""
+        """Opens a data set -> (training Tokens, validation Tokens). The arguments: as in open."""
         if is_pairs_file(path):
             return open_pairs(path, tokenizer, T, self.val_fraction, vocab_size)
         return open_splits(path, tokenizer, self.val_fraction, vocab_size)
@@ -215,7 +221,8 @@ class Sources:
     def count_train_tokens(self, tokenizer, T):
         """Returns the number of training tokens of all shards. The arguments are as in open.
 
-        Omits texts, which take long to encode and are small compared with shards.
+        Does not count text files, because they take long to encode and are small compared with
+        shards.
         """
         shards = [path for path in self.shares if not is_text_file(path)]
         return sum(len(self.open_set(path, tokenizer, T)[0]) for path in shards)
@@ -223,11 +230,11 @@ class Sources:
 
 def find_common_tokenizer(paths, place):
     """Returns the Tokenizer of all data sets. place: value of --tokenizer."""
-    # In a mixture with shards, a text uses the tokenizer of the shards.
+    # In a mixture with shards, text files are encoded with the tokenizer of the shards.
     paths = [path for path in paths if not is_text_file(path)] or paths
     found = [find_tokenizer(path, place) for path in paths]
     if len({tokenizer.name for tokenizer in found}) > 1:
-        names = ", ".join(f"{path} has {tokenizer.name}" for path, tokenizer in zip(paths, found))
+        names = ", ".join(f"{path} uses {tokenizer.name}" for path, tokenizer in zip(paths, found))
         raise UserError(f"--data: {names}; use one tokenizer for all")
     return found[0]
 
@@ -235,15 +242,16 @@ def find_common_tokenizer(paths, place):
 def find_tokenizer(data, place=None):
     """Returns the Tokenizer of a data set.
 
-    If the data set names no tokenizer, --tokenizer decides. Without this flag, shards use gpt2, and
-    a text uses bytes. place: value of --tokenizer. Raises UserError if there are no data, or if the
-    tokenizer of the data differs from the flag.
+    If the data set names no tokenizer, returns the tokenizer of the flag --tokenizer. Without this
+    flag, the default is gpt2 for shards, and bytes for a text file. place: value of --tokenizer.
+    Raises UserError if the data do not exist, or if the tokenizer of the data differs from the
+    tokenizer of the flag.
     """
     path = Path(data)
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
         raise UserError(f"--data {data}: not found; give a text file, or run fineweb.py")
     if (path / "progress.json").exists():
-        print0(f"note: {path} is not complete; fineweb.py is still running, or was interrupted")
+        print0(f"note: {path} is incomplete; fineweb.py is still running, or was interrupted")
     given = load_tokenizer(place) if place else None
     name = read_meta(path).get("tokenizer")
     own = None
@@ -254,10 +262,10 @@ def find_tokenizer(data, place=None):
             own = get_tokenizer(str(name))
     if own and name and own.name != name:
         raise UserError(
-            f"{data}: tokenizer.json is not the tokenizer of the shards, {name}; move it away"
+            f"{data}: tokenizer.json is not the tokenizer of the shards, {name}; move the file away"
         )
     if own and given and own.name != given.name:
-        raise UserError(f"{data}: has tokens of {own.name}; remove --tokenizer {place}")
+        raise UserError(f"{data}: contains tokens of {own.name}; remove --tokenizer {place}")
     if own or given:
         return own or given
     if is_text_file(path):
@@ -284,9 +292,9 @@ class Data:
     """The open data sets of a run. Raises UserError.
 
     tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
-    For each data set, the lists train and val contain its Tokens, shares its Fraction, and names
-    its name in the log. fingerprints: {name of a split: text}. n_bytes_of_id: number of bytes of
-    text per id, (vocab_size,) int64.
+    The lists train, val, shares and names contain one element per data set: its training Tokens,
+    its validation Tokens, its share as a Fraction, and its name in the log. fingerprints: {name of
+    a split: string}. n_bytes_of_id: number of bytes of text per token id, (vocab_size,) int64.
     """
 
     def __init__(self, sources, tokenizer, gpt_config):
@@ -297,8 +305,8 @@ class Data:
         self.n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)
         self.tokenizer = tokenizer
         if tokenizer.name == "bytes":
-            # In pairs, a line break ends a text. Without pairs, a line break is ordinary text, even
-            # if the weights of --init_from were trained on pairs.
+            # In data with pairs, a line break ends a text. In other data, a line break is ordinary
+            # text, even if the weights of --init_from were trained on pairs.
             has_pairs = any(tokens.has_pairs for tokens in self.val)
             self.tokenizer = get_tokenizer("lines" if has_pairs else "bytes")
         self.names = log_names(sources.shares)
@@ -309,9 +317,10 @@ class Data:
 
 
 def log_names(paths):
-    """Returns a name without white space for each data set: the end of its path, or all of it.
+    """Returns a name without white space for each data set.
 
-    Bytes of a path that are not UTF-8 become escapes such as \\udce9.
+    The name is the last part of the path. If two data sets would have the same name, all names are
+    whole paths. Bytes of a path that are not UTF-8 become escapes such as \\udce9.
     """
     paths = [str(path).encode("utf-8", "backslashreplace").decode() for path in paths]
     names = [re.sub(r"\s", "_", Path(path).name) for path in paths]
@@ -321,7 +330,7 @@ def log_names(paths):
 
 
 def fingerprint(sets, shares):
-    """Describes a split: the number of tokens and the CRC-32 of each set, with its share."""
+    """Describes a split: number of tokens, CRC-32 and share of each data set -> string."""
     texts = [tokens.fingerprint() for tokens in sets]
     if len(sets) > 1:
         texts = [f"{share} of {text}" for text, share in zip(texts, shares)]

@@ -1,11 +1,12 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Reading needs only a few megabytes of memory, even for large files. The exceptions, which are read
-whole, are a JSON array, a line, a .csv or .tsv file, a benchmark's text file, and a document of a
-.txt file without cuts.
+Reading a large file needs only a few megabytes of memory. But the memory must hold each of these as
+a whole: a JSON array, a single line, a .csv or .tsv file, the text file of a benchmark, and a
+document in a .txt file, unless the caller allows cutting documents.
 
-Parsers yield (where, item). `where` is a place such as "line 7". An item is a dict, or JSON as
-bytes. A damaged line of JSON is one damaged record. After any other damage, reading ends.
+Parsers yield (where, item). `where` is a place in the file, such as "line 7". An item is a dict, or
+JSON as bytes. If a line of JSON is damaged, only one record is damaged. After any other damage,
+reading ends.
 """
 
 import codecs
@@ -25,8 +26,8 @@ from plaingpt.data.tokenizer import clean_text
 
 BLOCK = 2**20  # bytes to read at a time
 TABLES = (".parquet", ".arrow")
-ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of such an array
-OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # the first line of such an object
+ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of an array of objects
+OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # an object of several lines
 MOST_CHARACTERS = 2**31 - 1  # Windows accepts no larger limit
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
@@ -43,8 +44,8 @@ DAMAGE = (
     zlib.error,
 )
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
-# Matches bytes up to the last place that is surely between two tokens of GPT-2: before a space or
-# line break, and after printable ASCII or a byte that ends no Unicode space.
+# Matches bytes up to the last place where a token of GPT-2 certainly ends: before a space or line
+# break, and after a printable ASCII character or a byte that cannot end a Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 
 
@@ -56,14 +57,14 @@ def has_array(file):
 def check_encoding(name, start):
     """Raises UserError if a file is UTF-16, which some Windows programs write.
 
-    name: what the message calls the file. start: its first bytes, or more.
+    name: name of the file in the message. start: at least the first two bytes of the file.
     """
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UserError(f"{name}: is UTF-16; convert it to UTF-8")
 
 
 def open_text(file):
-    """An open file of bytes -> a file with its text, in which each line keeps its line end."""
+    """Decodes an open binary file -> an open text file. Each line keeps its line end."""
     return io.StringIO(file.read().decode("utf-8-sig"))
 
 
@@ -87,12 +88,16 @@ def read_json_lines(path, file, columns):
 def check_layout(path, line, is_only, columns):
     """Raises UserError unless a JSON file contains one record per line.
 
-    line: the first line. is_only: whether there is only one line. columns: field names of a record.
+    line: the first line. is_only: whether this is the only line. columns: field names of a record.
     """
     if ARRAY_OF_OBJECTS.match(line):
-        raise UserError(f"{path}: contains a JSON array, not one object per line; name it .json")
+        raise UserError(
+            f"{path}: contains a JSON array, not one object per line; rename the file to .json"
+        )
     if OBJECT_OF_SEVERAL_LINES.match(line):
-        raise UserError(f"{path}: contains JSON objects of several lines; write each in one line")
+        raise UserError(
+            f"{path}: contains JSON objects of several lines; write each object in one line"
+        )
     if not is_only:
         return
     try:
@@ -104,7 +109,7 @@ def check_layout(path, line, is_only, columns):
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             raise UserError(
-                f"{path}: is one object with the records in field {name!r}; write only this list"
+                f"{path}: is one object with the records in field {name!r}; keep only this list"
             )
 
 
@@ -115,9 +120,9 @@ def read_array(file):
 
 
 def read_csv(file, delimiter, columns):
-    """Yields (where, dict) of CSV, which begins with a line of names. Raises ValueError.
+    """Yields (where, dict) for the rows of CSV, whose first row contains the names.
 
-    columns: names of the fields that the caller needs, or ().
+    Raises ValueError. columns: names of the columns that the caller may read, or ().
     """
     csv.field_size_limit(MOST_CHARACTERS)
     reader = csv.reader(open_text(file), delimiter=delimiter, strict=True)
@@ -138,10 +143,10 @@ def read_csv(file, delimiter, columns):
 
 
 def read_table(kind, file, columns):
-    """Yields (where, dict) for the rows of Parquet, or of an Arrow file of `datasets`.
+    """Yields (where, dict) for the rows of a Parquet file, or of an Arrow file of `datasets`.
 
-    Decodes only `columns`, as in choose_columns. Does not map the file into memory, because mapped
-    pages would count as memory of the process.
+    columns: as in choose_columns. Decodes only these columns. Does not map the file into memory,
+    because mapped pages would count as memory of the process.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -163,20 +168,21 @@ def read_table(kind, file, columns):
 def choose_columns(names, columns):
     """Returns the names of a table's columns that the caller needs. Raises ValueError.
 
-    columns: names of the fields that the caller may read. If the table has none of them, returns
-    all names, for the error message of the caller.
+    columns: names of the columns that the caller may read. If the table contains none of these
+    columns, returns all names, for the error message of the caller.
     """
     chosen = [name for name in names if name in columns] or names
     for name in chosen:
-        if name and chosen.count(name) > 1:  # a record would contain only the last column
+        if name and chosen.count(name) > 1:  # a dict would keep only the last of these columns
             raise ValueError(f"two columns are named {name!r}")
     return chosen
 
 
 def find_files(patterns):
-    """Files, globs, and directories of .arrow files -> list of paths. Raises UserError.
+    """Returns the paths of the files that some patterns name. Raises UserError.
 
-    The name of an existing path may contain "[" or "*", so an existing path is never a glob.
+    A pattern is a path, a glob, or a directory with .arrow files. An existing path may contain "["
+    or "*", so this function never treats an existing path as a glob.
     """
     found = {}  # lists each file once
     for pattern in patterns:
@@ -193,7 +199,7 @@ def find_files(patterns):
     paths = list(found.values())
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give files, a glob or a split's directory")
+            raise UserError(f"{path}: no such file; give files, a glob or the directory of a split")
         if kind_of(path) not in (*RECORDS, ".txt"):
             raise UserError(f"{path}: unknown format; fineweb.py --help names the known formats")
     return paths
@@ -202,8 +208,8 @@ def find_files(patterns):
 def find_arrow(directory):
     """Returns the paths of the .arrow files of a data set on disk. Raises UserError.
 
-    After map, filter, sort or shuffle, `datasets` keeps cache-*.arrow files next to the data.
-    save_to_disk writes a state.json, which names the files of the data.
+    After map, filter, sort or shuffle, `datasets` keeps cache-*.arrow files next to the data. These
+    files are skipped. save_to_disk writes a state.json, which names the files of the data.
     """
     state = directory / "state.json"
     if state.exists():
@@ -217,7 +223,7 @@ def find_arrow(directory):
 
 
 def kind_of(path):
-    """Returns the kind of a file from its name: ".jsonl" for a.JSONL.gz and a.ndjson."""
+    """Returns the kind of a file, from its name, such as ".jsonl" for a.JSONL.gz and a.ndjson."""
     path = Path(path.name.lower())
     if path.suffix in COMPRESSIONS:
         path = Path(path.stem)
@@ -225,7 +231,7 @@ def kind_of(path):
 
 
 def decompress(path, file):
-    """An open file of bytes -> a file with its uncompressed contents."""
+    """Returns an open file with the uncompressed contents of an open binary file."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
@@ -238,9 +244,9 @@ def decompress(path, file):
 
 
 def read_items(path, file, columns=()):
-    """Yields (where, item): a place such as "line 7", and a dict, or JSON as bytes.
+    """Yields (where, item): a place such as "line 7", and a dict or JSON as bytes.
 
-    In a text file, each line is {"text": line, "is_line": True}. columns: as in choose_columns.
+    In a text file, an item is {"text": line, "is_line": True}. columns: as in choose_columns.
     Raises UserError.
     """
     check_encoding(path, file.peek())
@@ -259,7 +265,7 @@ def read_items(path, file, columns=()):
 
 
 def parse_record(item):
-    """An item of read_items -> a dict. Raises ValueError."""
+    """Returns an item of read_items as a dict. Raises ValueError."""
     if isinstance(item, bytes):
         try:
             item = json.loads(item.decode("utf-8-sig"))
@@ -271,9 +277,10 @@ def parse_record(item):
 
 
 def read_records(paths, columns=()):
-    """Yields the records of files, as dicts. The field `where` is the place. Raises UserError.
+    """Yields the records of files, as dicts. Raises UserError.
 
-    A file contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
+    The field `where` of a dict says where the record comes from, such as "a.jsonl, line 7". A file
+    contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
     read_items.
     """
     for path in map(Path, paths):
@@ -287,8 +294,8 @@ def read_records(paths, columns=()):
 def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
 
-    patient: if False, and the hub does not answer in five seconds, uses only the cache. `datasets`
-    itself would wait for minutes. Raises UserError.
+    patient: if False, and the Hugging Face Hub does not answer in five seconds, uses only the
+    cache. Otherwise, `datasets` would wait for minutes. Raises UserError.
     """
     datasets = require("datasets")
     if not (patient or datasets.config.HF_HUB_OFFLINE):
@@ -312,17 +319,18 @@ class Document:
     where: str  # where the document begins, such as "a.jsonl, line 7"
     text: str | None = None  # None if the document is damaged
     problem: str = ""  # why the document is damaged
-    begins: bool = True  # False if this piece continues the piece before
-    done: int = 0  # bytes on disk read so far, of all files
+    begins: bool = True  # False if this piece continues the previous piece
+    done: int = 0  # number of bytes read from disk so far, over all files
 
 
 def read_documents(paths, text_key="text", cut=False):
     """Yields the Documents of the files, in order. Raises UserError.
 
-    text_key: field or column that holds the text. cut: whether to yield a document above 4 MB of a
-    .txt file in pieces. The joined GPT-2 tokens of the pieces equal the tokens of the whole.
+    text_key: field or column that contains the text. cut: whether to yield a document of a .txt
+    file in pieces if it is larger than 4 MB. With GPT-2's tokenizer, all pieces together have the
+    same tokens as the whole document.
     """
-    n_before = 0  # bytes of the files before this one
+    n_before = 0  # bytes of all files before `path`
     for path in paths:
         with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
             for document in read_file(path, decompress(path, file), text_key, cut):
@@ -348,8 +356,8 @@ def read_file(path, file, text_key, cut):
 def split_text(file, cut=False):
     """Yields (number of the first line, bytes, whether a document ends here) of a .txt file.
 
-    A file may begin or end with a separator, so this skips white space before the first separator
-    and after the last.
+    A file may begin or end with a separator, so white space before the first separator and after
+    the last separator is not a document.
     """
     block = file.read(BLOCK).removeprefix(codecs.BOM_UTF8)
     if not block:
@@ -371,15 +379,15 @@ def split_text(file, cut=False):
             line += piece[0].count(b"\n")
             rest = rest[piece.end() :]
             begins = False
-        # Reads larger blocks for longer documents without cuts, because each block needs a new scan
-        # of the document.
+        # After each block, the whole document is scanned again, so this reads larger blocks for
+        # longer documents without cuts.
         block = file.read(max(BLOCK, len(rest)))
     if rest.strip() or not n_separators or not begins:
         yield line, rest, True
 
 
 def make_document(where, item, text_key, begins=True):
-    """An item of read_items -> Document, with its text or the problem of a damaged record."""
+    """Turns an item of read_items into a Document, with its text, or with a problem if damaged."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:

@@ -1,6 +1,7 @@
-"""The order in which a run reads its sequences, and a thread that reads them ahead.
+"""The order in which a run reads its sequences, and a background thread that reads ahead.
 
-In DataLoaderLite of train_gpt2.py, Turns chooses the data set, and permute chooses the sequence.
+In DataLoaderLite of train_gpt2.py, Turns chooses the data set of each sequence, and permute chooses
+the sequence in this data set.
 """
 
 import math
@@ -10,9 +11,9 @@ import torch
 
 
 class Turns:
-    """The turns of the data sets in a mixture. A single data set takes all turns.
+    """Decides which data set of a mixture provides each sequence: the data sets take turns.
 
-    shares: the share of the sequences from each set, as Fractions that add up to 1.
+    shares: the share of the sequences from each data set, as Fractions that add up to 1.
     """
 
     def __init__(self, shares):
@@ -22,7 +23,7 @@ class Turns:
         self.per_period = [int(share * len(self.order)) for share in shares]
 
     def find(self, position):
-        """Returns the data set of a position, and the number of earlier sequences of this set."""
+        """Returns the index of the data set at a position, and its number of earlier sequences."""
         periods, turn = divmod(position, len(self.order))
         k, earlier = self.order[turn]
         return k, periods * self.per_period[k] + earlier
@@ -31,19 +32,19 @@ class Turns:
 def order_of_sets(shares):
     """Returns one period of a mixture: for each turn, (data set k, number of its earlier turns).
 
-    shares: Fractions that add up to 1. Of the first n turns, each set takes n x share, with an
-    error of less than one. The sets take turns in the order of their deadlines (Baruah et al. 1996,
-    "Proportionate Progress").
+    shares: Fractions that add up to 1. Of the first n turns, each data set takes n x share, with an
+    error of less than one turn. The data sets take turns in the order of their deadlines (Baruah et
+    al. 1996, "Proportionate Progress").
     """
     period = math.lcm(*(share.denominator for share in shares))
-    parts = [int(share * period) for share in shares]  # sequences of each set in a period
+    parts = [int(share * period) for share in shares]  # sequences of each data set in a period
     counts = [0] * len(parts)
     order = []
     for n in range(1, period + 1):
-        due = []  # (deadline, data set) of each set that may be next
+        due = []  # (deadline, data set) of each data set that may be next
         for k, part in enumerate(parts):
-            # Only a set below its share may be next. The deadline is the last turn that is allowed
-            # for its next sequence.
+            # Only a data set that has taken fewer turns than its share may be next. The deadline is
+            # the last turn in which it may read its next sequence.
             if counts[k] * period < n * part:
                 deadline = -(-(counts[k] + 1) * period // part)  # rounds the quotient up
                 due.append((deadline, k))
@@ -83,13 +84,16 @@ def hash_numbers(*numbers):
 
 
 def prefetch(batches, device):
-    """Yields the same batches. Except on MPS, a thread meanwhile reads the next batch."""
+    """Yields the same batches. While the caller uses a batch, a background thread reads the next.
+
+    On MPS, there is no background thread.
+    """
     if device.type == "mps":
         # Two threads that use MPS may crash the process (pytorch/pytorch#197805).
         yield from batches
         return
     with ThreadPoolExecutor(1) as thread:
-        if device.type == "cuda":  # otherwise, the thread would also allocate memory of GPU 0
+        if device.type == "cuda":  # otherwise, the thread would also use memory of GPU 0
             thread.submit(torch.cuda.set_device, device)
         future = thread.submit(next, batches, None)
         while (batch := future.result()) is not None:

@@ -1,10 +1,11 @@
-"""Reads pairs of a prompt and a response. Only the responses are in the loss.
+"""Reads pairs of a prompt and a response. The loss includes only the responses.
 
-A pair is end_of_text, prompt, response. The tokenizer encodes both texts separately, so that
-generate.py computes the same ids for the prompt. If a response ends with <|endoftext|>, this mark
-is removed. Only the response and the end_of_text after it are targets. A pair lies in one sequence
-of T tokens, and end_of_text fills the rest. For T = 8, here are the first sequence and the start of
-the second one; <> is end_of_text:
+The tokens of a pair are end_of_text, prompt, response. The tokenizer encodes prompt and response
+separately, so that generate.py computes the same ids for the prompt. If a response ends with
+<|endoftext|>, this mark is removed. Only the response and the end_of_text after it are targets. A
+pair always lies within one sequence of T tokens. If the next pair does not fit into a sequence,
+end_of_text fills the rest. For T = 8, this is the first sequence and the start of the second
+sequence. <> is end_of_text, p is a token of a prompt, and r is a token of a response:
 
     token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
@@ -24,9 +25,9 @@ import numpy as np
 
 
 def encode_pair(record, tokenizer):
-    """Returns the ids of the prompt and of the response in a record, two lists.
+    """Returns the ids of the prompt and the ids of the response in a record, as two lists.
 
-    The message of a UserError shows the field `where` of the record.
+    record: from read_records. Raises UserError.
     """
     where = f"--data {record['where']}"
     prompt = record.get("prompt")
@@ -34,24 +35,29 @@ def encode_pair(record, tokenizer):
     if isinstance(response, str):
         response = response.removesuffix(END_OF_TEXT)
     if not (isinstance(prompt, str) and isinstance(response, str) and response):
-        raise UserError(f"{where}: needs prompt and response texts; see docs/data.md or fineweb.py")
+        raise UserError(
+            f"{where}: needs the strings prompt and response; see docs/data.md or fineweb.py"
+        )
     if tokenizer.name == "bytes" and "\n" in prompt + response:
-        raise UserError(f"{where}: has a line break, which ends bytes; use --tokenizer gpt2")
+        raise UserError(
+            f"{where}: contains a line break, which is the end-of-text token of the tokenizer "
+            "bytes; use --tokenizer gpt2"
+        )
     return tokenizer.encode(prompt), tokenizer.encode(response)
 
 
 def read_pairs(path, tokenizer, T, val_fraction):
     """Reads a file of pairs -> its training part and its validation part, (ids, counted) each.
 
-    ids, counted: (n,), sequences of T tokens. n is a multiple of T, plus 1. counted: bool, whether
-    a token is a target.
+    ids, counted: (n,), sequences of T tokens one after the other. n is a multiple of T, plus 1.
+    counted: bool, whether a token is a target.
 
-    Shuffles the pairs with a fixed seed. The last pairs, val_fraction of all, are for validation.
-    This split does not depend on the tokenizer or T, so other runs validate on the same pairs,
-    unless the file or val_fraction changes. Raises UserError.
+    Shuffles the pairs with a fixed random seed. The last pairs, val_fraction of all, are for
+    validation. The split depends only on the file and val_fraction, so runs with a different
+    tokenizer or T validate on the same pairs. Raises UserError.
     """
     if path.stat().st_size > 2**26:  # pairs need up to 40 times as much memory as disk space
-        raise UserError(f"--data {path}: has more than 64 MiB; give fewer pairs")
+        raise UserError(f"--data {path}: is larger than 64 MiB; give fewer pairs")
     records = list(read_records([path], columns=("prompt", "response")))
     pairs = [encode_pair(record, tokenizer) for record in records]
     texts = [record[field] for record in records for field in ("prompt", "response")]
@@ -77,7 +83,7 @@ def check_lengths(path, pairs, T):
     pairs: the ids of prompts and responses.
     """
     if not pairs:
-        raise UserError(f"--data {path}: has no pairs; give another file")
+        raise UserError(f"--data {path}: contains no pairs; give another file")
     sizes = sorted(count_tokens(prompt, response) for prompt, response in pairs)
     n_long = sum(size > T for size in sizes)
     longest_of_99_percent = sizes[math.ceil(len(sizes) * 99 / 100) - 1]
@@ -92,13 +98,13 @@ def check_lengths(path, pairs, T):
 
 
 def check_part(path, name, pairs, T):
-    """Raises UserError if a part has no pair that fits into T tokens.
+    """Raises UserError if a part contains no pair that fits into T tokens.
 
     name: "training" or "validation".
     """
     if not pairs:
         raise UserError(
-            f"{path}: has too few pairs for a {name} part; give more, or --val_fraction"
+            f"{path}: too few pairs for a {name} part; give more pairs, or --val_fraction"
         )
     shortest = min(count_tokens(*pair) for pair in pairs)
     if shortest > T:
@@ -114,7 +120,7 @@ def larger_context(T, size):
 
 
 def join_pairs(pairs, tokenizer, T):
-    """Packs the pairs into sequences -> (ids, counted), as read_pairs. Skips longer pairs."""
+    """Packs pairs into sequences -> (ids, counted), as in read_pairs. Skips pairs longer than T."""
     end = tokenizer.end_of_text
     ids = array("I", [end])
     counted = bytearray(1)
@@ -123,7 +129,7 @@ def join_pairs(pairs, tokenizer, T):
         if size > T:
             continue
         # The last token so far is the end_of_text before this pair. `place` is the index of this
-        # token in its sequence. A pair that does not fit there begins with the next sequence.
+        # token in its sequence. If the pair does not fit there, it begins in the next sequence.
         place = (len(ids) - 1) % T
         n_fill = T - place if place + size > T else 0
         ids.extend([end] * n_fill + prompt + response + [end])

@@ -1,8 +1,8 @@
 """The tokenizer, which turns text into token ids and back.
 
-There are three kinds: GPT-2's BPE, plain bytes, and a tokenizer.json of Hugging Face. tiktoken
-encodes text for the first two, and the package tokenizers for the third. GPT-2's merges are in
-gpt2.tiktoken (OpenAI, MIT license), so this works without a network.
+There are three kinds of tokenizers: GPT-2's BPE, plain bytes, and a tokenizer.json of Hugging Face.
+The package tiktoken encodes text for the first two kinds, and the package tokenizers for the third
+kind. GPT-2's merges are in gpt2.tiktoken (OpenAI, MIT license), so loading them needs no network.
 """
 
 import base64
@@ -31,24 +31,24 @@ LONG_SPACE = 500_000
 class Tokenizer:
     """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one."""
 
-    name: str  # "gpt2", "bytes", or a description. If names are equal, the ids have equal bytes
-    source: str  # what get_tokenizer needs to create it again; checkpoints store it
+    name: str  # "gpt2", "bytes", or a description; the same name means the same tokens
+    source: str  # the argument of get_tokenizer; checkpoints store this string
     token_bytes: list[bytes]  # the bytes of each id
-    special: dict[str, int]  # {name: id} of ids that stand for no text
-    # This id stands before every document, and generation starts from this id. For "bytes" and
-    # "lines", this id is the line break, which also stands for text.
+    special: dict[str, int]  # {name: id} of tokens that represent no text
+    # This id precedes every document, and generation starts from this id. For "bytes" and "lines",
+    # this id is the line break, which also occurs within text.
     end_of_text: int
     json: TokenizerJson | None = None  # None for "gpt2" and "bytes"
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
-        # The mark stands for end_of_text. A random mark occurs in no text.
+        # tiktoken encodes this mark as end_of_text. The mark is random, so no text contains it.
         self.mark = f"<|{uuid.uuid4()}|>"
 
     @functools.cached_property
     def encoding(self):
-        """The tiktoken.Encoding of "gpt2" or "bytes"; bytes have no merges, so any pattern fits."""
+        """The tiktoken.Encoding of "gpt2" or "bytes". Bytes have no merges, so any pattern fits."""
         n = self.n_vocab - len(self.special)  # special tokens come last
         ranks = dict(zip(self.token_bytes, range(n)))
         return require("tiktoken").Encoding(
@@ -59,15 +59,15 @@ class Tokenizer:
         )
 
     def encode(self, text):
-        """Text -> list of ids. The text "<|endoftext|>" is encoded as ordinary text.
+        """Encodes a text -> list of ids. The string "<|endoftext|>" is encoded as ordinary text.
 
-        Raises UserError if a row of spaces is so long that tiktoken would crash.
+        Raises UserError if there are so many consecutive spaces that tiktoken would crash.
         """
-        # A prompt that is not UTF-8 contains halves of surrogate pairs.
+        # A prompt that is not UTF-8 contains lone surrogates.
         return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
-        """Texts -> their ids, (n,), with end_of_text before each text. Releases the GIL."""
+        """Encodes texts -> ids, (n,), with end_of_text before each text. Releases the GIL."""
         if self.json:
             ids = []
             for own in self.json.encode(texts):
@@ -77,43 +77,45 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
 
     def count_unknown(self, texts):
-        """Texts -> (number of tokens for text that the vocabulary lacks, number of all tokens).
+        """Returns (number of unknown tokens, number of all tokens) of texts.
 
-        If the tokenizer omits such text, each omitted character, or byte, counts as a token.
+        An unknown token represents text that the vocabulary lacks. If the tokenizer omits such
+        text, each omitted character, or byte, counts as an unknown token.
         """
         return self.json.count_unknown(texts) if self.json else (0, 0)
 
     @property
     def unknown(self):
-        """The id for text that the vocabulary lacks, or None if the tokenizer encodes any text.
+        """The id of the unknown token, or None if the tokenizer can encode any text.
 
-        The id is n_vocab if the tokenizer omits such text.
+        The id is n_vocab if the tokenizer omits text that the vocabulary lacks.
         """
         return self.json.unknown if self.json else None
 
     def count_lost(self, texts):
-        """Returns the number of characters, or bytes, of texts that the tokenizer omits."""
+        """Returns how many characters, or bytes, of some texts the tokenizer omits."""
         leaves_out = self.unknown == self.n_vocab
         return self.count_unknown(texts)[0] if leaves_out else 0
 
     def decode(self, ids):
-        """Ids -> text. Invalid UTF-8, and ids without bytes (padding), become U+FFFD."""
+        """Decodes ids -> text. Invalid UTF-8 becomes U+FFFD, as do ids of padding."""
         if self.json and not self.json.joins_bytes:
             return self.json.decode(ids)
         data = b"".join(self.token_bytes[i] if i < self.n_vocab else b"\xff" for i in ids)
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """Returns the number of bytes of text per id, (vocab_size,) int64. Special ids have 0.
+        """Returns the number of bytes of text per id, (vocab_size,) int64. It is 0 for special ids.
 
-        All ids have 0 if the bytes of a text may differ from the bytes of its tokens. For example,
-        WordPiece omits spaces, SentencePiece adds one, and a normalizer replaces characters.
+        It is 0 for all ids if the bytes of a text may differ from the bytes of its tokens. For
+        example, WordPiece omits spaces, SentencePiece adds a space, and a normalizer replaces
+        characters.
         """
         sizes = np.zeros(vocab_size, np.int64)
         if self.json and not self.json.keeps_text:
             print0(
-                "note: bits per byte need a byte-level vocabulary that does not change texts; "
-                "wikitext.py has them"
+                "note: bits per byte need a byte-level tokenizer that does not change its input; "
+                "wikitext.py computes bits per byte with any tokenizer"
             )
             return sizes
         special = set(self.special.values())
@@ -124,8 +126,8 @@ class Tokenizer:
 
 
 def note_unknown(tokenizer, texts, what):
-    """Prints how much of some texts the vocabulary lacks, if any. what: name of the texts."""
-    if tokenizer.unknown is None:  # the vocabulary lacks nothing, so cleaning texts is needless
+    """Prints the share of unknown tokens in some texts, if any. what: name of the texts."""
+    if tokenizer.unknown is None:  # the tokenizer can encode any text
         return
     n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
     if n_unknown:
@@ -136,8 +138,8 @@ def note_unknown(tokenizer, texts, what):
 def get_tokenizer(source):
     """Returns the Tokenizer of a source. Raises UserError.
 
-    source: "gpt2", "bytes", "lines", or the text of a tokenizer.json. "lines" are bytes for a model
-    that was trained on pairs, where a line break ends a text.
+    source: "gpt2", "bytes", "lines", or the contents of a tokenizer.json. "lines" is the tokenizer
+    "bytes" for a model that was trained on pairs, in which a line break ends a text.
     """
     if source in ("bytes", "lines"):
         token_bytes = [bytes([i]) for i in range(256)]
@@ -171,28 +173,29 @@ def read_gpt2_tokens():
 
 
 def load_tokenizer(place, end_of_text=None):
-    """Loads "gpt2", "bytes", a tokenizer.json, or a directory or hub name with one -> Tokenizer.
+    """Loads a Tokenizer. Raises UserError.
 
-    end_of_text: name of the token between documents, if not a usual name. Raises UserError.
+    place: "gpt2", "bytes", a tokenizer.json, a directory with this file, or a name on the Hugging
+    Face Hub. end_of_text: name of the end-of-text token, if it is not in END_NAMES.
     """
     if place in ("gpt2", "bytes"):
         known = get_tokenizer(place)
         if end_of_text and end_of_text not in known.special:
-            raise UserError(f"--end_of_text: {place} has its own; remove this flag")
+            raise UserError(f"--end_of_text: {place} has its own token; remove this flag")
         return known
     # Errors of the network and of `tokenizers` have no common class.
-    with explaining(f"--tokenizer {place}: not usable", "give another, or --end_of_text"):
+    with explaining(f"--tokenizer {place}: not usable", "give another tokenizer, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
 
 
 def clean_text(text):
-    """Replaces each half of a surrogate pair with U+FFFD, as tiktoken does -> text.
+    """Replaces each lone surrogate with U+FFFD, as tiktoken does -> text.
 
-    Raises UserError if a row of spaces would overflow the stack of tiktoken's regex.
+    Raises UserError if many consecutive spaces would overflow the stack of tiktoken's regex.
     """
-    # With (?<!\s), a match begins only at the first space of a row. Otherwise, the search could
-    # need quadratic time.
+    # With (?<!\s), a match can begin only at the first of several spaces. Otherwise, the search
+    # could need quadratic time.
     if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
         raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")
     if not text.isascii():

@@ -1,4 +1,4 @@
-"""Reads and writes the tokenizer.json of Hugging Face: ids, bytes, special tokens."""
+"""Reads and writes the tokenizer.json of Hugging Face: ids, bytes and special tokens."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from plaingpt.base.errors import explaining, require
 from plaingpt.base.files import read_json
 
-# Usual names of the token between documents. find_end_name uses the first one in the vocabulary.
+# Usual names of the end-of-text token. find_end_name uses the first name that the vocabulary has.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 # A byte-level vocabulary writes each byte as a character: visible bytes as themselves, and the
 # other bytes as the characters from U+0100 on.
@@ -17,15 +17,16 @@ VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
 BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-# These pre-tokenizers only split a text, and keep all of it unless a setting removes something.
+# These pre-tokenizers only split a text, and keep the whole text unless a setting removes a part.
 SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
 
 
 class TokenizerJson:
     """A tokenizer.json: its vocabulary, which needs no package, and its tokenizers.Tokenizer.
 
-    source: the text of the file. The key "end_of_text" is ours: the name of the token between
-    documents, if not in END_NAMES. Raises ValueError, or KeyError if the text is other JSON.
+    source: the contents of the file. Only plainGPT uses the key "end_of_text": the name of the
+    end-of-text token, if it is not in END_NAMES. Raises ValueError, or KeyError if the JSON is not
+    a tokenizer.
     """
 
     def __init__(self, source):
@@ -46,8 +47,8 @@ class TokenizerJson:
         byte_level = is_byte_level(settings)
         end_name = find_end_name(ids, end_name)
         self.end_of_text = ids[end_name]
-        self.end_name = None  # name of end_of_text; None if end_of_text also stands for text
-        # A letter, such as the line break, can be end_of_text and also stand for text.
+        self.end_name = None  # name of end_of_text; None if it also occurs as text
+        # A single character, such as the line break, can be end_of_text and also occur in text.
         if len(end_name) > 1 or end_name in added:
             self.special[end_name] = self.end_of_text
         if end_name in self.special:
@@ -56,14 +57,14 @@ class TokenizerJson:
         self.token_bytes = [b""] * (max(ids.values()) + 1)  # the bytes of each id
         for token, i in ids.items():
             self.token_bytes[i] = bytes_of(token, byte_level and token not in added)
-        # The id for text that the vocabulary lacks, see Tokenizer.unknown.
+        # The id of the unknown token, see Tokenizer.unknown.
         self.unknown = find_unknown(settings, ids)
         if self.unknown == self.end_of_text:
-            raise ValueError(f"{end_name} also stands for unknown text")
+            raise ValueError(f"{end_name} is also the unknown token")
         self.settings = settings
         self.joins_bytes = joins_bytes(settings)
         self.keeps_text = keeps_text(settings)
-        # The library's name of end_of_text, which is random, so that no text contains this name.
+        # In the library, end_of_text has this random name, which no text contains.
         self.mark = f"<|{uuid.uuid4()}|>"
 
     @functools.cached_property
@@ -76,14 +77,14 @@ class TokenizerJson:
 
     @functools.cached_property
     def counting_library(self):
-        """The library, but text that the vocabulary lacks gets the id `unknown`."""
+        """Like library, but encodes text that the vocabulary lacks as the id `unknown`."""
         if self.unknown < len(self.token_bytes):
             return self.library
         settings = json.loads(self.library.to_str())
         return make_library(add_unknown_token(settings, str(uuid.uuid4()), self.unknown))
 
     def encode(self, texts):
-        """Texts -> a list of ids for each."""
+        """Encodes texts -> a list of ids per text."""
         return [encoding.ids for encoding in encode_with(self.library, texts)]
 
     def count_unknown(self, texts):
@@ -98,38 +99,38 @@ class TokenizerJson:
         return n_unknown, n_tokens
 
     def decode(self, ids):
-        """Ids -> text."""
+        """Decodes ids -> text."""
         text = self.library.decode(ids, skip_special_tokens=False)
         return text.replace(self.mark, self.end_name or "")
 
 
 def make_library(settings):
-    """Contents of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError."""
-    with explaining("tokenizer.json: not usable", "give another one"):
+    """Creates a tokenizers.Tokenizer. settings: contents of a tokenizer.json. Raises UserError."""
+    with explaining("tokenizer.json: not usable", "give another file"):
         library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
     library.encode_special_tokens = True
     return library
 
 
 def encode_with(library, texts):
-    """Texts -> list of tokenizers.Encoding. Raises UserError."""
-    with explaining("tokenizer.json: not usable", "give another one"):
+    """Encodes texts -> list of tokenizers.Encoding. Raises UserError."""
+    with explaining("tokenizer.json: not usable", "give another file"):
         # This fails, for example, if the unknown token is missing.
         return library.encode_batch_fast(texts, add_special_tokens=False)
 
 
 def ids_of_model(model):
-    """Returns {token: id} of the vocabulary in a tokenizer.json, without the added tokens."""
+    """Returns {token: id} of the vocabulary in a tokenizer.json, without its added tokens."""
     if isinstance(model["vocab"], list):  # [[token, score], ...]; the index is the id
         return {token: i for i, (token, _) in enumerate(model["vocab"])}
     return {**model["vocab"]}
 
 
 def find_unknown(settings, ids):
-    """Returns the id of text that the vocabulary lacks, or None if it can encode any text.
+    """Returns the id of the unknown token, or None if the tokenizer can encode any text.
 
-    BPE without an unknown token omits such text. The result is then the first free id, which
-    encoded text never contains. ids: {token: id}.
+    BPE without an unknown token omits text that the vocabulary lacks. The result is then the first
+    free id, which encoded text never contains. ids: {token: id}.
     """
     model = settings["model"]
     if has_all_bytes(settings):
@@ -150,14 +151,14 @@ def has_all_bytes(settings):
     else:
         return False
     # WordLevel and WordPiece do not split unknown words. With an affix, the first or the last byte
-    # of a word needs its own token.
+    # of a word would need a different token.
     is_split = model.get("type", "BPE") in ("BPE", "Unigram")
     has_affix = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     return is_split and not has_affix and ids_of_model(model).keys() >= names
 
 
 def steps_of(part):
-    """Returns the steps of a normalizer, pre-tokenizer or decoder: a Sequence has several."""
+    """Returns the steps of a normalizer, pre-tokenizer or decoder. A Sequence has several steps."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -170,9 +171,9 @@ def steps_of(part):
 
 
 def check_ids(ids):
-    """Raises ValueError if two tokens have the same id, which can decode to only one of them.
+    """Raises ValueError if two tokens have the same id.
 
-    ids: {token: id}.
+    Such an id could decode to only one of the two tokens. ids: {token: id}.
     """
     token_of = {}
     for token, i in ids.items():
@@ -182,9 +183,9 @@ def check_ids(ids):
 
 
 def find_end_name(ids, end_name=None):
-    """Returns the name of the token between documents. Raises ValueError if `ids` lacks it.
+    """Returns the name of the end-of-text token. Raises ValueError if `ids` does not contain it.
 
-    ids: {token: id}. end_name: the name, if not in END_NAMES.
+    ids: {token: id}. end_name: the name, if it is not in END_NAMES.
     """
     names = [end_name] if end_name else END_NAMES
     for name in names:
@@ -194,21 +195,21 @@ def find_end_name(ids, end_name=None):
 
 
 def is_byte_level(settings):
-    """Returns whether tokens consist of letters for bytes, which the decoder reads."""
+    """Returns whether the vocabulary is byte-level: each byte is written as a character."""
     return any(step["type"] == "ByteLevel" for step in steps_of(settings["decoder"]))
 
 
 def joins_bytes(settings):
-    """Returns whether decoding only joins the bytes of the tokens."""
+    """Returns whether decoding only concatenates the bytes of the tokens."""
     kinds = {step["type"] for step in steps_of(settings["decoder"])}
     return kinds == {"ByteLevel"}
 
 
 def keeps_text(settings):
-    """Returns whether the tokens of a text have exactly the bytes of the text.
+    """Returns whether the tokens of a text always have exactly the bytes of the text.
 
-    A normalizer changes a text. A pre-tokenizer or an added token may add or omit spaces. Text that
-    the vocabulary lacks is lost.
+    This is not so if a normalizer changes the text, if a pre-tokenizer or an added token may add or
+    omit spaces, or if the vocabulary lacks some text.
     """
     if settings["normalizer"] is not None or not is_byte_level(settings):
         return False
@@ -226,8 +227,8 @@ def keeps_text(settings):
 def rename_token(settings, old, new):
     """Returns the contents of a tokenizer.json in which a token has a new name and the same id.
 
-    The old name is then ordinary text, even if the token was a piece of Unigram or BPE, a word of
-    WordLevel, or an added token that is not special.
+    The old name then has no meaning and is encoded as ordinary text. The token may be a piece of
+    Unigram or BPE, a word of WordLevel, or an added token.
     """
     model = {**settings["model"]}
     if isinstance(model["vocab"], list):
@@ -264,7 +265,7 @@ def bytes_of(token, byte_level):
         return token.encode()
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
         return bytes.fromhex(byte[1])
-    return token.replace("\u2581", " ").removeprefix("##").encode()  # U+2581 stands for a space
+    return token.replace("\u2581", " ").removeprefix("##").encode()  # U+2581 means a space
 
 
 def is_gpt2(settings):
@@ -274,21 +275,24 @@ def is_gpt2(settings):
         return False
     if split.get("type") != "ByteLevel" or split.get("add_prefix_space") is not False:
         return False
-    # use_regex means that GPT-2's expression splits the text. Exported bytes have no merges, so
-    # they need no split.
+    # use_regex means that GPT-2's regular expression splits the text. The tokenizer.json of "bytes"
+    # contains no merges, so it needs no split.
     return split.get("use_regex", True) or not settings["model"].get("merges")
 
 
 def build_tokenizer_json(token_bytes, special):
-    """Bytes of each id, {text: id} of special tokens -> the tokenizer.json of "gpt2" or "bytes"."""
+    """Returns the tokenizer.json of "gpt2" or "bytes".
+
+    token_bytes: the bytes of each id. special: {name: id} of special tokens.
+    """
     bpe_encode = require("tiktoken._educational").bpe_encode
     letters = {byte: letter for letter, byte in BYTE_OF.items()}
-    names = []  # the tokens in letters
+    names = []  # the tokens as strings, with a character of BYTE_OF per byte
     ranks = {}  # {bytes of a token: id}
     merges = []
     for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
         names.append("".join(map(letters.get, token)))
-        if len(token) > 1:  # the earlier tokens split this token into the two that it merges
+        if len(token) > 1:  # BPE with the earlier tokens finds the two that it merges
             left, right = bpe_encode(ranks, token, visualise=None)
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)
@@ -297,10 +301,10 @@ def build_tokenizer_json(token_bytes, special):
 
 
 def build_byte_level(vocab, merges, special):
-    """Returns the tokenizer.json of a byte-level BPE that splits text as GPT-2.
+    """Returns the tokenizer.json of a byte-level BPE that splits text as GPT-2 does.
 
-    vocab: {token: id}. merges: pairs of tokens. Both may also be the paths of files. special: names
-    of special tokens.
+    vocab: {token: id}. merges: pairs of tokens. Both may also be paths of files. special: names of
+    special tokens.
     """
     library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
     library.add_special_tokens(special)
@@ -308,10 +312,11 @@ def build_byte_level(vocab, merges, special):
 
 
 def read_settings(place, end_of_text=None):
-    """Returns the contents of the tokenizer.json at a path, in a directory or on the hub.
+    """Returns the contents of a tokenizer.json. Raises errors of many kinds.
 
-    Converts the older pair of vocab.json and merges.txt. end_of_text: name of the token between
-    documents, which an export stores in tokenizer_config.json. Raises errors of many kinds.
+    place: the path of the file, a directory with this file, or a name on the Hugging Face Hub.
+    Converts the older format, vocab.json and merges.txt. end_of_text: name of the end-of-text
+    token; by default the name that an export stores in tokenizer_config.json.
     """
     path = find_tokenizer_file(place)
     settings = json.loads(path.read_text("utf-8"))
@@ -339,4 +344,4 @@ def find_tokenizer_file(place):
     for name in ("tokenizer.json", "vocab.json"):
         if (path / name).exists():
             return path / name
-    return path / "tokenizer.json"  # the error message will name it
+    return path / "tokenizer.json"  # the error message will name this path

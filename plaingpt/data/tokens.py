@@ -1,4 +1,4 @@
-"""The tokens of a split of a data set, in files of any kind."""
+"""The tokens of a split of a data set, from files of any kind."""
 
 import bisect
 import copy
@@ -16,12 +16,12 @@ ENDS = 2**16
 
 
 class Tokens:
-    """The tokens of a split: one file after the other, from start to stop.
+    """The tokens of a split: the files one after the other, from `start` to `stop`.
 
-    name: the name in messages. files: paths of shards, or [array] with the ids of a text.
+    name: the name in messages. files: paths of shards, or [array] with the ids of a text file.
     vocab_size: vocabulary size of the model. counted: for pairs, (n,) bool, which tokens of the
-    array are targets; None: all. is_held_out: whether these are validation tokens that open_splits
-    has cut off the training data, because there is no val split on disk.
+    array are targets; None: all tokens. is_held_out: whether open_splits has held out these tokens
+    from the training data, because there is no val split on disk.
     """
 
     def __init__(self, name, files, vocab_size, counted=None, is_held_out=False):
@@ -37,14 +37,14 @@ class Tokens:
 
     @property
     def has_pairs(self):
-        """Whether these are prompts and responses, so that the loss includes only some tokens."""
+        """Whether the tokens are prompts and responses. The loss then includes only some tokens."""
         return self.counted is not None
 
     def __len__(self):
         return self.stop - self.start
 
     def part(self, name, start, stop, is_held_out=False):
-        """Returns the tokens from start to stop, as Tokens with another name."""
+        """Returns the tokens from `start` to `stop`, as Tokens with a new name."""
         part = copy.copy(self)
         part.name = name
         part.is_held_out = is_held_out
@@ -71,7 +71,7 @@ class Tokens:
         return ids
 
     def read_sequence(self, start, T):
-        """Returns T inputs from `start`, and the targets, one token later: (2, T) int64.
+        """Returns T inputs from `start`, and the targets, which are the next tokens: (2, T) int64.
 
         A target that the loss ignores is -100.
         """
@@ -85,15 +85,17 @@ class Tokens:
     def count_sequences(self, T):
         """Returns the number of sequences of T+1 tokens. Raises UserError if there are none.
 
-        The last token of a sequence is also the first token of the next one.
+        The last token of a sequence is also the first token of the next sequence.
         """
         n = (len(self) - 1) // T
         if n < 1:
-            raise UserError(f"{self.name}: has {len(self)} tokens; give more than --block_size {T}")
+            raise UserError(
+                f"{self.name}: has {len(self)} tokens; give more tokens than --block_size {T}"
+            )
         return n
 
     def fingerprint(self):
-        """Returns the number of tokens and a CRC-32, as a text.
+        """Returns the number of tokens and a CRC-32, as a string.
 
         The CRC-32 covers both ends of every shard, or all of a text file.
         """
@@ -105,7 +107,7 @@ class Tokens:
                 continue
             if not isinstance(file, np.ndarray):
                 n = min(n, ENDS)
-            for first in sorted({start, stop - n}):  # n may cover the whole file
+            for first in sorted({start, stop - n}):  # only one range if n covers the whole file
                 ids = self.read(first, n)
                 # uint16 and uint32 shards with the same ids have the same checksum.
                 dtype = "<u2" if ids.max() < 2**16 else "<u4"
@@ -118,7 +120,7 @@ def open_ids(file):
 
 
 def find_cut(items, val_fraction):
-    """Returns where the validation part begins: the last val_fraction of the items.
+    """Returns the index of the first validation item: the last val_fraction of the items.
 
     items: Tokens, or a list of pairs.
     """
