@@ -321,7 +321,7 @@ def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
     [
         (
             dict(rampup_steps=4, rampup_batch_size=1024),
-            "--rampup_batch_size 1024: is above --total_batch_size 512; give a smaller one",
+            "--rampup_batch_size 1024: is above --total_batch_size 512; give a smaller number",
         ),
         (
             dict(batch_size=3),

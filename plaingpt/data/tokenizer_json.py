@@ -227,8 +227,8 @@ def keeps_text(settings):
 def rename_token(settings, old, new):
     """Returns the contents of a tokenizer.json in which a token has a new name and the same id.
 
-    The old name then has no meaning and is encoded as ordinary text. The token may be a piece of
-    Unigram or BPE, a word of WordLevel, or an added token.
+    The old name is then encoded as ordinary text. The token may be a piece of Unigram or BPE, a
+    word of WordLevel, or an added token.
     """
     model = {**settings["model"]}
     if isinstance(model["vocab"], list):

@@ -120,9 +120,9 @@ def open_ids(file):
 
 
 def find_cut(items, val_fraction):
-    """Returns the index of the first validation item: the last val_fraction of the items.
+    """Returns the index of the first validation item.
 
-    items: Tokens, or a list of pairs.
+    The last val_fraction of the items are for validation. items: Tokens, or a list of pairs.
     """
     n = len(items)
     return n - math.ceil(n * Fraction(str(val_fraction)))

@@ -1,4 +1,4 @@
-"""Chooses how many sequences a step has, and a micro-batch, which must fit into GPU memory."""
+"""Chooses the number of sequences per step and micro-batch. Micro-batches must fit on the GPU."""
 
 import contextlib
 
@@ -19,8 +19,9 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     total_batch_size / T, and is always a multiple of the first n.
 
     B: number of sequences per micro-batch of one process. B is batch_size, or smaller if a process
-    has too few sequences per step for one micro-batch of this size, or with --pp for pp of them.
-    During the ramp, n grows, but B does not change, so that torch.compile compiles only one shape.
+    has too few sequences per step: fewer than one micro-batch of this size, or with --pp fewer than
+    pp micro-batches. During the ramp, n grows, but B does not change, so that torch.compile
+    compiles only one shape.
 
     n_sequences: number of sequences in the training data. keeps_batch_size: whether the user has
     given --batch_size. If so, it must divide the number of sequences per process and step. If not,
@@ -34,7 +35,7 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     if config.rampup_batch_size > config.total_batch_size:
         raise UserError(
             f"--rampup_batch_size {config.rampup_batch_size}: is above --total_batch_size "
-            f"{config.total_batch_size}; give a smaller one"
+            f"{config.total_batch_size}; give a smaller number"
         )
     first, first_B = step_size(config, "rampup_batch_size", *limits)
     plan = []
@@ -63,7 +64,7 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
         f"each process has {share} sequences in a step (--{flag} {size} / --block_size {T} / "
         f"{dp_size} processes)"
     )
-    most = share // config.pp  # B for pp micro-batches, which keep all pipeline stages busy
+    most = share // config.pp  # the largest B with at least pp micro-batches
     if most == 0:
         raise UserError(f"--pp {config.pp}: {explanation}; give at most {share} stages")
     B = min(config.batch_size, most)
@@ -149,7 +150,7 @@ def has_memory(training, B, T, process):
     n_fit = torch.zeros(())  # 1 if this process has enough memory
     set_gradient_sync(training.model, False)  # if one process fails, no other waits for it
     if isinstance(training.model, DDP):
-        training.model.require_forward_param_sync = False  # nor does DDP broadcast buffers
+        training.model.require_forward_param_sync = False  # and DDP broadcasts no buffers
     # batch_size_advice turns an out-of-memory error into a UserError.
     with (
         contextlib.suppress(UserError),

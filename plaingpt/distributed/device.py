@@ -1,6 +1,6 @@
 """Chooses the device of a process, its dtype, and whether to use torch.compile.
 
-The numbers of bits for sign, exponent and mantissa are FP32 1+8+23, TF32 1+8+10, BF16 1+8+7 and
+The dtypes have these bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10, BF16 1+8+7,
 FP16 1+5+10. FP16 has a small range, so small gradients underflow unless a gradient scaler
 multiplies the loss by a large factor.
 
@@ -47,7 +47,7 @@ def find_device(name, local_rank=0, world_size=1):
 
 
 def set_deterministic():
-    """Makes PyTorch use deterministic algorithms, or raise an error if there is none.
+    """Makes PyTorch use deterministic algorithms, or raise an error if an operation has none.
 
     Identical runs then return bitwise identical results. On a GPU, nondeterministic algorithms are
     faster, but they add numbers in the order in which threads finish. Call this function before any
@@ -56,7 +56,9 @@ def set_deterministic():
     # cuBLAS reads this variable when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # True is for debugging, and slow
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # True is slow, and only for debugging
+    )
 
 
 def choose_device(n_gpus, world_size):

@@ -67,7 +67,7 @@ class GradientClipper:
 
 
 def norm_of(parameters):
-    """Returns the total gradient norm of these parameters. A DTensor counts with all its parts."""
+    """Returns the total gradient norm of these parameters, with all parts of DTensors."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     return norm.full_tensor() if is_dtensor(norm) else norm
 
@@ -88,7 +88,7 @@ def norm_of_pipeline(model, parameters):
     """Returns the global gradient norm over all stages. parameters: those of this stage."""
     if model.has_tied and model.is_last:
         # The copies of the tied matrix on the first and the last stage have the same gradient. Only
-        # the first stage counts it.
+        # the first stage includes it in the norm.
         tied = model.part.transformer.wte.weight
         parameters = [p for p in parameters if p is not tied]
     squares = norm_of(parameters) ** 2

@@ -7,7 +7,7 @@ import sys
 
 from plaingpt.base.errors import UserError
 
-# These are the numbers of two options in glibc's malloc.h. Their values are in bytes.
+# These are the numbers of two options in glibc's malloc.h. Both options are in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest int

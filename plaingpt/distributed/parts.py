@@ -11,13 +11,13 @@ import torch
 
 
 def slice_like(p, name, whole, device, tp_plan):
-    """Returns this process's part of a whole tensor, which is split in the same way as parameter p.
+    """Returns this process's part of a whole tensor, split in the same way as parameter p.
 
     name: the name of p, or the name of an optimizer's value for p, which begins with the name of p.
     device: the device of the result. tp_plan: GPT.tp_plan. The processes do not communicate.
     """
     if whole.shape != p.shape or not is_dtensor(p):  # AdamW's step count has shape ()
-        return whole.to(device, copy=True)  # a copy, so that Python can close the file
+        return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint file
     from torch.distributed.tensor import distribute_tensor
 
     whole = by_heads(name, whole, count_tp(p), tp_plan)
@@ -58,7 +58,7 @@ def gather(model, parts, process):
     """The inverse of slice_like: {name: part} -> {name: whole tensor} on rank 0, {} on other ranks.
 
     Instead of a part, the dict may contain any value that map_tensors accepts. The tensors in such
-    a value only move to the CPU.
+    a value are only moved to the CPU.
 
     To save memory, gathers one split tensor at a time on the device, and moves this tensor to the
     CPU before it gathers the next tensor. All processes must call this function.

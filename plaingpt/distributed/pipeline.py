@@ -51,7 +51,7 @@ class Pipeline(nn.Module):
     def forward(self, micro_batches, scaler):
         """Runs the forward and the backward pass of a step -> {name: mean over its micro-batches}.
 
-        The names are "train" for the loss, and those of the metrics that GPT.forward returns.
+        The loss has the name "train". The other names are the metrics that GPT.forward returns.
         micro_batches: list of (x, y, weight), as in train_step of train_gpt2.py.
         """
         n_micro = len(micro_batches)
@@ -269,7 +269,7 @@ def metrics_of_forward(model, x, y):
 
 
 def first_block(stage, n_stages, config):
-    """Returns the index of the first block of a stage, or n_layer if the stage is n_stages."""
+    """Returns the index of the first block of a stage, or n_layer if stage is n_stages."""
     n = config.n_layer
     if stage == n_stages:
         return n

@@ -36,7 +36,7 @@ class Process:
     dp_rank: int
     dp_size: int
     device: torch.device
-    dtype: torch.dtype  # of matrix multiplications
+    dtype: torch.dtype  # the dtype of matrix multiplications
     tp_group_index: int = 0  # the processes of a TP group draw the same dropout masks
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -138,8 +138,8 @@ def join_processes(rank, world_size, device):
             device_id=device if is_cuda else None,
             timeout=timeout,
         )
-    # Both functions run at exit, even after an error, and the last one runs first. gloo's threads
-    # need some time after destroy_process_group. Without the sleep, they may crash
+    # Both functions run at exit, even after an error, in reverse order. gloo's threads need some
+    # time after destroy_process_group. Without the sleep, these threads may crash
     # (pytorch/pytorch#179291).
     atexit.register(time.sleep, 0.5)
     atexit.register(dist.destroy_process_group)

@@ -4,8 +4,8 @@
                    ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
   --tp N           Tensor parallelism: N processes split the heads, the width of the MLP and the
                    vocabulary (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
-  --pp N           Pipeline parallelism: N processes hold some blocks each. Micro-batches pass
-                   through in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
+  --pp N           Pipeline parallelism: each of N processes holds some of the blocks. The schedule
+                   of the micro-batches is 1F1B (Narayanan et al. 2021, arXiv:2104.04473, 2.2).
 
 These flags can be combined: the processes then form a mesh of size pp x dp x tp. TP communicates
 most, so the processes of a TP group have consecutive ranks. Only processes with different dp ranks
@@ -62,7 +62,7 @@ def split_model(GPT, gpt_config, weights, config, process):
 
 
 def cut_model(model, config, process):
-    """Splits a GPT on the meta device, in place -> this GPT, or with --pp a Pipeline with it."""
+    """Splits a GPT on the meta device in place -> this GPT, or with --pp a Pipeline around it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if config.pp > model.config.n_layer:
@@ -234,7 +234,7 @@ def split_layer(module, word, mesh):
 
 
 def keep_whole(module, mesh):
-    """Keeps a whole copy of a layer on every process: of norms and of the position embedding.
+    """Keeps a whole copy of a layer, such as a norm or the position embedding, on every process.
 
     In the unchanged model.py, the input of these layers is also whole. If you add norms of q and k,
     their input (B, nh, T, hs) contains only the heads of this process, and the gradient of such a
