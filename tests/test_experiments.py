@@ -270,7 +270,7 @@ OWN_HEADS = {  # edits of GPT.logits or GPT.loss alone -> a part of the message
 }
 REMEDY = (
     "; in GPT.loss, pass self.logits to loss_fn instead of self.lm_head.weight (an auxiliary "
-    "loss for training only belongs in GPT.forward)\n"
+    "loss that only training uses belongs in GPT.forward)\n"
 )
 
 

@@ -64,7 +64,7 @@ def prepare_run_directory(directory, step):
                     known[stream] = float(value)
                 if line_step < step or is_known:
                     file.write(format_log(line_step, stream, value).encode())
-            # Moves files only after creating log.txt, because this fails in a read-only directory.
+            # Moves files last. In a read-only directory, creating log.txt fails before any move.
             if step == 0:
                 move_aside(directory)
     return known

@@ -58,7 +58,7 @@ def load_evals(benchmarks, tokenizer, gpt_config):
 
 
 def run_evals(evals, model, process, config, step):
-    """Scores a model on all benchmarks. Prints and returns {name: metric}, on all processes.
+    """Scores a model on all benchmarks -> {name: metric} on all processes. Prints the metrics.
 
     evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
     """
@@ -91,9 +91,9 @@ def check_loss(model, loader, process):
     with attention_for_many_shapes():  # no training step has this shape
         with process.autocast:
             x = model.hidden(idx)  # (1, n, C)
-        # In float32, without autocast, only an edit causes a difference above the threshold below,
-        # and rounding does not. Large hidden states also reveal an edit that changes only large
-        # logits, such as a soft-cap.
+        # In float32, without autocast, rounding stays below the threshold, so only an edit exceeds
+        # it. Large hidden states also reveal an edit that changes only large logits, such as a
+        # soft-cap.
         torch.set_float32_matmul_precision("highest")
         x = 30 * x.float()
         losses = model.loss(x, idx, reduction="none")[0]  # (n)
@@ -112,7 +112,7 @@ def check_loss(model, loader, process):
     if what:
         raise UserError(
             f"model.py: {what}; in GPT.loss, pass self.logits to loss_fn instead of "
-            "self.lm_head.weight (an auxiliary loss for training only belongs in GPT.forward)"
+            "self.lm_head.weight (an auxiliary loss that only training uses belongs in GPT.forward)"
         )
 
 
@@ -161,8 +161,8 @@ def draw_samples(model, data, config, process):
 def answer_prompts(model, data, process):
     """Returns two strings, each with an answer and the expected response, or [] without pairs.
 
-    The prompts are the first prompt of each of the first two sequences with pairs. All processes
-    must call this function.
+    Uses the first prompt of each of the first two sequences with pairs. All processes must call
+    this function.
     """
     T = model.config.block_size
     texts = []
@@ -186,7 +186,7 @@ def write_tokens(model, idx, n_tokens, process, **options):
 
 
 def answer(model, x, y, tokenizer, process):
-    """Answers the first prompt of a sequence of pairs -> string with the expected response.
+    """Answers the first prompt of a sequence of pairs -> string with answer and expected response.
 
     x, y: inputs and targets, (T,) each. The answer has as many tokens as the expected response.
     """

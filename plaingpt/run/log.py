@@ -217,14 +217,14 @@ def print_summary(gpt, optimizers, config, data, plan, process):
     epochs = config.max_steps * config.total_batch_size // n_train
     if epochs > 30:
         print0(f"note: the run reads the data {epochs} times; more data would be better")
-    n_val = min(map(len, data.val))  # tokens of the smallest set
+    n_val = min(map(len, data.val))  # tokens of the smallest validation split
     if n_val < 4096:
         print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
 
 
 def note_initialization(model):
     """Prints which matrices of a new model are not initialized by GPT.initial_values."""
-    own = {}  # {name without the index of the block: None}, in order
+    own = {}  # {name without the index of the block: None}; keeps the order
     for name, p in model.named_parameters():
         if p.dim() > 1 and model.initial_values(name, (0,)) is None:
             own[re.sub(r"\.h\.\d+\.", ".h.*.", name)] = None

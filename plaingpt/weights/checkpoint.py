@@ -61,9 +61,10 @@ def convert_nanogpt(found, GPT):
     Raises ValueError unless the token ids are GPT-2's. If the vocabulary is padded to 50,304 ids,
     removes the unused ids.
     """
-    settings = found.get("model_args")  # nanoGPT's
+    # nanoGPT stores the settings of a model in a dict, build-nanogpt in a GPTConfig.
+    settings = found.get("model_args")
     if not settings:
-        settings = getattr(found.get("config"), "__dict__", {})  # build-nanogpt's
+        settings = getattr(found.get("config"), "__dict__", {})
     if settings.get("vocab_size") not in (50257, 50304):
         raise ValueError("another program wrote it, or its token ids are not GPT-2's")
     config = GPT.config_class(
@@ -87,7 +88,7 @@ def convert_nanogpt(found, GPT):
 
 
 def load_checkpoint(path, GPT, remedy="give another checkpoint"):
-    """Loads a checkpoint as the dict that Saver.save wrote, on the CPU. Raises UserError.
+    """Loads the dict of a checkpoint, in the format of Saver.save, on the CPU. Raises UserError.
 
     All processes must call this function. Only rank 0 reads and checks the whole file. GPT: the
     class of the model. remedy: what the user can do if the file is damaged, or if another program
@@ -131,7 +132,7 @@ def check_file(path, GPT, remedy):
         n_vocab = get_tokenizer(checkpoint["tokenizer"]).n_vocab
         if n_vocab > config.vocab_size:  # a prompt could contain an id outside the vocabulary
             raise ValueError(
-                f"its tokenizer has {n_vocab:,} ids, but its model {config.vocab_size:,}"
+                f"its tokenizer has {n_vocab:,} ids, but its model only {config.vocab_size:,}"
             )
 
 
@@ -191,7 +192,7 @@ def load_newest(directory, GPT):
 
 
 def unpack(checkpoint, GPT):
-    """Dict of a checkpoint -> (GPTConfig without dropout, state dict, Tokenizer)."""
+    """Unpacks the dict of a checkpoint -> (GPTConfig without dropout, state dict, Tokenizer)."""
     config = replace(GPT.config_class(**checkpoint["model_config"]), dropout=0.0)
     return config, checkpoint["model"], get_tokenizer(checkpoint["tokenizer"])
 
@@ -199,8 +200,8 @@ def unpack(checkpoint, GPT):
 def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
-    place: a file, the directory of a run, a directory of runs, or an export. The default is log.
-    Returns a file or an export unchanged. If place is the directory of a run, skips the old runs in
+    place: a checkpoint, a run directory, a directory of runs, or an export. The default is log.
+    Returns a checkpoint or an export unchanged. If place is a run directory, skips the old runs in
     its subdirectories old-1, old-2 and so on.
     """
     place = Path(place or "log")

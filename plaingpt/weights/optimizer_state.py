@@ -50,7 +50,7 @@ class OptimizerState:
         return [self.names[p] for group in groups for p in group["params"]]
 
     def values(self):
-        """Returns {key: value} for a checkpoint. Raises UserError if it cannot hold a value."""
+        """Returns {key: value} for a checkpoint. Raises UserError if a value cannot be saved."""
         found = {}
         shared = {}
         for value_name, value in self.optimizer.state.items():

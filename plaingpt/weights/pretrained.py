@@ -1,4 +1,4 @@
-"""Loads weights from a checkpoint, a run or a Hugging Face GPT-2. Exports a GPT in this format."""
+"""Loads weights from a checkpoint, a run or a Hugging Face GPT-2. Exports a Hugging Face GPT-2."""
 
 import json
 from pathlib import Path
@@ -133,8 +133,8 @@ def same_logits(model, hf):
 def save_tokenizer(tokenizer, directory, block_size):
     """Writes a Tokenizer as two files. AutoTokenizer reads them in every version of transformers.
 
-    Like the tokenizer of OpenAI's GPT-2, it adds no token before a text. Only plainGPT reads the
-    key "end_of_text".
+    Like the tokenizer of OpenAI's GPT-2, this one adds no token before a text. Only plainGPT reads
+    the key "end_of_text".
     """
     if tokenizer.json:
         settings = tokenizer.json.settings  # in these settings, end_of_text has its own name

@@ -61,7 +61,7 @@ class Saver:
                 old.unlink()
 
     def write(self, file_name, step, position, **more):
-        """Writes a checkpoint file, but never an incomplete one. Raises UserError.
+        """Writes a checkpoint. An error never leaves an incomplete file. Raises UserError.
 
         more: additional entries of the dict in the file.
         """
@@ -101,7 +101,7 @@ class Saver:
         with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
             try:
                 torch.save(state, file)
-            except RuntimeError as error:  # PyTorch raises it while it handles an OSError
+            except RuntimeError as error:  # PyTorch raises this while it handles an OSError
                 raise (error.__context__ or error) from None
 
     def check(self):
@@ -120,7 +120,7 @@ class Saver:
         self.keys = keys
 
     def save_best(self, val, step, position):
-        """With --keep_best, saves model_best.pt if val is the lowest loss after step 0.
+        """With --keep_best, saves model_best.pt if val is the lowest loss so far, except at step 0.
 
         The trainer calls this method before it writes val to log.txt. Therefore, if the disk is
         full, a resumed run measures val again and saves the file.
@@ -133,7 +133,7 @@ class Saver:
         """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
 
         checkpoint: from load_newest. Prints which settings have changed. Raises UserError if the
-        run used different data or a different optimizer, or if its step is beyond max_steps.
+        run used different data or a different optimizer, or if the checkpoint is beyond max_steps.
         """
         if checkpoint is None:
             return 0, 0
