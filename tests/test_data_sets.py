@@ -134,7 +134,7 @@ def test_large_ids_are_refused(tmp_path):
         write_megatron(tmp_path / "x", [[1] * 500, [id] * 500], "<i4", 4)
         assert Sources([str(tmp_path / name)]).tokenizer is GPT2  # these files name none
         _, err = program(*TINY, "--data", name, cwd=tmp_path, status=2)
-        assert f" id {shown} is too large; check --tokenizer, --vocab_size\n" in err
+        assert f" id {shown} is too large; check --tokenizer and --vocab_size\n" in err
 
 
 @pytest.mark.parametrize("fraction, of_text", [(None, 101), (0.1, 101), (0.07, 71)])

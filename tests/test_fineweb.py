@@ -303,7 +303,7 @@ BAD = [
     (b"not json at all", "not JSON"),
     (b'{"text": "cut', "not JSON"),
     (b"[1, 2]", "not an object with fields, but a list"),
-    (b'{"txt": "x", "id": 1}', "no key 'text', but txt, id"),
+    (b'{"txt": "x", "id": 1}', "no key 'text'; existing keys: txt, id"),
     (b'{"text": 7}', "'text' is not a string, but a int"),
     (b'{"text": null}', "not a string"),
     (b'{"text": "\xff\xfe"}', "'utf-8' codec can't"),
@@ -451,7 +451,7 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
         _, err = fineweb_py("--name", "nosuch", directory="b", status=2, **online)
         assert "fineweb-edu: cannot be loaded (BuilderConfig 'nosuch' not found." in err
         _, err = fineweb_py("--text_key", "body", directory="b", status=2, **online)
-        assert "row 1: no key 'body', but text, n" in err and "or --text_key" in err
+        assert "row 1: no key 'body'; existing keys: text, n" in err and "or --text_key" in err
     fineweb_py(directory="offline", cwd=tmp_path, env=env)  # from the cache, without the hub
     assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "out")
     _, err = fineweb_py("--dataset", "a/b", directory="b", status=2, cwd=tmp_path, env=env)

@@ -222,7 +222,9 @@ def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
     tokens[i] ^= 1
     np.save(tmp_path / "x_train_000000.npy", tokens)
     assert fingerprint(tmp_path, vocab_size=65536) == f"196,608 tokens with CRC-32 {known}"
-    with pytest.raises(UserError, match="id 65535 is too large; check --tokenizer, --vocab_size"):
+    with pytest.raises(
+        UserError, match="id 65535 is too large; check --tokenizer and --vocab_size"
+    ):
         fingerprint(tmp_path, vocab_size=65535)
 
 

@@ -165,7 +165,7 @@ def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys):
     progress = Progress(train_gpt2.TrainConfig(max_steps=5, log_dir="x"), 1, conftest.ALONE)
     progress.show_end(5, is_complete=True, memory=12_345_678_901)
     out = capsys.readouterr().out
-    assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x writes text\n"
+    assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x generates text\n"
 
 
 def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):

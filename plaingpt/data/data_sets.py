@@ -79,7 +79,7 @@ def is_text_file(path):
 
 
 def is_pairs_file(path):
-    """Returns whether a value of --data is a file of pairs."""
+    """Returns whether a value of --data is a file with pairs of prompt and response."""
     return is_text_file(path) and kind_of(Path(path)) in RECORDS
 
 
@@ -235,7 +235,7 @@ def find_common_tokenizer(paths, place):
     found = [find_tokenizer(path, place) for path in paths]
     if len({tokenizer.name for tokenizer in found}) > 1:
         names = ", ".join(f"{path} uses {tokenizer.name}" for path, tokenizer in zip(paths, found))
-        raise UserError(f"--data: {names}; use one tokenizer for all")
+        raise UserError(f"--data: {names}; use one tokenizer for all data sets")
     return found[0]
 
 

@@ -306,7 +306,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
         except requests.RequestException:
             datasets.config.HF_HUB_OFFLINE = True  # this setting stays until the program ends
     # Network errors come from several libraries.
-    with explaining(f"{dataset}: cannot be loaded", "check name, network, HF_ENDPOINT"):
+    with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)
     files = [Path(file["filename"]) for file in data.cache_files]
     return files, data.num_rows, files[0].parent.name if files else None
@@ -314,7 +314,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
 
 @dataclass
 class Document:
-    """A document, or a piece of a large one."""
+    """A document, or a piece of a large document."""
 
     where: str  # where the document begins, such as "a.jsonl, line 7"
     text: str | None = None  # None if the document is damaged
@@ -387,7 +387,7 @@ def split_text(file, cut=False):
 
 
 def make_document(where, item, text_key, begins=True):
-    """Turns an item of read_items into a Document, with its text, or with a problem if damaged."""
+    """Turns an item of read_items into a Document with its text, or its problem if damaged."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:
@@ -397,7 +397,7 @@ def make_document(where, item, text_key, begins=True):
 def find_text(record, text_key):
     """Returns the text of a record, a dict. Raises ValueError if the record has no text."""
     if text_key not in record:
-        raise ValueError(f"no key {text_key!r}, but {', '.join(record) or 'none at all'}")
+        raise ValueError(f"no key {text_key!r}; existing keys: {', '.join(record) or 'none'}")
     text = record[text_key]
     if isinstance(text, bytes):  # from a .txt file, or from a column of bytes
         text = text.decode()

@@ -27,7 +27,7 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 LONG_SPACE = 500_000
 
 
-@dataclass(eq=False, repr=False)  # has a hash for functools.cache
+@dataclass(eq=False, repr=False)  # eq=False keeps it hashable, for functools.cache
 class Tokenizer:
     """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one."""
 
@@ -42,7 +42,7 @@ class Tokenizer:
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
-        self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # of ids in shards
+        self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # dtype of ids in shards
         # tiktoken encodes this mark as end_of_text. The mark is random, so no text contains it.
         self.mark = f"<|{uuid.uuid4()}|>"
 
@@ -98,7 +98,7 @@ class Tokenizer:
         return self.count_unknown(texts)[0] if leaves_out else 0
 
     def decode(self, ids):
-        """Decodes ids -> text. Invalid UTF-8 becomes U+FFFD, as do ids of padding."""
+        """Decodes ids -> text. Invalid UTF-8 and padding ids become U+FFFD."""
         if self.json and not self.json.joins_bytes:
             return self.json.decode(ids)
         data = b"".join(self.token_bytes[i] if i < self.n_vocab else b"\xff" for i in ids)

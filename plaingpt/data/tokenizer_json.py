@@ -9,7 +9,7 @@ from pathlib import Path
 from plaingpt.base.errors import explaining, require
 from plaingpt.base.files import read_json
 
-# Usual names of the end-of-text token. find_end_name uses the first name that the vocabulary has.
+# Usual names of the end-of-text token. find_end_name uses the first one in the vocabulary.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 # A byte-level vocabulary writes each byte as a character: visible bytes as themselves, and the
 # other bytes as the characters from U+0100 on.
@@ -292,7 +292,8 @@ def build_tokenizer_json(token_bytes, special):
     merges = []
     for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
         names.append("".join(map(letters.get, token)))
-        if len(token) > 1:  # BPE with the earlier tokens finds the two that it merges
+        if len(token) > 1:
+            # BPE with only the earlier tokens splits this token into the two tokens that it merges.
             left, right = bpe_encode(ranks, token, visualise=None)
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)
@@ -333,7 +334,7 @@ def read_settings(place, end_of_text=None):
 def find_tokenizer_file(place):
     """Returns the path of a tokenizer.json, or of a vocab.json if tokenizer.json is missing.
 
-    place: as in read_settings. Downloads a tokenizer from the hub.
+    place: as in read_settings. Downloads a tokenizer from the Hugging Face Hub.
     """
     path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:

@@ -31,7 +31,8 @@ class Tokens:
         self.counted = counted
         self.is_held_out = is_held_out
         sizes = [len(open_ids(file)) for file in files]
-        self.starts = np.cumsum([0, *sizes]).tolist()  # starts of the files, end of the last file
+        # The start of each file, and the end of the last file.
+        self.starts = np.cumsum([0, *sizes]).tolist()
         self.start = 0
         self.stop = self.starts[-1]
 
@@ -67,7 +68,9 @@ class Tokens:
         ids = np.concatenate(parts)
         top = ids.max(initial=0)
         if top >= self.vocab_size:
-            raise UserError(f"{self.name}: id {top} is too large; check --tokenizer, --vocab_size")
+            raise UserError(
+                f"{self.name}: id {top} is too large; check --tokenizer and --vocab_size"
+            )
         return ids
 
     def read_sequence(self, start, T):

@@ -186,7 +186,7 @@ class Progress:
         skipped = f"{self.n_skipped} steps skipped; " if self.n_skipped else ""
         gpu = f"{memory / 1e9:.1f} GB of the GPU; " if memory else ""
         program = f"python generate.py --checkpoint {self.config.log_dir}"
-        print0(f"{how}: {skipped}{gpu}{program} writes text")
+        print0(f"{how}: {skipped}{gpu}{program} generates text")
 
 
 def print_summary(gpt, optimizers, config, data, plan, process):
