@@ -763,7 +763,7 @@ def test_damaged_rows_of_csv(tmp_path):
         (
             "fineweb.py",
             "--input array.jsonl",
-            "array.jsonl: contains a JSON array ... name it .json",
+            "array.jsonl: contains a JSON array ... rename the file to .json",
         ),
         (
             "train_gpt2.py",
