@@ -379,8 +379,8 @@ def split_text(file, cut=False):
             line += piece[0].count(b"\n")
             rest = rest[piece.end() :]
             begins = False
-        # After each block, the whole document is scanned again, so this reads larger blocks for
-        # longer documents without cuts.
+        # After each block, the whole document is scanned again, so longer documents without cuts
+        # are read in larger blocks.
         block = file.read(max(BLOCK, len(rest)))
     if rest.strip() or not n_separators or not begins:
         yield line, rest, True

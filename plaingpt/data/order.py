@@ -57,9 +57,10 @@ def order_of_sets(shares):
 def permute(i, n, seed, epoch):
     """Returns the image of i under a random permutation of range(n).
 
-    This needs no memory, even for large n. A Feistel network with six rounds permutes the two
-    digits of i in base ceil(sqrt(n)). A result outside range(n) passes through the network again,
-    which is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    The permutation needs no memory, even for large n. A Feistel network with six rounds permutes
+    the two digits of i in base ceil(sqrt(n)). A result outside range(n) passes through the network
+    again, which is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
+    Domains").
     """
     base = math.isqrt(n - 1) + 1
     key = hash_numbers(seed, epoch)

@@ -26,7 +26,7 @@ from plaingpt.base.files import read_json, reading
 
 import numpy as np
 
-BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # keys: llm.c's magic, version
+BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # {(llm.c's magic number, version): dtype}
 # The keys are the codes in X.idx. Code 4 means int32, but we read these ids as uint32, so that a
 # negative id becomes a large id, which is outside every vocabulary.
 MEGATRON_TYPES = {4: "<u4", 8: "<u2"}

@@ -115,7 +115,7 @@ def make_library(settings):
 def encode_with(library, texts):
     """Encodes texts -> list of tokenizers.Encoding. Raises UserError."""
     with explaining("tokenizer.json: not usable", "give another file"):
-        # This fails, for example, if the unknown token is missing.
+        # The library fails, for example, if the unknown token is missing.
         return library.encode_batch_fast(texts, add_special_tokens=False)
 
 
@@ -208,8 +208,8 @@ def joins_bytes(settings):
 def keeps_text(settings):
     """Returns whether the tokens of a text always have exactly the bytes of the text.
 
-    This is not so if a normalizer changes the text, if a pre-tokenizer or an added token may add or
-    omit spaces, or if the vocabulary lacks some text.
+    The result is False if a normalizer changes the text, if a pre-tokenizer or an added token may
+    add or omit spaces, or if the vocabulary lacks some text.
     """
     if settings["normalizer"] is not None or not is_byte_level(settings):
         return False

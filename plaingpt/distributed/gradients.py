@@ -85,7 +85,7 @@ def sum_tied_gradients(model):
 
 
 def norm_of_pipeline(model, parameters):
-    """Returns the global gradient norm over all stages. parameters: those of this stage."""
+    """Returns the global gradient norm over all stages. parameters: parameters of this stage."""
     if model.has_tied and model.is_last:
         # The copies of the tied matrix on the first and the last stage have the same gradient. Only
         # the first stage includes it in the norm.

@@ -40,8 +40,8 @@ def memory_advice(message):
     try:
         yield
     except RuntimeError as error:
-        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so this searches the
-        # message.
+        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so the next
+        # line searches the message.
         if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise

@@ -66,7 +66,7 @@ class Process:
         tensor = tensor.to(self.device, copy=True)  # a copy, because all_reduce works in place
         dist.all_reduce(tensor)
         # All processes of a replica have the same values. all_reduce has added the values of each
-        # process, so this divides by the number of processes per replica.
+        # process, so the sum is divided by the number of processes per replica.
         return tensor / (self.world_size // self.dp_size)
 
     def check_stop(self):

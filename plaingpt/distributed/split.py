@@ -95,8 +95,8 @@ def cut_model(model, config, process):
     if config.tp > 1:
         split_layers(model, mesh["tp"])
     if is_tied and model.lm_head is not None:
-        # TP has split embedding and head separately, so this ties them again. On the last stage of
-        # a pipeline, the tied matrix then has the same name as on the first stage.
+        # TP has split embedding and head separately. The next line ties them again. On the last
+        # stage of a pipeline, the tied matrix then has the same name as on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
     if config.compile:
         for module in (*model.blocks(), model.loss_fn):

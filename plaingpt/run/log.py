@@ -265,7 +265,7 @@ class RunLog:
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""
-        # One of these packages may be missing, so this imports them before it moves any file.
+        # One of these packages may be missing, so they are imported before any file is moved.
         if self.config.tensorboard:
             require("tensorboard")  # torch.utils.tensorboard needs this package
         if self.config.wandb:
@@ -285,7 +285,7 @@ class RunLog:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:
             self.sinks.append(WandB(directory, self.config, gpt_config))
-        # TensorBoard has removed the values of this step, so this sends the values from log.txt.
+        # TensorBoard has removed the values of this step, so the values from log.txt are sent.
         self.publish(step, known)
 
     def __enter__(self):

@@ -69,8 +69,8 @@ def read_gpt2(name, GPT):
 def save_gpt2(model, directory, tokenizer, dtype=None):
     """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
 
-    First compares the logits with those of transformers, because an edited model.py may no longer
-    compute GPT-2. dtype: dtype of the saved weights; None: the dtype of the model.
+    First compares the logits with the logits of transformers, because an edited model.py may no
+    longer compute GPT-2. dtype: dtype of the saved weights; None: the dtype of the model.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -82,8 +82,8 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         )
     hf.generation_config.max_length = block_size  # transformers has no sliding window
     with explaining(f"{directory}: cannot write", "free some space"):
-        # This writes a single file. With several shards, a shard of an earlier export could remain
-        # next to the new shards.
+        # The weights are written into one file. With several shards, a shard of an earlier export
+        # could remain next to the new shards.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
     for path in Path(directory).glob("*.safetensors"):  # so far, only the owner may read it
@@ -133,8 +133,8 @@ def same_logits(model, hf):
 def save_tokenizer(tokenizer, directory, block_size):
     """Writes a Tokenizer as two files. AutoTokenizer reads them in every version of transformers.
 
-    Like the tokenizer of OpenAI's GPT-2, this one adds no token before a text. Only plainGPT reads
-    the key "end_of_text".
+    Like the tokenizer of OpenAI's GPT-2, this tokenizer adds no token before a text. Only plainGPT
+    reads the key "end_of_text".
     """
     if tokenizer.json:
         settings = tokenizer.json.settings  # in these settings, end_of_text has its own name

@@ -34,7 +34,7 @@ class Saver:
         self.optimizers = []  # an OptimizerState for each optimizer
         for optimizer in training.optimizers:
             self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
-        # A user may edit model.py during the run, so this hashes model.py now.
+        # A user may edit model.py during the run, so its hash is computed now.
         self.model_code = hash_of_model(own_gpt(self.model))
         # A tied matrix has two names. Training uses the first name; a checkpoint contains both.
         first_names = {}  # {parameter or buffer: its first name}
@@ -67,7 +67,7 @@ class Saver:
         """
         model, process = self.model, self.process
         # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
-        # returns the shards. The dict contains a tied matrix twice, so this gathers only the first.
+        # returns the shards. The dict contains a tied matrix twice, so only the first is gathered.
         own = own_gpt(model).state_dict()
         firsts = {name: own[name] for name in own if self.saved_names[name] == name}
         gathered = gather(model, firsts, process)
