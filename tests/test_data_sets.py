@@ -122,7 +122,7 @@ def test_a_file_with_more_tokens_than_are_described(documents, tmp_path, kind):
     with open(path.with_suffix(".bin") if path.suffix == ".idx" else path, "ab") as file:
         file.write(ids.tobytes())
     sentence = (
-        f"{kind}: not a shard \\(.* bytes of data, but its header says .* bytes\\); make it again"
+        f"{kind}: not a shard \\(.* bytes of data, but the header says .* bytes\\); make it again"
     )
     with pytest.raises(UserError, match=sentence):
         splits(tmp_path)

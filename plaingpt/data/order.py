@@ -74,7 +74,7 @@ def permute(i, n, seed, epoch):
 
 
 def hash_numbers(*numbers):
-    """Hashes numbers to 64 bits, with the finalizer of SplitMix64 for each (Steele et al. 2014)."""
+    """Hashes numbers to 64 bits, with SplitMix64's finalizer per number (Steele et al. 2014)."""
     x = 0
     for number in numbers:
         x += number

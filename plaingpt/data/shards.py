@@ -50,7 +50,7 @@ def open_shard(path):
         described = ids.offset + ids.nbytes
         # If the file is shorter, mapping it has already failed.
         if (size := os.path.getsize(ids.filename)) != described:
-            raise ValueError(f"{size:,} bytes of data, but its header says {described:,} bytes")
+            raise ValueError(f"{size:,} bytes of data, but the header says {described:,} bytes")
         return ids
 
 
