@@ -289,7 +289,7 @@ def check_gpt2_ids(path):
 
 
 class Data:
-    """The open data sets of a run. Raises UserError.
+    """The opened data sets of a run. Raises UserError.
 
     tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
     The lists train, val, shares and names contain one element per data set: its training Tokens,

@@ -127,7 +127,7 @@ def read_csv(file, delimiter, columns):
     csv.field_size_limit(MOST_CHARACTERS)
     reader = csv.reader(open_text(file), delimiter=delimiter, strict=True)
     names = None
-    line = 1  # where the next row begins
+    line = 1  # the line where the next row begins
     try:
         for row in reader:
             if row and names is None:
@@ -363,7 +363,7 @@ def split_text(file, cut=False):
     if not block:
         return
     rest = b""  # the document whose end is not read yet
-    line = 1  # where `rest` begins
+    line = 1  # the line where `rest` begins
     begins = True  # False if `rest` continues a cut document
     n_separators = 0
     while block:

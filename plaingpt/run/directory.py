@@ -53,7 +53,7 @@ def prepare_run_directory(directory, step):
     """
     log_file = directory / "log.txt"
     known = {}
-    has_trained = False  # whether this loop has seen a line of the training step `step`
+    has_trained = False  # whether the loop has seen a line of the training step `step`
     with writing(f"--log_dir {directory}"):
         with replacing(log_file) as file:
             for line_step, stream, value in read_log(log_file):

@@ -54,7 +54,7 @@ class OptimizerState:
         found = {}
         shared = {}
         for value_name, value in self.optimizer.state.items():
-            if not torch.is_tensor(value_name):  # such as state["k"] of MADGRAD
+            if not torch.is_tensor(value_name):  # such as state["k"] of the optimizer MADGRAD
                 shared[f"shared:{value_name}"] = value
         for group, initial in zip(self.optimizer.param_groups, self.initial_groups):
             # Each parameter saves the shared values, because a pipeline stage holds only some of

@@ -184,7 +184,7 @@ def read_weights(name, GPT):
         path = paths[-1]
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
-        if "model_args" in checkpoint:  # nanoGPT wrote it; build-nanogpt's GELU is like ours
+        if "model_args" in checkpoint:  # from nanoGPT; build-nanogpt's GELU is like ours
             print0("note: nanoGPT's GELU is exact, ours uses tanh: logits may differ by 0.01")
         return unpack(checkpoint, GPT)
     if name in ("scratch", "resume"):  # values of --init_from in nanoGPT
