@@ -1,12 +1,13 @@
 """GPT-2: computes logits, or a loss, from a batch of token ids.
 
-Attention mixes positions. The MLP works on each position separately. A block adds both outputs to
-the residual stream. A GPT contains an embedding, blocks and a head; embedding and head share one
-matrix. Parameters are named as in OpenAI's GPT-2. In shapes, B, T and C are the sizes of batch,
-time and channels. Attention has nh heads of hs channels each.
+Attention moves information between positions. The MLP processes each position separately. A block
+adds the outputs of attention and MLP to the residual stream. A GPT consists of embeddings, blocks
+and an output head; the token embedding and the head share one weight matrix. The parameters have
+the same names as in OpenAI's GPT-2. In shape comments, B is the batch size, T is the sequence
+length, and C is the number of channels. Attention has nh heads with hs channels each.
 
-The lesson writes CausalSelfAttention by hand (lesson/02_attention.py), adds MLP and Block (03, 04),
-heads and depth (05, 06), and builds a GPT without options from them (07_gpt2.py).
+The lesson builds this model step by step: CausalSelfAttention (lesson/02_attention.py), MLP and
+Block (03, 04), several heads and several blocks (05, 06), and a GPT without options (07_gpt2.py).
 
   GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
   GPT-3: Brown et al. 2020, "Language Models are Few-Shot Learners", arXiv:2005.14165
@@ -34,43 +35,43 @@ class GPTConfig:
     n_layer: int = flag(12, "number of blocks", above=0, at_most=1000)
     n_head: int = flag(12, "attention heads per block; must divide n_embd", above=0)
     n_embd: int = flag(768, "width of the residual stream, C", above=0, at_most=10**8)
-    block_size: int = flag(1024, "longest context in tokens, T", above=0)
+    block_size: int = flag(1024, "maximum context length in tokens, T", above=0)
     vocab_size: int = flag(
-        50257, "vocabulary size; if not given, the tokenizer's", above=0, at_most=10**9
+        50257, "vocabulary size; the tokenizer overrides this default", above=0, at_most=10**9
     )
-    dropout: float = flag(0.0, "dropout probability in training", at_least=0, at_most=1)
+    dropout: float = flag(0.0, "dropout probability during training", at_least=0, at_most=1)
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and the positions before it (Vaswani et al. 2017, 3.2)."""
+    """Each position attends to itself and to all earlier positions (Vaswani et al. 2017, 3.2)."""
 
     def __init__(self, config, index):
         super().__init__()
-        self.index = index  # the block's number, from 0. GPT-2 ignores it: its blocks are alike
+        self.index = index  # the block's number, from 0; an edit of this file can use it
         self.n_head = config.n_head
         self.dropout = config.dropout
-        # c_attn computes query, key and value of all heads: "qkv" in GPT.tp_plan.
+        # c_attn computes the query, key and value of all heads. GPT.tp_plan marks it as "qkv".
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, pos, cache=None, mask=None):
-        """x: (B, T, C). pos: as in GPT.hidden; unused here, because x contains the positions."""
+        """x: (B, T, C). pos: see GPT.hidden; unused here: x contains position embeddings."""
         B, T, C = x.size()
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. -1 stands for nh: with tensor parallelism, a process has fewer heads.
+        # (B, nh, T, hs) each. -1 infers nh: with tensor parallelism, a process has only some heads.
         q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
         dropout = self.dropout if self.training else 0.0
-        causal = mask is None and T > 1  # a single new token attends to all of the cache
+        causal = mask is None and T > 1  # a single new token attends to the whole cache
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU. GPT-2 was trained with its tanh approximation."""
+    """Two linear layers with a GELU in between (the tanh approximation, as in GPT-2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -85,9 +86,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: LayerNorm acts on the inputs of attention and MLP, not on the stream.
+    """A pre-norm block (GPT-2 paper, section 2.3).
 
-    See section 2.3 of the GPT-2 paper.
+    LayerNorm normalizes the inputs of attention and MLP, but not the residual stream itself.
     """
 
     def __init__(self, config, index):
@@ -105,22 +106,25 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model."""
 
-    config_class = GPTConfig  # plaingpt/weights builds a GPT from a checkpoint's config
+    config_class = GPTConfig  # plaingpt/weights creates a GPTConfig from a checkpoint
     optimizer_names = ("adamw", "muon")  # choices of --optimizer in configure_optimizers
-    # --tp splits these layers over processes. A key is the last part of a layer's name. All other
-    # layers stay whole. plaingpt/distributed/split.py explains the values. Muon also reads "qkv".
+    # --tp splits these layers across processes. Each process holds all other layers whole. A key is
+    # the last part of a layer's name. plaingpt/distributed/split.py explains the values. Muon also
+    # uses the value "qkv": see qkv_names.
     tp_plan = dict(
         wte="vocabulary", lm_head="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise"
     )
 
     def __init__(self, config, activation_checkpointing=False, seed=None):
-        """activation_checkpointing: if True, training keeps only the input of each block.
+        """Builds and initializes the model.
 
-        seed: for the initialization. None: torch's current RNG state.
+        activation_checkpointing: if True, training stores only the input of each block, and the
+        backward pass recomputes the other activations.
+        seed: random seed for the initialization. If None, torch's current RNG state is used.
         """
         super().__init__()
         if seed is not None:
-            torch.manual_seed(seed)  # for constructors whose values init_weights keeps
+            torch.manual_seed(seed)  # for layers whose own initialization init_weights keeps
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
@@ -133,22 +137,22 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # the two are tied (Press & Wolf 2017)
+        self.lm_head.weight = self.transformer.wte.weight  # tied weights (Press & Wolf 2017)
         self.loss_fn = ChunkedCrossEntropy(config.vocab_size)
         self.init_weights(seed)
 
     def blocks(self):
-        """Returns each block once, even blocks that an edit puts outside transformer.h."""
+        """Returns each block once, even if an edit of this file puts it outside transformer.h."""
         return [module for module in self.modules() if isinstance(module, Block)]
 
     @torch.no_grad()
     def init_weights(self, seed=None):
-        """Initializes the parameters as GPT-2 does. seed: as in __init__.
+        """Initializes the parameters as GPT-2 does. seed: see __init__.
 
         A parameter for which initial_values returns None keeps its constructor's initialization.
         """
         if seed is not None:
-            torch.manual_seed(seed)  # the result must not depend on what constructors drew
+            torch.manual_seed(seed)  # constructors may have drawn random numbers from the RNG
         for name, p in self.named_parameters():
             if not p.is_meta:  # parameters on the meta device have no values
                 values = self.initial_values(name, p.shape)
@@ -156,12 +160,12 @@ class GPT(nn.Module):
                     p.copy_(values)
 
     def initial_values(self, name, shape):
-        """Returns GPT-2's initialization of a parameter, or None for a name that GPT-2 lacks.
+        """Returns GPT-2's initialization of a parameter, or None if GPT-2 lacks this name.
 
-        The CPU draws the values, so that they are the same on every device.
+        The CPU draws the random numbers, so the initialization is the same on every device.
         """
         values = torch.empty(shape, device="cpu")
-        layer, _, kind = name.rpartition(".")  # "transformer.h.0.mlp.c_fc" and "weight"
+        layer, _, kind = name.rpartition(".")  # such as "transformer.h.0.mlp.c_fc" and "weight"
         layer = layer.rpartition(".")[2]
         if layer in ("ln_1", "ln_2", "ln_f"):
             return values.fill_(1.0 if kind == "weight" else 0.0)
@@ -171,22 +175,26 @@ class GPT(nn.Module):
             return values.zero_()
         std = 0.02
         if layer == "c_proj":
-            # Each block adds to the residual stream twice. Smaller weights in these 2 n_layer
-            # projections keep the variance of the sum constant (GPT-2 paper, section 2.3).
+            # Each block adds to the residual stream twice. A smaller std in these 2 n_layer
+            # projections keeps the variance of the sum constant (GPT-2 paper, section 2.3).
             std /= math.sqrt(2 * self.config.n_layer)
         return values.normal_(std=std)
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
-        """Returns the residual stream after the last norm: ids (B, T) -> (B, T, C).
+        """Returns the hidden states after the last LayerNorm: ids (B, T) -> (B, T, C).
 
-        cache: a KVCache for each block, with the keys and values of earlier tokens.
-        pos: the positions, (B, T), or (1, T) for all rows. Default: they continue after the cache.
-        mask: (B, 1, T, T so far) bool. Default: causal; T must then be 1 if the cache contains
-        tokens. plaingpt/scoring passes pos and mask to pack the endings of several questions into
-        one row. The padding after these endings has position 0.
+        cache: a list with one KVCache per block, which contains the keys and values of earlier
+        tokens.
+        pos: the position of each token, (B, T), or (1, T) if it is the same in all rows. Default:
+        the positions that follow the tokens in the cache.
+        mask: bool, (B, 1, T, T so far); True allows attention. "T so far" includes the tokens in
+        the cache. Default: a causal mask; T must then be 1 if the cache contains tokens.
+
+        plaingpt/scoring passes pos and mask to pack the endings of several questions into one row.
+        The padding tokens after these endings have position 0.
         """
         T = idx.size(1)
-        start = cache[0].length if cache else 0  # tokens in the cache
+        start = cache[0].length if cache else 0  # number of tokens in the cache
         if start and T > 1 and mask is None:
             raise ValueError(f"{T} new tokens after a cache of {start} need a mask")
         if pos is None:
@@ -195,12 +203,12 @@ class GPT(nn.Module):
             pos = torch.arange(start, start + T, device=idx.device)[None]  # (1, T)
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
-        # On CUDA, a bfloat16 stream is faster. Norms and their statistics stay float32.
+        # On CUDA, a bfloat16 residual stream is faster. LayerNorm still computes in float32.
         x = x.to(stream_dtype(x))
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-                # checkpoint saves memory: it keeps only the block's input. The backward pass
-                # computes the block again, from the same RNG state, so dropout masks are the same.
+                # checkpoint saves memory: it stores only the block's input, and the backward pass
+                # recomputes the block. It restores the RNG state, so the dropout masks are equal.
                 x = checkpoint(
                     block,
                     x,
@@ -215,59 +223,65 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """Applies the head: (..., C) -> (..., vocab_size). If you edit this, also edit GPT.loss."""
+        """Applies the output head: (..., C) -> (..., vocab_size).
+
+        If you edit this method, also edit GPT.loss.
+        """
         return self.lm_head(x)
 
     def loss(self, x, targets, reduction="mean"):
-        """Returns the cross-entropy in nats of hidden states (B, T, C) and targets (B, T).
+        """Returns the cross-entropy in nats for hidden states x (B, T, C) and targets (B, T).
 
         Computes F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten()) in chunks.
-        Targets of -100 are ignored; if all are, the loss is 0. reduction: "mean", or "none" for
-        the loss of each position, (B, T), without a gradient; the loss of an ignored target is 0.
+        Targets of -100 are ignored; if all targets are ignored, the loss is 0.
+        reduction: "mean", or "none", which returns the loss at each position, (B, T), without a
+        gradient. The loss at an ignored target is then 0.
         """
-        # loss_fn multiplies by this weight and computes the loss in one function. If your logits
-        # are more than this multiplication, pass self.logits instead of the weight. This is slower,
-        # because loss_fn then calls self.logits for each chunk.
+        # loss_fn multiplies by lm_head.weight and computes the cross-entropy in one function. If
+        # you edit self.logits, pass self.logits instead of the weight: loss_fn then calls
+        # self.logits for each chunk, which is slower.
         return self.loss_fn(x, targets, self.lm_head.weight, reduction)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) ids. Returns (logits, None), or (None, loss) with targets.
+        """idx, targets: ids, (B, T). Returns (logits, None), or (None, loss) if targets are given.
 
-        With targets, an edit may return a third value, such as {"z": z}: log.txt then contains the
-        mean of each scalar over a step and all processes.
+        If targets are given, an edit of this method may return a third value: a dict of scalar
+        tensors, such as {"z": z}. For each name, log.txt then contains the mean over all
+        micro-batches of a step, on all processes.
         """
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None  # (B, T, vocab_size)
-        # A term that is only for training belongs here. Validation calls hidden and loss.
+        # Add an auxiliary loss for training here: validation calls only hidden and loss.
         return None, self.loss(x, targets)
 
     def generate(self, idx, max_new_tokens, **options):
-        """Appends sampled ids to each row: (B, T) -> (B, T + max_new_tokens).
+        """Appends generated ids to each row: (B, T) -> (B, T + max_new_tokens).
 
-        options: seed, temperature, top_k and top_p of generate_tokens.
+        options: seed, temperature, top_k and top_p, see generate_tokens.
         """
         return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
     @classmethod
     def load(cls, place):
-        """Loads trained weights -> (GPT, Tokenizer), on the CPU. Raises UserError.
+        """Loads a trained model onto the CPU -> (GPT, Tokenizer). Raises UserError.
 
-        place: a checkpoint of plainGPT, nanoGPT or build-nanogpt; a run directory, for its newest
-        checkpoint; or the name or the directory of a Hugging Face GPT-2.
+        place: a checkpoint of plainGPT, nanoGPT or build-nanogpt; a run directory, whose newest
+        checkpoint is loaded; or the name or the directory of a Hugging Face GPT-2.
         """
         return load_model(place, cls)
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
-        """Returns [AdamW], or for "muon" [Muon, AdamW]. All processes must call this.
+        """Returns [AdamW], or for optimizer="muon" [Muon, AdamW].
 
-        muon_lr: None means learning_rate.
+        All processes must call this method. muon_lr: the learning rate of Muon; if None, it equals
+        learning_rate.
 
         AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to
         matrices and embeddings only.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates the matrices of the
-        blocks, with the root mean square of AdamW's updates (Liu et al. 2025, arXiv:2502.16982,
-        2.2).
+        blocks. Its updates are scaled to the root mean square of AdamW's updates (Liu et al. 2025,
+        arXiv:2502.16982, section 2.2).
         """
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
@@ -295,17 +309,18 @@ class GPT(nn.Module):
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # On a stage of a pipeline, one group or both may be empty. AdamW needs at least one.
+        # On a pipeline stage, one or both groups may be empty. AdamW needs at least one group.
         groups = [group for group in groups if group["params"]] or groups[:1]
-        # fused=True is faster.
+        # fused=True updates the parameters faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         optimizers.append(adamw)
         return optimizers
 
     def qkv_names(self):
-        """Returns the names of the weights whose rows are query, then key, then value.
+        """Returns the names of the weights that stack the rows of query, key and value.
 
-        Raises UserError unless each of the three has C rows (grouped queries have fewer).
+        Raises UserError unless query, key and value have C rows each. With grouped-query attention,
+        key and value have fewer rows.
         """
         names = []
         for name, p in self.named_parameters():
@@ -315,22 +330,22 @@ class GPT(nn.Module):
             n_rows, C = p.shape
             if n_rows != 3 * C:
                 raise UserError(
-                    f"model.py: {name} has {n_rows} rows, but query, key and value of {C} rows "
-                    f"each need {3 * C}; for --optimizer muon or --tp, split it into three layers"
+                    f"model.py: {name} has {n_rows} rows instead of {C} rows each for query, key "
+                    f"and value, {3 * C} in total; for --optimizer muon or --tp, write three layers"
                 )
             names.append(name)
         return names
 
     def flops_per_token(self):
-        """Returns the FLOPs per token, forward and backward (PaLM paper, appendix B).
+        """Returns the FLOPs per token of forward and backward pass (PaLM paper, appendix B).
 
         Matrix multiplications need 6 FLOPs per weight of an nn.Linear. The loss pads the head to a
-        multiple of 128 rows. Attention needs 12 n_layer n_embd T FLOPs: this counts all T x T
-        scores, although a causal mask needs only half of them.
+        multiple of 128 rows. Attention needs 12 n_layer n_embd T FLOPs. This formula counts all
+        T x T attention scores, although a causal mask needs only half of them.
         """
         c = self.config
         weights = (-c.vocab_size % 128) * c.n_embd  # the padding
-        for _, module in self.named_modules(remove_duplicate=False):  # a layer may be used twice
+        for _, module in self.named_modules(remove_duplicate=False):  # a layer may occur twice
             if isinstance(module, nn.Linear):
                 weights += module.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
