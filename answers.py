@@ -1,15 +1,16 @@
-"""Exact match: how often does a model give the right answer to a prompt?
+"""Exact match: how often does a model generate exactly the right response?
 
   python answers.py --data test.jsonl      scores the newest checkpoint in log/
   python answers.py --data test.jsonl --checkpoint log/baby --json scores.json
 
-The file contains pairs of prompt and response, as train_gpt2.py --data reads:
+The file contains pairs of a prompt and a response, in the format that
+train_gpt2.py --data reads:
 
   {"prompt": "12+34=", "response": "46"}
 
-A response may end with <|endoftext|>. An answer is right if every token of the
-response, and the end of text after it, is the most likely one: greedy decoding
-then writes exactly the response, and stops.
+A response may end with <|endoftext|>. An answer is right if each token of the
+response, and the end-of-text token after the response, is the most likely
+token. Greedy decoding then generates exactly the response, and stops.
 """
 
 from plaingpt.data.tokenizer import END_OF_TEXT
@@ -20,7 +21,7 @@ from model import GPT
 
 
 def examples(records):
-    """Turns records into Examples with one ending. Raises UserError."""
+    """Turns each record into an Example with one ending. Raises UserError."""
     for record in records:
         prompt, response = get_fields(record, prompt=str, response=str)
         yield Example([prompt], [response.removesuffix(END_OF_TEXT)])
@@ -35,7 +36,7 @@ def prompt_ids(example, tokenizer):
 
 
 def report(examples, scores):
-    """Computes how often greedy decoding writes the whole response, with the end after it."""
+    """Computes how often greedy decoding generates exactly the response, and then stops."""
     return dict(acc=float(scores.greedy.mean()))
 
 
@@ -48,7 +49,7 @@ BENCHMARK = Benchmark(
     examples=examples,
     report=report,
     prompt_ids=prompt_ids,
-    figures=dict(acc="greedy decoding writes the response, and stops"),
+    figures=dict(acc="greedy decoding generates the response, and stops"),
     logged="acc",
     proportions=("acc",),
 )

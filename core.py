@@ -1,23 +1,25 @@
-"""CORE: 22 tasks, most with solved examples in the prompt.
+"""CORE: 22 tasks, most of them few-shot (with solved examples in the prompt).
 (Li et al. 2024, arXiv:2406.11794)
 
   python core.py --bundle eval_bundle      scores the newest checkpoint in log/
   python core.py --bundle eval_bundle --tasks arc_easy,piqa --max_per_task 500
   python core.py --bundle mine.jsonl --num_fewshot 5 --delimiter " Answer: "
 
-The bundle is a directory with core.yaml, eval_meta_data.csv and eval_data/. Get
-https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip and unzip it.
-In training, use --evals core=eval_bundle. Write your own tasks in the same form
-(docs/benchmarks.md shows it), or in one .jsonl file. Each line has one of three
-forms:
+The bundle is a directory with core.yaml, eval_meta_data.csv and eval_data/. To
+get it, download and unzip
+https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip.
+To measure CORE during training, use train_gpt2.py --evals core=eval_bundle.
+You can also write a bundle with your own tasks (see docs/benchmarks.md), or a
+single .jsonl file. Each line of the file is an item in one of three forms:
 
   {"query": "A cat in a", "choices": ["hat", "box"], "gold": 0}
   {"context_options": ["Ada sang. She", "Ada sang. It"],
    "continuation": "smiled", "gold": 0}
   {"context": "One, two,", "continuation": "three"}
 
-The metric is the mean centered accuracy of the tasks: 0 is chance, 1 is
-perfect. Prompts and rules follow nanochat; docs/benchmarks.md explains them.
+The metric is the mean centered accuracy of the tasks: 0 is chance accuracy, and
+1 is a perfect score. Prompts and scoring rules follow nanochat;
+docs/benchmarks.md explains the rules.
 """
 
 import os
@@ -45,42 +47,50 @@ import yaml  # comes with the package datasets
 
 from model import GPT
 
-# The fields of an item.
+# The fields that an item may contain.
 COLUMNS = ("query", "choices", "context_options", "context", "continuation", "gold")
 
 
 @dataclass
 class Options:
-    bundle: str | None = flag(None, "directory or .jsonl file [.]")
-    tasks: str | None = flag(None, "names, separated by commas [all tasks]")
-    max_per_task: int | None = flag(None, "items per task [all]", at_least=1)
-    num_fewshot: int | None = flag(None, "solved examples [bundle's; .jsonl: 0]", at_least=0)
+    bundle: str | None = flag(None, "bundle directory or .jsonl file [.]")
+    tasks: str | None = flag(None, "names of tasks, separated by commas [all]")
+    max_per_task: int | None = flag(None, "maximum number of items per task [all]", at_least=1)
+    num_fewshot: int | None = flag(
+        None, "number of solved examples per prompt [from the bundle; .jsonl file: 0]", at_least=0
+    )
     delimiter: str | None = flag(
-        None, r"before answers, such as \n [bundle's; .jsonl: space]", empty=True, line_breaks=True
+        None,
+        r"string before each answer, such as \n [from the bundle; .jsonl file: a space]",
+        empty=True,
+        line_breaks=True,
     )
 
 
 @dataclass
 class Task:
-    """A file of items, and how to turn them into prompts."""
+    """A file of items, and the settings that turn these items into prompts."""
 
     label: str
     file: Path
     num_fewshot: int = 0
     delimiter: str = " "  # between a context and its answer
-    kind: str | None = None  # one of KINDS; None: the fields of each item decide
-    chance: float | None = None  # accuracy by chance; None: computed from the items
+    kind: str | None = None  # one of KINDS; None: inferred from the fields of each item
+    chance: float | None = None  # chance accuracy; None: computed from the items
 
 
 def load(path, limit=0, **options):
     """Loads a bundle -> Examples of all its tasks, in order. Raises UserError.
 
-    path, limit: --data and --limit, which mean the same as bundle and max_per_task. options: fields
-    of Options.
+    path, limit: the values of --data and --limit, which mean the same as --bundle and
+    --max_per_task. options: the fields of Options.
     """
     given = Options(**options)
     if (path and given.bundle) or (limit and given.max_per_task):
-        raise UserError("--bundle is --data, and --max_per_task is --limit; give each only once")
+        raise UserError(
+            "--bundle means the same as --data, and --max_per_task the same as --limit; "
+            "give only one flag of each pair"
+        )
     given.max_per_task = given.max_per_task or limit
     directory = Path(given.bundle or path or ".")
     examples = []
@@ -92,12 +102,14 @@ def load(path, limit=0, **options):
 def find_tasks(path, names):
     """Finds the Tasks of a directory with core.yaml, or of a file. Raises UserError.
 
-    names: as in --tasks, or None for all.
+    names: the value of --tasks, or None for all tasks.
     """
     if kind_of(path) == ".jsonl":
         return [Task(path.stem, path)]
     if not (path / "core.yaml").is_file():
-        raise UserError(f"{path}: contains no core.yaml; give the eval_bundle, or a .jsonl file")
+        raise UserError(
+            f"{path}: contains no core.yaml; give the directory eval_bundle, or a .jsonl file"
+        )
     tasks = read_tasks(path / "core.yaml", read_chances(path / "eval_meta_data.csv"))
     if not names:
         return list(tasks.values())
@@ -110,13 +122,13 @@ def find_tasks(path, names):
 
 
 def read_chances(path):
-    """Reads eval_meta_data.csv -> {label of a task: accuracy by chance}. Raises UserError."""
+    """Reads eval_meta_data.csv -> {label of a task: chance accuracy}. Raises UserError."""
     chances = {}
     with reading(path):
         for row in read_records([path], ("Eval Task", "Random baseline")):
             chance = 0.01 * float(row["Random baseline"])
             if not 0 <= chance < 1:
-                raise ValueError(f"{row['where']}: the baseline must be from 0 to below 100")
+                raise ValueError(f"{row['where']}: the baseline must be at least 0 and below 100")
             chances[row["Eval Task"]] = chance
     return chances
 
@@ -146,7 +158,7 @@ def read_tasks(path, chances):
             file = path.parent / "eval_data" / uri
             tasks[label] = Task(label, file, shots[0], delimiter, kind, chances.get(label))
         if not tasks:
-            raise ValueError("no tasks")
+            raise ValueError("it contains no tasks")
     return tasks
 
 
@@ -158,13 +170,15 @@ def load_task(task, options):
     n_shots = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     delimiter = task.delimiter if options.delimiter is None else options.delimiter
     if len(items) <= n_shots:
-        raise UserError(f"{task.file}: too few items for --num_fewshot {n_shots}; give fewer")
+        raise UserError(
+            f"{task.file}: too few items for --num_fewshot {n_shots}; choose a smaller number"
+        )
     examples = [make_example(item, delimiter, task.kind) for item in items]
     chance = mean_chance(examples) if task.chance is None else task.chance
     solved = [prompts(example)[example.label] + "\n\n" for example in examples]
     complete = []
     for i, (example, item) in enumerate(zip(examples, items)):
-        # nanochat draws from a list of the other items. Drawing indices draws the same items.
+        # nanochat samples from a list of all other items. Sampling indices selects the same items.
         drawn = random.Random(1234 + i).sample(range(len(items) - 1), n_shots)
         shots = tuple(solved[j if j < i else j + 1] for j in drawn)
         facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
@@ -173,7 +187,7 @@ def load_task(task, options):
 
 
 def mean_chance(examples):
-    """Returns the accuracy of random answers: the mean over items; 0 for language_modeling."""
+    """Returns the chance accuracy, averaged over items. Items of language_modeling count as 0."""
     chances = []
     for example in examples:
         is_choice = example.kind != "language_modeling"
@@ -182,21 +196,21 @@ def mean_chance(examples):
 
 
 def make_example(item, delimiter, kind=None):
-    """Turns an item into an Example. A prompt is a context with an ending. Raises UserError.
+    """Turns an item into an Example. Raises UserError.
 
-    kind: one of KINDS, or None: the fields of the item decide.
+    kind: one of KINDS. If None, the kind is inferred from the fields of the item.
     """
     kind = kind or find_kind(item)
     make, _ = KINDS[kind]
     example = make(item, delimiter)
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
-    # A single choice cannot be compared with others, so the model must generate it.
+    # A single choice cannot be compared with other choices, so the model must generate this choice.
     return replace(example, kind=kind if len(example) > 1 else "language_modeling")
 
 
 def find_kind(item):
-    """Finds the kind of an item by its fields, because a .jsonl file does not name the kind."""
+    """Infers the kind of an item from its fields, because a .jsonl file does not name the kind."""
     if "choices" in item:
         return "multiple_choice"
     if "context_options" in item:
@@ -205,13 +219,13 @@ def find_kind(item):
 
 
 def prompts(example):
-    """Returns all prompts: the solved examples, then a context with an ending."""
+    """Returns all prompts: each contains the solved examples, a context and an ending."""
     shots = "".join(example.shots)
     return [shots + context + ending for context in example.contexts for ending in example.endings]
 
 
 def prompt_ids(example, tokenizer):
-    """Splits the ids of whole prompts. Yields (ids of a context, [ids of each of its endings])."""
+    """Encodes whole prompts. Yields (ids of a context, [ids of each of its endings])."""
 
     def encode(text):
         return [tokenizer.end_of_text, *tokenizer.encode(text)]
@@ -227,9 +241,9 @@ def make_multiple_choice(item, delimiter):
 
 
 def split_multiple_choice(example, encode):
-    """Yields like prompt_ids. The context is what all prompts have in common at their start."""
+    """Yields the same as prompt_ids. The context is the common prefix of all prompts."""
     ids = [encode(prompt) for prompt in prompts(example)]
-    n = len(os.path.commonprefix(ids))  # also works with lists
+    n = len(os.path.commonprefix(ids))  # commonprefix also accepts lists
     yield ids[0][:n], [prompt[n:] for prompt in ids]
 
 
@@ -245,14 +259,14 @@ def make_schema(item, delimiter):
 
 
 def split_schema(example, encode):
-    """Yields like prompt_ids. The ending is what all prompts have in common at their end."""
+    """Yields the same as prompt_ids. The ending is the common suffix of all prompts."""
     ids = [encode(prompt) for prompt in prompts(example)]
     n = len(os.path.commonprefix([prompt[::-1] for prompt in ids]))
     for prompt in ids:
         split = len(prompt) - n
         if split > 0:
             yield prompt[:split], [prompt[split:]]
-        else:  # the whole prompt is common to all
+        else:  # the common suffix is the whole prompt
             yield prompt[:1], [[]]
 
 
@@ -263,9 +277,10 @@ def make_language_modeling(item, delimiter):
 
 
 def split_language_modeling(example, encode):
-    """Yields like prompt_ids. The context ends where the prompt without its ending would differ.
+    """Yields the same as prompt_ids.
 
-    Raises UserError if no ids are left for the ending; nanochat then stops as well.
+    The context is the common prefix of two encoded texts: the prompt with and without its ending.
+    Raises UserError if no ids are left for the ending. In this case, nanochat stops as well.
     """
     (prompt,) = prompts(example)
     before = prompt.removesuffix(example.endings[0]).rstrip()
@@ -275,7 +290,8 @@ def split_language_modeling(example, encode):
     yield ids[:n], [ids[n:]]
 
 
-# For each icl_task_type: a function builds an Example from an item, another splits its prompts.
+# For each icl_task_type, this table contains a function that builds an Example from an item, and a
+# function that splits the prompts of an Example into contexts and endings.
 KINDS = dict(
     multiple_choice=(make_multiple_choice, split_multiple_choice),
     schema=(make_schema, split_schema),
@@ -284,12 +300,12 @@ KINDS = dict(
 
 
 def report(examples, scores):
-    """Computes the metric, and the accuracies of each task."""
-    with np.errstate(invalid="ignore"):  # an ending without tokens divides 0 by 0
+    """Computes the mean centered accuracy, and the accuracies of each task."""
+    with np.errstate(invalid="ignore"):  # 0 / 0 for an ending without tokens
         losses = split_by_example(examples, -scores.log_likelihood / scores.tokens)
     greedy = split_by_example(examples, scores.greedy)
-    chances = {}  # {task: accuracy by chance}
-    answers = {}  # {task: whether the answer to each item is right}
+    chances = {}  # {task: chance accuracy}
+    answers = {}  # {task: for each item, whether the answer is right}
     for example, loss, is_greedy in zip(examples, losses, greedy):
         task = example.facts["task"]
         chances[task] = example.facts["chance"]
@@ -312,17 +328,18 @@ def report(examples, scores):
 def is_correct(example, losses, is_greedy):
     """Returns whether the answer to an item is right.
 
-    losses: mean loss of each ending, per prompt. is_greedy: whether greedy decoding writes it.
+    losses: for each prompt, the mean loss per token of the ending. is_greedy: for each prompt,
+    whether greedy decoding generates the ending.
     """
     if example.kind == "language_modeling":
         return bool(is_greedy[0])
-    # min() as in nanochat: NaN is the lowest loss only if it comes first.
+    # Like nanochat, this uses min(): a NaN counts as the lowest loss only if it comes first.
     answer = min(range(len(losses)), key=lambda i: losses[i])
     return answer == example.label
 
 
 def main(argv=None):
-    """Runs the program. Prints the metric, then a line per task."""
+    """Runs the program. Prints the metric, and then one line per task."""
     figures = run_benchmark(BENCHMARK, GPT, argv)
     print0(f"\n{'task':<34}accuracy  centered     items")
     for name, task in figures["tasks"].items():

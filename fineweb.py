@@ -1,19 +1,20 @@
-"""Turns text into the token shards that train_gpt2.py reads.
+"""Tokenizes text and writes the token shards that train_gpt2.py reads.
 
-  python fineweb.py                                    reads FineWeb-Edu
-  python fineweb.py --input a.jsonl --output_dir mine  reads your own text
+  python fineweb.py                                    tokenizes FineWeb-Edu
+  python fineweb.py --input a.jsonl --output_dir mine  tokenizes your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
 
---input reads .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv, .txt (also as
-.gz or .zst) and .parquet files, and directories of save_to_disk. In a .txt
-file, <|endoftext|> separates documents. --tokenizer reads a vocabulary of your
-own, which tokenizer.py trains. After an interruption, the same command
-continues. fineweb.py counts and skips damaged records, and shows the first 5.
-With --strict, the first damaged record is an error.
+--input accepts .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv and .txt
+files (also compressed: .gz or .zst), .parquet files, and directories written
+by save_to_disk of Hugging Face datasets. In a .txt file, <|endoftext|>
+separates documents. --tokenizer selects your own tokenizer, which tokenizer.py
+can train. To continue after an interruption, run the same command again.
+fineweb.py skips and counts damaged records, and shows the first 5 of them.
+With --strict, it stops at the first damaged record.
 """
 
-# plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of them. The main
-# thread writes the shards. The shards of FineWeb-Edu equal those of build-nanogpt byte for byte.
+# plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of documents. The
+# main thread writes the shards. For FineWeb-Edu, they are byte-identical to build-nanogpt's shards.
 
 import contextlib
 import itertools
@@ -47,37 +48,37 @@ from tqdm import tqdm
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
 BATCH = 2**20  # characters that a thread tokenizes at a time
-SHOWN = 5  # damaged records that are shown
+SHOWN = 5  # number of damaged records that are shown
 
 
 @dataclass
 class ShardConfig:
-    input: list[str] | None = flag(None, "files or quoted globs of your own text")
-    dataset: str = flag(FINEWEB, "on the Hugging Face hub, or on HF_ENDPOINT", either=True)
-    name: str | None = flag(None, "configuration of --dataset [sample-10BT of FineWeb-Edu]")
-    text_key: str = flag("text", "field or column that holds the text")
-    tokenizer: str = flag("gpt2", "tokenizer.json, its directory, or a name of the hub")
-    end_of_text: str | None = flag(None, "name of the token between documents")
+    input: list[str] | None = flag(None, "your own text: files or quoted globs")
+    dataset: str = flag(FINEWEB, "data set on the Hugging Face hub, or on HF_ENDPOINT", either=True)
+    name: str | None = flag(None, "configuration of --dataset [FineWeb-Edu: sample-10BT]")
+    text_key: str = flag("text", "field or column that contains the text")
+    tokenizer: str = flag("gpt2", "a tokenizer.json, its directory, or a name on the hub")
+    end_of_text: str | None = flag(None, "name of the end-of-text token, which separates documents")
     output_dir: str = flag("edu_fineweb10B", "directory for the shards")
     shard_size: int | None = flag(None, "tokens per shard [10^8; small data: fewer]", at_least=1)
-    val_shards: int = flag(1, "first shards, used for validation", at_least=0)
+    val_shards: int = flag(1, "how many of the first shards are for validation", at_least=0)
     max_shards: int = flag(10**6, "stop after this many shards", at_least=1)
-    num_proc: int | None = flag(None, "threads that tokenize [one per core]", at_least=1)
+    num_proc: int | None = flag(None, "number of tokenizer threads [one per core]", at_least=1)
     strict: bool = flag(False, "stop at the first damaged record")
 
 
 def read_progress(directory, name, settings):
-    """Reads what meta.json says about the shards in a directory -> facts. Raises UserError.
+    """Reads the description of the shards in a directory from meta.json -> facts. Raises UserError.
 
-    If the directory contains neither shards nor a file that would be replaced, returns the facts of
-    an empty directory.
+    If the directory contains neither shards nor a file that fineweb.py would replace, returns the
+    facts of an empty directory.
 
-    settings: what must not change between the runs. facts["next"] says where the next shard begins:
-    [n, m] means that earlier shards contain the first n documents, and m tokens of the documents
-    after these. None means the end of the source.
+    settings: the settings that must not change when a run continues. facts["next"] says where the
+    next shard begins: [n, m] means that the earlier shards contain the first n documents, and then
+    m tokens of the documents that follow. None means that no documents are left.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
-    facts["lost"] = 0  # characters that are not in the vocabulary, so that no token stands for them
+    facts["lost"] = 0  # number of characters for which the vocabulary has no token
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
     shards = [*find_shards(directory, "train"), *find_shards(directory, "val")]
     if not replaced and not shards:
@@ -86,9 +87,9 @@ def read_progress(directory, name, settings):
     differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
         raise UserError(
-            f"{directory}: contains files of another {', '.join(differ)}; use a new directory"
+            f"{directory}: contains files of a different {', '.join(differ)}; use a new directory"
         )
-    facts.update(old)  # includes the old name: the directory may have been renamed
+    facts.update(old)  # keeps the old name even if the directory was renamed
     with reading(find_meta(directory), "use a new directory"):
         check_facts(facts)
     if len(shards) < facts["shards"]:
@@ -97,7 +98,7 @@ def read_progress(directory, name, settings):
 
 
 def check_facts(facts):
-    """Raises an exception if facts from meta.json do not say where to continue."""
+    """Raises an exception if the facts from meta.json are not valid."""
     name = facts["name"]
     if Path(name).name != name:
         raise ValueError(f"the name {name!r} is not a file name")
@@ -105,7 +106,7 @@ def check_facts(facts):
     counts = [facts[key] for key in ("shards", "tokens", "documents", "skipped", "lost")]
     for count in [*counts, n_documents, n_tokens]:
         if type(count) is not int or count < 0:
-            raise ValueError(f"{count!r} is not a count")
+            raise ValueError(f"{count!r} is not an integer of at least 0")
 
 
 def count_id(parts, i):
@@ -114,9 +115,10 @@ def count_id(parts, i):
 
 
 def save_shard(directory, facts, parts, following, tokenizer):
-    """Writes the next shard, and progress.json before it and after it.
+    """Writes the next shard. Writes progress.json before the shard and again after it.
 
-    parts: arrays of tokens. following: the value of facts["next"] after this shard.
+    parts: arrays that contain the tokens of the shard. following: the value of facts["next"] after
+    this shard.
     """
     index = facts["shards"]
     split = "val" if index < facts["val_shards"] else "train"
@@ -130,8 +132,8 @@ def save_shard(directory, facts, parts, following, tokenizer):
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with writing(path, "free some space; the same command continues"):
         write_json(directory / "progress.json", facts)
-        # This file is written once, before the shards, because training may begin and read it
-        # before all shards are there.
+        # tokenizer.json is written once, before the first shard, because a training run may start,
+        # and read tokenizer.json, before all shards are written.
         if tokenizer.json and not (directory / "tokenizer.json").exists():
             with replacing(directory / "tokenizer.json") as file:
                 file.write(tokenizer.source.encode())
@@ -139,16 +141,17 @@ def save_shard(directory, facts, parts, following, tokenizer):
         with replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
-    if tokenizer.special:  # without special ids, a line break does not always end a document
+    # Without special ids, end_of_text is a line break, which documents may contain as well.
+    if tokenizer.special:
         facts["documents"] += count_id(parts, tokenizer.end_of_text)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)
     write_json(directory / "progress.json", facts)
 
 
 def make_batches(documents):
-    """Yields lists of Documents, each with about a megabyte of text.
+    """Yields lists of Documents. Each list contains about a megabyte of text.
 
-    Only the first Document of a list may continue an earlier one.
+    Only the first Document of a list may be the continuation of an earlier Document.
     """
     batch = []
     size = 0  # characters
@@ -164,9 +167,10 @@ def make_batches(documents):
 
 
 def encode_batch(batch, tokenizer):
-    """Encodes Documents -> (batch, tokens, how many characters no token stands for).
+    """Encodes Documents -> (batch, tokens, number of characters without a token).
 
-    tokens: (n,), with end_of_text before each document, but not before a piece that continues one.
+    tokens: (n,), with end_of_text before each document, but not before a Document that is the
+    continuation of an earlier Document.
     """
     good = [document for document in batch if document.text is not None]
     texts = [document.text for document in good]
@@ -177,7 +181,7 @@ def encode_batch(batch, tokenizer):
 
 
 def encode_all(documents, tokenizer, n_threads):
-    """Yields the results of encode_batch in order. The threads work a few batches ahead."""
+    """Yields the results of encode_batch in order. The threads tokenize a few batches ahead."""
     with ThreadPoolExecutor(n_threads) as pool:
         futures = (pool.submit(encode_batch, batch, tokenizer) for batch in make_batches(documents))
         running = [*itertools.islice(futures, 2 * n_threads)]
@@ -187,14 +191,14 @@ def encode_all(documents, tokenizer, n_threads):
 
 
 def skip_damaged(batch, n_before, strict):
-    """Counts the damaged documents of a batch, and prints them if they are among the first SHOWN.
+    """Counts the damaged documents of a batch. Prints the first SHOWN damaged documents of a run.
 
-    n_before: how many documents before this batch are damaged. strict: raises a UserError for the
-    first damaged document instead.
+    n_before: the number of damaged documents before this batch. strict: if True, raises UserError
+    for the first damaged document.
     """
     damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
     if damaged and strict:
-        raise UserError(f"{damaged[0]}; correct it, or remove --strict")
+        raise UserError(f"{damaged[0]}; correct this record, or remove --strict")
     for text in damaged[: max(0, SHOWN - n_before)]:
         tqdm.write(visible(f"skipped {text}", sys.stderr), file=sys.stderr)
     return len(damaged)
@@ -203,8 +207,9 @@ def skip_damaged(batch, n_before, strict):
 def write_shards(directory, facts, config, paths, tokenizer):
     """Writes the shards that are not in the directory yet. Raises UserError."""
     if facts["shards"]:
-        print0(f"{directory} contains {facts['shards']} whole shards: continuing after them")
-    n_done, n_used = facts["next"]  # n_used: tokens of the first batch in earlier shards
+        print0(f"{directory} contains {facts['shards']} complete shards: continuing after them")
+    # n_used: how many tokens of the next batch are already in earlier shards
+    n_done, n_used = facts["next"]
     documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
     documents = itertools.islice(documents, n_done, None)
     n_bytes = sum(path.stat().st_size for path in paths)
@@ -231,14 +236,14 @@ def write_shards(directory, facts, config, paths, tokenizer):
     if parts:
         save_shard(directory, facts, parts, None, tokenizer)
     if not facts["tokens"]:
-        raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
+        raise UserError(f"{paths[0]}: contains no text; choose a different file or --text_key")
     facts["next"] = None
 
 
 def load_source(config):
-    """Finds the files of --input, or downloads --dataset -> (paths of its files, facts).
+    """Finds the files of --input, or downloads --dataset -> (paths of the files, facts).
 
-    facts: what meta.json stores to recognize these files. Raises UserError.
+    facts: the entries of meta.json that identify these files. Raises UserError.
     """
     if config.input:
         if config.name:
@@ -265,7 +270,7 @@ def show_result(directory, facts, tokenizer):
     )
     if facts["lost"]:
         share = facts["lost"] / (facts["lost"] + facts["tokens"])
-        print0(f"note: the tokenizer does not know {share:.1%} of the text, and omits it")
+        print0(f"note: the tokenizer does not know {share:.1%} of the text, and omits this part")
     if n_val < facts["shards"]:
         print0(f"to train on it: python train_gpt2.py --data {directory}")
     else:
@@ -280,8 +285,8 @@ def main(argv=None):
     name = directory.resolve().name
     if facts_of_source["source"].get("dataset") == FINEWEB:
         name = "edufineweb"
-    # With 4 to 2 bytes per token, this makes 20 to 40 shards, so even a small text has shards for
-    # validation and for training.
+    # This size yields 20 shards at 4 bytes per token and 40 shards at 2 bytes per token, so even a
+    # small text yields shards for both validation and training.
     n_bytes = sum(path.stat().st_size for path in paths)
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
     settings = dict(
@@ -299,8 +304,8 @@ def main(argv=None):
         facts = read_progress(directory, name, settings)
         if config.strict and facts["skipped"]:
             raise UserError(
-                f"{directory}: without --strict, an earlier run has skipped {facts['skipped']:,} "
-                "damaged records; correct them, and use a new directory"
+                f"{directory}: an earlier run without --strict skipped {facts['skipped']:,} "
+                "damaged records; correct these records, and use a new directory"
             )
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(directory, facts, config, paths, tokenizer)

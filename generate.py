@@ -6,8 +6,8 @@
   python generate.py --prompts questions.txt --json answers.json
   python generate.py --interactive            reads prompts until Ctrl-D
 
-A text appears while the model generates it. The text ends at <|endoftext|>, at
---stop, or after --max_new_tokens. In the interactive mode, Ctrl-C ends a text.
+Text is printed while the model generates it. It ends at <|endoftext|>, at
+--stop, or after --max_new_tokens. In interactive mode, Ctrl-C ends a text.
 """
 
 from contextlib import suppress
@@ -32,25 +32,27 @@ from model import GPT
 @dataclass
 class GenerateConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
-    model: str | None = flag(None, "or GPT-2 of Hugging Face: name or directory", either=True)
-    prompt: str | None = flag(None, "text to continue [start from nothing]", empty=True)
-    prompts: str | None = flag(None, "or a text file with one prompt a line", either=True)
+    model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
+    prompt: str | None = flag(None, "text to continue [an empty text]", empty=True)
+    prompts: str | None = flag(None, "or a text file with one prompt per line", either=True)
     interactive: bool = flag(False, "read prompts from the terminal", either=True)
-    num_samples: int = flag(1, "texts per prompt", at_least=1)
-    max_new_tokens: int = flag(500, "tokens to add to the prompt", at_least=0)
-    stop: str | None = flag(None, r"stop string, such as \n; not in the output", line_breaks=True)
+    num_samples: int = flag(1, "number of texts to generate per prompt", at_least=1)
+    max_new_tokens: int = flag(500, "maximum number of tokens to generate per text", at_least=0)
+    stop: str | None = flag(None, r"end a text before this string, such as \n", line_breaks=True)
     ignore_end: bool = flag(False, "do not end a text at <|endoftext|>")
-    temperature: float = flag(0.8, "higher: more random; 0: likeliest token", at_least=0)
-    top_k: int = flag(50, "draw from the k likeliest tokens; 0: all", at_least=0)
-    top_p: float = flag(1.0, "draw from the likeliest tokens up to sum p", above=0, at_most=1)
+    temperature: float = flag(0.8, "higher: more random; 0: greedy decoding", at_least=0)
+    top_k: int = flag(50, "sample from the k most likely tokens; 0: all", at_least=0)
+    top_p: float = flag(
+        1.0, "sample from the most likely tokens with total probability p", above=0, at_most=1
+    )
     seed: int = flag(42, "random seed", at_least=0, at_most=2**63 - 1)
     json: str | None = flag(None, "also write prompts and texts to this file")
     device: str = flag("auto", "cuda, mps or cpu")
-    dtype: Dtype = flag("auto", "number format of weights; float32 is the most precise")
+    dtype: Dtype = flag("auto", "dtype of the weights; float32 is the most precise")
 
 
 def tokenize_prompt(prompt, tokenizer, T):
-    """Turns a prompt into a list of at most T ids, with end_of_text first. Raises UserError."""
+    """Encodes a prompt as at most T ids; the first id is end_of_text. Raises UserError."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     note_unknown(tokenizer, [prompt], "the prompt")
     if len(ids) > T:
@@ -59,9 +61,11 @@ def tokenize_prompt(prompt, tokenizer, T):
 
 
 def read_prompts(path):
-    """Reads a text file with one prompt a line -> list of texts. Raises UserError."""
+    """Reads a text file with one prompt per line -> list of prompts. Raises UserError."""
     with (
-        explaining(f"--prompts {path}: cannot be read", "give a UTF-8 text", (OSError, ValueError)),
+        explaining(
+            f"--prompts {path}: cannot be read", "give a UTF-8 text file", (OSError, ValueError)
+        ),
         open(path, encoding="utf-8-sig") as file,
     ):
         return [line.removesuffix("\n") for line in file]
@@ -69,14 +73,14 @@ def read_prompts(path):
 
 def ask_prompts(tokenizer, T):
     """Yields the prompts that a user types, as lists of at most T ids, until Ctrl-D."""
-    # With readline, the arrow keys edit a line. Windows lacks readline.
+    # With readline, a user can edit a line with the arrow keys. Windows has no readline.
     with suppress(ImportError):
         import readline  # noqa: F401
-    print("Ctrl-C ends a text, Ctrl-D the program")
+    print("Ctrl-C ends a text, Ctrl-D ends the program")
     while True:
         try:
             yield tokenize_prompt(input("> "), tokenizer, T)
-        except (UserError, KeyboardInterrupt) as message:  # Ctrl-C has an empty message
+        except (UserError, KeyboardInterrupt) as message:  # KeyboardInterrupt has no message
             print(message)
         except EOFError:
             print()
@@ -84,13 +88,13 @@ def ask_prompts(tokenizer, T):
 
 
 def decode_new(ids, n_prompt, tokenizer, config):
-    """Decodes what follows the prompt, up to end_of_text or --stop -> (text, ended).
+    """Decodes the ids after the prompt, up to end_of_text or --stop -> (text, ended).
 
-    n_prompt: how many of the ids belong to the prompt.
+    n_prompt: the number of ids of the prompt. ended: whether end_of_text or --stop ends the text.
     """
     prompt = ids[1:n_prompt]
     new = ids[n_prompt:]
-    # In bytes, end_of_text is a line break, and a text may contain line breaks.
+    # With the tokenizer "bytes", end_of_text is a line break, but a text may contain line breaks.
     ended = tokenizer.source != "bytes" and tokenizer.end_of_text in new and not config.ignore_end
     if ended:
         new = new[: new.index(tokenizer.end_of_text)]
@@ -101,10 +105,11 @@ def decode_new(ids, n_prompt, tokenizer, config):
 
 
 def write_texts(model, tokenizer, ids, config, seed):
-    """Continues a prompt num_samples times. Prints the texts, the first one while it grows.
+    """Generates num_samples texts from a prompt and prints them.
 
-    ids: of the prompt, with end_of_text first. Returns {"prompt": text, "texts": list of texts,
-    including the prompt}. In the interactive mode, Ctrl-C ends the texts.
+    The first text is printed while the model generates it. ids: the ids of the prompt, with
+    end_of_text first. Returns {"prompt": prompt, "texts": list of prompt + generated text}. In
+    interactive mode, Ctrl-C ends the texts.
     """
     n = config.num_samples
     prompt = tokenizer.decode(ids[1:])
@@ -116,19 +121,20 @@ def write_texts(model, tokenizer, ids, config, seed):
     )
     idx = torch.tensor([ids] * n, device=model.lm_head.weight.device)  # (n, T)
     texts = [""] * n  # without the prompt
-    n_shown = 0  # characters of the first text that are printed
+    n_shown = 0  # number of printed characters of the first text
     print(visible(f"--- sample 0 ---\n{prompt}"), end="", flush=True)
     stops = [KeyboardInterrupt] if config.interactive else []
     with (
         suppress(*stops),
         attention_for_many_shapes(),
-        memory_advice(f"--num_samples {n}: out of memory; give fewer"),
+        memory_advice(f"--num_samples {n}: out of memory; choose a smaller number"),
     ):
         for new in generate_tokens(model, idx, config.max_new_tokens, **options):
             idx = torch.cat([idx, new], dim=1)
             decoded = [decode_new(row, len(ids), tokenizer, config) for row in idx.tolist()]
             texts = [text for text, _ in decoded]
-            # The end of the text waits, because later tokens may complete a character or --stop.
+            # The last characters are not printed yet: the next tokens may complete a character
+            # or the string of --stop.
             n_settled = max(0, len(texts[0]) - len(config.stop or ""))
             settled = texts[0][:n_settled].rstrip("\ufffd")
             print(visible(settled[n_shown:]), end="", flush=True)
@@ -150,7 +156,7 @@ def main(argv=None):
     model, tokenizer = GPT.load(name)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:
-        # A CPU multiplies a tall matrix by one vector faster if the matrix is stored by columns.
+        # A CPU multiplies a tall matrix by a vector faster if the matrix is in column-major order.
         for p in model.parameters():
             if p.dim() == 2 and len(p) >= p.size(1):
                 p.data = p.t().contiguous().t()
@@ -164,8 +170,9 @@ def main(argv=None):
         ids_of_prompts = ask_prompts(tokenizer, T)
     results = []
     for i, ids in enumerate(ids_of_prompts):
-        # A prompt of a file produces the same texts as alone. In the interactive mode, a repeated
-        # prompt produces another text.
+        # All prompts of a file use the same seed, so a prompt yields the same texts as without the
+        # other prompts. In interactive mode, the seed changes, so a repeated prompt yields a
+        # different text.
         seed = (config.seed + i) % 2**63 if config.interactive else config.seed
         results.append(write_texts(model, tokenizer, ids, config, seed))
     if config.json:

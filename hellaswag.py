@@ -5,14 +5,15 @@
   python hellaswag.py --model gpt2 --dtype float32
   torchrun --nproc_per_node=8 hellaswag.py --checkpoint log/gpt2
 
-The 10,042 validation examples come from the hub, or from a file of records:
+The 10,042 validation examples come from the Hugging Face hub, or from a file
+with records such as:
 
   {"activity_label": "Making tea", "ctx_a": "A woman fills a kettle.",
    "ctx_b": "she", "ctx": "A woman fills a kettle. she",
    "endings": ["lights the stove.", "eats it.", "sings.", "naps."], "label": 0}
 
 The model's answer is the ending that is most likely after the context. Chance
-is 0.25. docs/benchmarks.md contains the scores of GPT-2 and GPT-3.
+accuracy is 0.25. docs/benchmarks.md contains the scores of GPT-2 and GPT-3.
 """
 
 import re
@@ -32,7 +33,7 @@ class Options:
 
 
 def examples(records, style=Options.style):
-    """Turns records into Examples. Raises UserError."""
+    """Turns each record into an Example. Raises UserError."""
     for record in records:
         endings, context, label = get_fields(record, endings=list, ctx=str, label=int | str)
         if style == "harness":
@@ -43,13 +44,13 @@ def examples(records, style=Options.style):
 
 
 def clean(text):
-    """Removes WikiHow's marks, such as [header] and [step], as the harness does."""
+    """Removes WikiHow's markup, such as [header] and [step], as the harness does."""
     text, bracket, rest = text.strip().replace(" [title]", ". ").rpartition("]")
     return (re.sub(r"\[.*?\]", "", text + bracket) + rest).replace("  ", " ")
 
 
 def report(examples, scores):
-    """Computes accuracies: each divides the log-likelihoods of the endings by another length."""
+    """Computes four accuracies, which divide log-likelihoods by different lengths."""
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(
@@ -71,10 +72,10 @@ BENCHMARK = Benchmark(
     columns=("ctx", "endings", "label", "activity_label", "ctx_a", "ctx_b"),
     options=(Options,),
     figures=dict(
-        acc_norm_token="per token; build-nanogpt's acc_norm (--style completion)",
-        acc="not divided by length",
-        acc_norm_char="per character; the harness's acc_norm (--style harness)",
-        acc_norm_byte="per byte; the harness's acc_bytes (--style harness)",
+        acc_norm_token="normalized per token; build-nanogpt's acc_norm (--style completion)",
+        acc="without length normalization",
+        acc_norm_char="normalized per character; the harness's acc_norm (--style harness)",
+        acc_norm_byte="normalized per byte; the harness's acc_bytes (--style harness)",
     ),
     logged="acc_norm_token",
     proportions=("acc_norm_token", "acc", "acc_norm_char", "acc_norm_byte"),

@@ -4,13 +4,14 @@
   python lambada.py                        scores the newest checkpoint in log/
   python lambada.py --model gpt2 --dtype float32
 
-The 5,153 test passages, as OpenAI prepared them, come from the hub, from a text
-file with one passage a line, or from a file of records:
+The 5,153 test passages, as OpenAI prepared them, come from the Hugging Face
+hub, from a text file with one passage per line, or from a file with records
+such as:
 
   {"text": "Ada hid the ring in the teapot, and later she opened the teapot"}
 
 The context is the text before the last word. The ending is a space and the last
-word. An answer is right if every token of the ending is the most likely one.
+word. An answer is right if each token of the ending is the most likely token.
 docs/benchmarks.md contains the scores of GPT-2 and GPT-3.
 """
 
@@ -21,7 +22,7 @@ from model import GPT
 
 
 def examples(records):
-    """Turns records into Examples with one ending. Raises UserError."""
+    """Turns each record into an Example with one ending. Raises UserError."""
     for record in records:
         text = get_fields(record, text=str)[0].rstrip("\r\n")
         if record["text"] and not text:
@@ -33,7 +34,7 @@ def examples(records):
 
 
 def report(examples, scores):
-    """Computes the metrics of the last words."""
+    """Computes the metrics for predicting the last word of each passage."""
     return dict(
         acc=float(scores.greedy.mean()),
         last_token_acc=float(scores.last_greedy.mean()),
@@ -50,9 +51,9 @@ BENCHMARK = Benchmark(
     columns=("text",),
     hub=dict(dataset="EleutherAI/lambada_openai", name="default", split="test"),
     figures=dict(
-        acc="the whole last word; as the harness",
-        perplexity="as the harness",
-        last_token_acc="the last token; not comparable with papers",
+        acc="of the whole last word; as in the harness",
+        perplexity="of the whole last word; as in the harness",
+        last_token_acc="of the last token; not comparable with papers",
     ),
     logged="acc",
     proportions=("acc", "last_token_acc"),

@@ -4,15 +4,16 @@
   python storycloze.py --data val2016.csv  scores the newest checkpoint in log/
   python storycloze.py --data val2016.csv --model gpt2
 
-The data are not public. Request them from their owners with the form at
-https://cs.rochester.edu/nlp/rocstories. The CSV files of 2016 and of 2018 have
-these columns (other spellings, such as sentence_quiz1, also work):
+The data are not public. Request the data from their owners with the form at
+https://cs.rochester.edu/nlp/rocstories. The CSV files of 2016 and of 2018
+contain these columns (other spellings, such as sentence_quiz1, also work):
 
   InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence4,
   RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding
 
-The context is the four sentences. The model's answer is the likelier ending.
-Chance is 0.5. docs/benchmarks.md contains the score of GPT-3.
+The context consists of the four sentences. The model's answer is the ending
+that is more likely after the context. Chance accuracy is 0.5.
+docs/benchmarks.md contains the score of GPT-3.
 """
 
 from plaingpt.scoring.benchmark import Benchmark, accuracy, bad_record, choice, get_fields
@@ -22,7 +23,7 @@ from model import GPT
 
 
 def examples(records):
-    """Turns records into Examples with two endings. Raises UserError."""
+    """Turns each record into an Example with two endings. Raises UserError."""
     for record in map(unify_names, records):
         story = get_fields(
             record,
@@ -43,10 +44,10 @@ def examples(records):
 
 
 def unify_names(record):
-    """Returns a record with one spelling of its names.
+    """Returns a record whose field names have a uniform spelling.
 
-    The files of 2016 and 2018 differ: RandomFifthSentenceQuiz1 and sentence_quiz1 become
-    sentencequiz1.
+    The files of 2016 and 2018 spell some names differently: both RandomFifthSentenceQuiz1 and
+    sentence_quiz1 become sentencequiz1.
     """
     unified = {}
     for name, value in record.items():
@@ -56,7 +57,7 @@ def unify_names(record):
 
 
 def report(examples, scores):
-    """Computes the accuracies without and with division of log-likelihoods by the length."""
+    """Computes two accuracies: with log-likelihoods, and with log-likelihoods per token."""
     per_token = accuracy(examples, scores, scores.tokens)
     return dict(acc=accuracy(examples, scores), acc_norm_token=per_token)
 
@@ -69,8 +70,8 @@ BENCHMARK = Benchmark(
     examples=examples,
     report=report,
     figures=dict(
-        acc="not divided by length; as EleutherAI's harness",
-        acc_norm_token="per token; as the GPT-3 paper",
+        acc="without length normalization; as in EleutherAI's harness",
+        acc_norm_token="normalized per token; as in the GPT-3 paper",
     ),
     logged="acc",
     proportions=("acc", "acc_norm_token"),

@@ -1,11 +1,11 @@
-"""Trains a vocabulary: which pieces of your text get a token id of their own.
+"""Trains a tokenizer on your own text.
 
   python tokenizer.py --input 'corpus/*.txt' --vocab_size 32000 --output zh.json
   python fineweb.py --input 'corpus/*.txt' --tokenizer zh.json --output_dir zh
 
---input reads the same files as fineweb.py. The vocabulary is a byte-level BPE,
-so it can encode any text. The output is a tokenizer.json of Hugging Face.
-This program needs tokenizers: pip install tokenizers
+--input accepts the same files as fineweb.py. The tokenizer is a byte-level BPE,
+so it can encode any text. The output is a tokenizer.json in the format of
+Hugging Face. This program needs a package: pip install tokenizers
 """
 
 import heapq
@@ -22,7 +22,7 @@ from plaingpt.base.terminal import print0
 from plaingpt.data.documents import find_files, read_documents
 from plaingpt.data.tokenizer import END_OF_TEXT, get_tokenizer
 
-PIECE = 10_000  # characters; a sample contains pieces of large documents
+PIECE = 10_000  # characters; read_sample splits documents into pieces of this size
 
 
 @dataclass
@@ -30,19 +30,19 @@ class VocabularyConfig:
     input: list[str] | None = flag(None, "files or quoted globs, as in fineweb.py")
     vocab_size: int = flag(32000, "vocabulary size; a small text yields fewer ids", above=256)
     output: str = flag("tokenizer.json", "file to write")
-    text_key: str = flag("text", "field or column that holds the text")
+    text_key: str = flag("text", "field or column that contains the text")
     sample_bytes: int = flag(2 * 10**7, "train on at most this many bytes", at_least=1)
 
 
 def read_sample(config):
-    """Returns the texts to train on: random pieces of all files. Raises UserError.
+    """Returns the texts to train on: a random sample of pieces of all files. Raises UserError.
 
     The pieces contain at most sample_bytes bytes in total, unless a single piece is larger.
     """
     paths = find_files(config.input)
     random_key = random.Random(0).random
     sample = []  # a heap of (random key, piece): the pieces with the largest keys so far
-    size = 0  # bytes of these pieces
+    size = 0  # total bytes of these pieces
     damaged = []
     for document in read_documents(paths, config.text_key, cut=True):
         text = document.text or ""  # empty if the document is damaged
@@ -56,9 +56,9 @@ def read_sample(config):
                 _, dropped = heapq.heappop(sample)
                 size -= len(dropped.encode())
     if damaged:
-        print0(f"skipped {len(damaged):,} damaged documents; the first one: {damaged[0]}")
+        print0(f"skipped {len(damaged):,} damaged documents; the first is {damaged[0]}")
     if not sample:
-        raise UserError(f"{paths[0]}: no text in it; choose another file or --text_key")
+        raise UserError(f"{paths[0]}: contains no text; choose a different file or --text_key")
     return [piece for _, piece in sample]
 
 

@@ -2,20 +2,21 @@
 (Merity et al. 2016, arXiv:1609.07843)
 
   python wikitext.py                              scores the newest checkpoint
-  python wikitext.py --model gpt2 --stride 512    uses windows that overlap
-  python wikitext.py --data wiki.test.raw         reads any text file
+  python wikitext.py --model gpt2 --stride 512    uses overlapping windows
+  python wikitext.py --data wiki.test.raw         scores your own text file
 
-The 62 test articles come from the hub, or from a file. WikiText is split into
-words (" old " ; 2 @,@ 000 m long). This program joins the words again, as in
-the GPT-2 paper (section 3.1). A text without titles (= Title =) stays as it is:
-<|endoftext|> separates the documents of a text file, and each record of another
-file, such as .jsonl, is a document. Word perplexity divides the log-likelihood
-by the number of words in the split text, so it is comparable for models with
-different tokenizers.
+The 62 test articles come from the Hugging Face hub, or from a file. WikiText
+puts spaces around punctuation marks (" old " ; 2 @,@ 000 m long). This program
+removes these spaces, as in the GPT-2 paper (section 3.1). It does not change a
+text without titles (= Title =). In a text file without titles, <|endoftext|>
+separates the documents. In any other file without titles, such as .jsonl, each
+record is a document. The word perplexity divides the log-likelihood by the
+number of words in the unchanged text, so models with different tokenizers are
+comparable.
 
-The model reads an article longer than its context in windows without overlap.
-With --stride N, the windows advance by N tokens. Each token then has more
-context, and the run takes longer.
+If an article is longer than the context of the model, the model reads it in
+windows that do not overlap. With --stride N, the windows advance by N tokens.
+Each token then has more context, and the run takes longer.
 docs/benchmarks.md contains the scores of GPT-2.
 """
 
@@ -46,41 +47,43 @@ REPLACEMENTS = (
 
 @dataclass
 class Options:
-    stride: int = flag(0, "tokens by which windows advance; 0: no overlap", at_least=0)
+    stride: int = flag(0, "tokens by which a window advances; 0: no overlap", at_least=0)
 
 
 def examples(records, stride=Options.stride):
-    """Turns records into Examples, one for each article. Raises UserError."""
+    """Turns records into Examples, one per article. Raises UserError."""
     for page in pages(records):
-        # This counts words like EleutherAI's harness: white space at either end adds an empty word.
+        # This counts words as EleutherAI's harness does: white space at the start or at the end of
+        # the page adds an empty word.
         n_words = len(re.split(r"\s+", page))
         facts = dict(words=n_words, bytes_before=len(page.encode()))
         text = page
-        if re.match(rf"(?m){TITLE}", page.lstrip()):  # a text without titles stays as it is
+        if re.match(rf"(?m){TITLE}", page.lstrip()):  # a text without titles is not changed
             text = detokenize(page)
         yield Example([""], [text], stride=stride, facts=facts)
 
 
 def pages(records):
-    """Yields articles, or the documents that fineweb.py reads.
+    """Yields the articles of WikiText, or the documents of any other text.
 
-    Joins the lines of a text file, and splits them before titles and at <|endoftext|>. Of another
-    file, each record is a document, unless a record begins with a title: they are WikiText's lines.
+    The lines of a text file are joined, and then split before titles and at <|endoftext|>. In any
+    other file, each record is a document, unless one of the records begins with a title. In this
+    case, the records are the lines of WikiText, and are joined as well.
     """
     texts = []
     has_lines = False
     for record in records:
         (text,) = get_fields(record, text=str)
-        # clean_text replaces half a surrogate pair, which UTF-8 cannot encode.
+        # clean_text replaces lone surrogates, which UTF-8 cannot encode.
         texts.append(clean_text(text))
         is_title = re.match(rf"(?m){TITLE}", text.lstrip())
         has_lines = has_lines or bool(is_title) or "is_line" in record
     if not has_lines:
         yield from filter(str.strip, texts)
         return
-    # The hub stores an empty line as "", without its space.
+    # On the hub, an empty line is stored as "" instead of " ".
     text = "\n".join((text or " ").removesuffix("\n") for text in texts) + "\n"
-    if re.search(rf"(?m)^{TITLE}", text):  # a text without titles stays as it is
+    if re.search(rf"(?m)^{TITLE}", text):  # a text without titles is not changed
         text = text.replace("\r\n", "\n")
     for page in re.split(rf"(?m)\n(?={TITLE})|{re.escape(END_OF_TEXT)}", text):
         if page.strip():
@@ -88,12 +91,12 @@ def pages(records):
 
 
 def detokenize(text):
-    """Joins WikiText's words into normal text, with the rules of the harness in their order."""
+    """Restores the normal spacing of WikiText, with the rules of the harness in the same order."""
     text = text.replace("s '", "s'")
-    # The slashes are a mistake of the harness, so the pattern hardly ever matches.
+    # The slashes are a mistake in the harness, so this pattern hardly ever matches.
     text = re.sub("/' [0-9]/", "/'[0-9]/", text)
     for mark in "-,.":
-        text = text.replace(f" @{mark}@ ", mark)  # inside numbers and compounds
+        text = text.replace(f" @{mark}@ ", mark)  # inside numbers and compound words
     for mark in ":;.!?,":
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in BRACKETS:
@@ -106,7 +109,8 @@ def detokenize(text):
 def strip_inside(text, left, right):
     """Removes the spaces after each left mark and before the right mark that follows it.
 
-    The harness does this with one expression, which takes quadratic time if marks are not closed.
+    The harness uses a single regular expression, which takes quadratic time if right marks are
+    missing.
     """
     # Every left mark in `text + last` has a right mark after it, so every search succeeds.
     text, last, rest = text.rpartition(right)
@@ -136,9 +140,9 @@ BENCHMARK = Benchmark(
     hub=dict(dataset="Salesforce/wikitext", name="wikitext-103-raw-v1", split="test"),
     options=(Options,),
     figures=dict(
-        word_perplexity="per word of the split text; as in papers and the harness",
-        token_perplexity="per token; only for the same tokenizer",
-        bits_per_byte="per byte of the split text; as the harness",
+        word_perplexity="per word of the unchanged text; as in papers and the harness",
+        token_perplexity="per token; comparable only for equal tokenizers",
+        bits_per_byte="per byte of the unchanged text; as in the harness",
     ),
     logged="word_perplexity",
 )

@@ -316,7 +316,7 @@ def test_a_continuation_that_joins_the_tokens_before_it():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("", "error: .: contains no core.yaml; give the eval_bundle, or a .jsonl file"),
+        ("", "error: .: contains no core.yaml; give the directory eval_bundle, or a .jsonl file"),
         ("--bundle other.jsonl --json other.jsonl", "--json other.jsonl: is also an input"),
         ("--bundle typed --json typed/core.yaml", "--json typed/core.yaml: is also an input"),
         ("--bundle typed --json MODEL/config.json", "/config.json: is also an input; give another"),
@@ -333,11 +333,17 @@ def test_a_continuation_that_joins_the_tokens_before_it():
         ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
         ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
         ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
-        ("--bundle BUNDLE --max_per_task 5", "too few items for --num_fewshot 10; give fewer"),
-        ("--bundle BUNDLE --data other.jsonl", "error: --bundle is --data, and --max_per_task is "),
+        (
+            "--bundle BUNDLE --max_per_task 5",
+            "too few items for --num_fewshot 10; choose a smaller number",
+        ),
+        (
+            "--bundle BUNDLE --data other.jsonl",
+            "error: --bundle means the same as --data, and --max_per_task ",
+        ),
         (
             "--bundle BUNDLE --max_per_task 5 --limit 9",
-            "--max_per_task is --limit; give each only once",
+            "--max_per_task the same as --limit; give only one",
         ),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_mistake_unlocks_the_directory(tmp_path):
     """Even while its traceback exists, as in a notebook."""
     path, out = write(tmp_path / "jsonl.jsonl", ["a"]), tmp_path / "out"
     fine("--input", path, directory=out)
-    with pytest.raises(UserError, match="files of another shard_size") as error:
+    with pytest.raises(UserError, match="files of a different shard_size") as error:
         fine("--input", path, directory=out, shard_size=600)
     os.close(lock(out, "--output_dir"))
     assert error.tb is not None
@@ -324,11 +324,13 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
     for i, (_, reason) in enumerate(BAD[: fineweb.SHOWN]):
         assert re.search(rf"skipped .*a\.jsonl, line {2 * i + 2}: {re.escape(reason)}", err), err
     assert err.count("skipped ") == fineweb.SHOWN
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON .*; correct it, or remove"):
+    with pytest.raises(
+        UserError, match=r"a\.jsonl, line 2: not JSON .*; correct this record, or remove"
+    ):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "strict")
     assert not list(tmp_path.glob("strict/*.npy"))
     with pytest.raises(
-        UserError, match="without --strict, an earlier run has skipped 9 damaged records"
+        UserError, match="an earlier run without --strict skipped 9 damaged records"
     ):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "out")
 
@@ -357,10 +359,10 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
     fine("--input", path, "--max_shards", 2, directory=out, shard_size=500)
     before = everything_in(out)
-    with pytest.raises(UserError, match=r"files of another shard_size; use a new directory"):
+    with pytest.raises(UserError, match=r"files of a different shard_size; use a new directory"):
         fine("--input", path, directory=out, shard_size=600)
     write(path, documents[:60])
-    with pytest.raises(UserError, match="files of another source"):
+    with pytest.raises(UserError, match="files of a different source"):
         fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
 

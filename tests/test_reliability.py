@@ -133,7 +133,7 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
         assert process.returncode == -number, "the run ended before the signal"
         assert not (out / "meta.json").exists(), "meta.json means complete"
     said, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
-    assert "whole shards: continuing" in said
+    assert "complete shards: continuing" in said
     assert everything_in(out) == everything_in(lines / "out")
 
 
@@ -432,7 +432,11 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     [
         ("train_gpt2.py", "--init_from field.pt", "field.pt: not a readable checkpoint ( ... give"),
         ("train_gpt2.py", "--data brace", "brace/meta.json: is damaged ( ... restore it"),
-        ("fineweb.py", "--input text.txt --output_dir brace", "brace: contains files of another"),
+        (
+            "fineweb.py",
+            "--input text.txt --output_dir brace",
+            "brace: contains files of a different",
+        ),
         ("plot.py", "foreign", "foreign/run.json: is damaged ( ... restore it"),
         ("core.py", "--bundle foreign", "foreign/core.yaml: is damaged (no field 'icl_tasks')"),
     ],
@@ -576,7 +580,7 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     half = len(TEXT) // 2
     (tmp_path / "a.txt").write_text(TEXT[:half] + TEXT[half:].replace("e", "a"))
     _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
-    assert err == "error: out: contains files of another input_checksum; use a new directory\n"
+    assert err == "error: out: contains files of a different input_checksum; use a new directory\n"
     assert everything(tmp_path / "out") == before
     (tmp_path / "a.txt").write_text(TEXT)
     out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
@@ -650,7 +654,9 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     (world / f"my_{name}").mkdir()
     write_json(world / f"my_{name}" / name, {"mine": 1})
     flags = f"--input text.txt --output_dir my_{name}"
-    fails(world, "fineweb.py", flags, f"my_{name}: contains files of another source, ... new dir")
+    fails(
+        world, "fineweb.py", flags, f"my_{name}: contains files of a different source, ... new dir"
+    )
 
 
 # Row: an output file is also an input file, such as `--json my.txt` with `--data my.txt` | error
@@ -949,7 +955,7 @@ CASES = {
         ),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
-        ("--input empty.txt", "empty.txt: no text in it ... choose another file"),
+        ("--input empty.txt", "empty.txt: contains no text ... choose a different file"),
         ("--input no.parquet", "no.parquet: cannot be read ( ... check it"),
         ("--input cut.jsonl.gz", "cut.jsonl.gz: cannot be read ( ... check it"),
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),

@@ -157,7 +157,7 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1000"]
     fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])
     share = 400 / (400 + 2200 + 1)  # an end of text comes before the document
-    note = text.format(share) + "the text, and omits it\n"
+    note = text.format(share) + "the text, and omits this part\n"
     assert note in capsys.readouterr().out
     fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])  # all shards are there
     assert note in capsys.readouterr().out

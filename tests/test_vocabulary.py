@@ -469,7 +469,7 @@ def test_a_piece_may_be_larger_than_the_sample(tmp_path):
     "flags, error",
     [
         ("", "--input: is missing; give text files"),
-        ("--input t.txt", "t.txt: no text in it; choose another file or --text_key"),
+        ("--input t.txt", "t.txt: contains no text; choose a different file or --text_key"),
         ("--input t.txt --output no/x.json", "--output no/x.json: cannot write there; give a file"),
         ("--input *.txt --output ./t.txt", "--output ./t.txt: is also an input; give another file"),
     ],
@@ -478,7 +478,7 @@ def test_mistakes(flags, error, tmp_path):
     (tmp_path / "t.txt").write_bytes("中".encode()[:2])
     out, err = program(*flags.split(), cwd=tmp_path, program="tokenizer.py", status=2)
     assert err.splitlines()[-1].startswith(f"error: {error}"), err
-    assert ("skipped 1 damaged documents; the first one: t.txt, line 1" in out) == ("no " in error)
+    assert ("skipped 1 damaged documents; the first is t.txt, line 1" in out) == ("no " in error)
     assert names(tmp_path) == ["t.txt"] and (tmp_path / "t.txt").stat().st_size == 2
 
 
