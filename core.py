@@ -134,7 +134,7 @@ def read_chances(path):
 
 
 def read_tasks(path, chances):
-    """Reads core.yaml -> {label: Task}. chances: from read_chances. Raises UserError."""
+    """Reads core.yaml -> {label: Task}. chances: see read_chances. Raises UserError."""
     tasks = {}
     with reading(path):
         for task in yaml.safe_load(path.read_text("utf-8"))["icl_tasks"]:
@@ -301,7 +301,7 @@ KINDS = dict(
 
 def report(examples, scores):
     """Computes the mean centered accuracy, and the accuracies of each task."""
-    with np.errstate(invalid="ignore"):  # 0 / 0 for an ending without tokens
+    with np.errstate(invalid="ignore"):  # an ending without tokens yields 0 / 0
         losses = split_by_example(examples, -scores.log_likelihood / scores.tokens)
     greedy = split_by_example(examples, scores.greedy)
     chances = {}  # {task: chance accuracy}

@@ -14,7 +14,8 @@ With --strict, it stops at the first damaged record.
 """
 
 # plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of documents. The
-# main thread writes the shards. For FineWeb-Edu, they are byte-identical to build-nanogpt's shards.
+# main thread writes the shards. The shards of FineWeb-Edu are byte-identical to the shards of
+# build-nanogpt.
 
 import contextlib
 import itertools
@@ -54,7 +55,7 @@ SHOWN = 5  # number of damaged records that are shown
 @dataclass
 class ShardConfig:
     input: list[str] | None = flag(None, "your own text: files or quoted globs")
-    dataset: str = flag(FINEWEB, "data set on the Hugging Face hub, or on HF_ENDPOINT", either=True)
+    dataset: str = flag(FINEWEB, "data set on the hub: Hugging Face or HF_ENDPOINT", either=True)
     name: str | None = flag(None, "configuration of --dataset [FineWeb-Edu: sample-10BT]")
     text_key: str = flag("text", "field or column that contains the text")
     tokenizer: str = flag("gpt2", "a tokenizer.json, its directory, or a name on the hub")
@@ -130,7 +131,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
     if n_unknown:
         tqdm.write(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {path}")
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
-    with writing(path, "free some space; the same command continues"):
+    with writing(path, "free some space, then run the same command again"):
         write_json(directory / "progress.json", facts)
         # tokenizer.json is written once, before the first shard, because a training run may start,
         # and read tokenizer.json, before all shards are written.

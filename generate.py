@@ -6,7 +6,7 @@
   python generate.py --prompts questions.txt --json answers.json
   python generate.py --interactive            reads prompts until Ctrl-D
 
-Text is printed while the model generates it. It ends at <|endoftext|>, at
+Text is printed while the model generates it. A text ends at <|endoftext|>, at
 --stop, or after --max_new_tokens. In interactive mode, Ctrl-C ends a text.
 """
 
@@ -32,10 +32,10 @@ from model import GPT
 @dataclass
 class GenerateConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
-    model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
-    prompt: str | None = flag(None, "text to continue [an empty text]", empty=True)
-    prompts: str | None = flag(None, "or a text file with one prompt per line", either=True)
-    interactive: bool = flag(False, "read prompts from the terminal", either=True)
+    model: str | None = flag(None, "Hugging Face GPT-2 instead: name or directory", either=True)
+    prompt: str | None = flag(None, "prompt: text to continue [empty]", empty=True)
+    prompts: str | None = flag(None, "text file with one prompt per line instead", either=True)
+    interactive: bool = flag(False, "read prompts from the terminal instead", either=True)
     num_samples: int = flag(1, "number of texts to generate per prompt", at_least=1)
     max_new_tokens: int = flag(500, "maximum number of tokens to generate per text", at_least=0)
     stop: str | None = flag(None, r"end a text before this string, such as \n", line_breaks=True)

@@ -356,7 +356,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     )  # bytes, fewer than in a shard
     assert re.search(
         r"error: out/out_train_000001\.npy: cannot write \(File too large\); .*"
-        "the same command continues",
+        "then run the same command again",
         err,
     )
     assert names(tmp_path / "out") == ["out_val_000000.npy", "progress.json"]
