@@ -4,23 +4,23 @@
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
   python bench.py --batch_size 4 --peer transformers plain
 
-In this help, [x] is the default of a flag, unless the preset has another value.
+In this help, [x] is the default of a flag. The preset may set another value.
 
---peer also times the step of another GPT-2, with AdamW. Other programs on a
-machine change all times, so the models take turns: 3 rounds of --steps each.
-Each model has its own process and its own row. The peers compute all logits at
-once, then the loss:
+--peer also times the training step of other implementations of GPT-2, with
+AdamW. If other programs run on the machine, all models slow down, so the models
+take turns: 3 rounds of --steps steps each. Each model runs in its own process
+and prints its own row. The peers first compute all logits, then the loss:
 
-- transformers: the model of Hugging Face; first pip install transformers.
-- plain: our model with the last layer of build-nanogpt.
+- transformers: the GPT-2 of Hugging Face (pip install transformers).
+- plain: our model, with the output layer and the loss of build-nanogpt.
 
 After the settings, the row shows
 
 - the median time of a step, and the times of the fastest and the slowest step,
-- the tokens per second of all processes,
+- the tokens per second, summed over all processes,
 - the FLOPs per second of the model, counted with full attention,
-- their fraction of the peak in the data sheet, if the program knows the GPU,
-- the peak memory of one process, on a GPU only of its tensors,
+- the fraction of the GPU's peak FLOPs per second (its data sheet), if known,
+- the peak memory of one process (on a GPU, only the memory of its tensors),
 - the time of the first step, including compilation if --batch_size is given.
 """
 
@@ -51,16 +51,16 @@ from torch.nn.attention import SDPBackend
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, Training, make_training, train_step
 
-OURS = "plaingpt"  # the label of our row if there are peers
+OURS = "plaingpt"  # the label of our own row, with --peer
 ROUNDS = 3
 
 
 @dataclass
 class BenchConfig:
     preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
-    batch_size: int | None = flag(None, "sequences [GPU: up to 64; CPU: 4]", above=0)
-    steps: int = flag(10, "timed steps; with --peer, in each round", above=0)
-    peer: list[Literal["transformers", "plain"]] | None = flag(None, "also time these GPT-2s")
+    batch_size: int | None = flag(None, "sequences per process [GPU: up to 64; CPU: 4]", above=0)
+    steps: int = flag(10, "number of steps to time; with --peer, in each round", above=0)
+    peer: list[Literal["transformers", "plain"]] | None = flag(None, "implementations to time, too")
     profile: bool = flag(False, "print the slowest operations; write bench_trace.json", either=True)
 
 
@@ -79,7 +79,7 @@ SHARED = (
 
 
 def shared_config():
-    """Builds a dataclass from the fields of GPTConfig and TrainConfig that are in SHARED."""
+    """Builds a dataclass from the fields of GPTConfig and TrainConfig whose names are in SHARED."""
     shared = []
     for config in (GPTConfig, TrainConfig):
         types = types_of(config)
@@ -91,16 +91,16 @@ def shared_config():
 
 
 class Peer(torch.nn.Module):
-    """Another GPT-2, with the usual last layer: computes all logits, then their loss."""
+    """Another implementation of GPT-2. Its loss is the usual one: it first computes all logits."""
 
     def __init__(self, name, config):
         super().__init__()
-        if name == "plain":  # 50,304 ids instead of 50,257, as in build-nanogpt
+        if name == "plain":  # the vocabulary has 50,304 ids, not 50,257, as in build-nanogpt
             n_rows = config.vocab_size + -config.vocab_size % 128
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
             hf = require("transformers")
-            # Only generation needs a cache of keys and values.
+            # use_cache is False, because only generation needs a KV cache.
             hf_config = hf.GPT2Config(
                 **vars(config), n_positions=config.block_size, use_cache=False
             )
@@ -117,33 +117,33 @@ def make_peer(name, gpt_config, config, process):
     optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
     clipper = GradientClipper(model, tp=1)
-    hidden = None  # a peer is not validated
+    hidden = None  # only validation needs `hidden`, and bench.py does not validate
     return Training(raw_model, model, hidden, [optimizer], grad_scaler(process), clipper)
 
 
 @dataclass
 class Subject:
-    """A model whose step is timed."""
+    """A model whose training step is timed."""
 
-    label: str  # the beginning of its row
+    label: str  # preset, batch size and context length, for the row
     config: TrainConfig
     process: Process
     training: Training
     micro_batches: list  # of (x, y, weight), as in train_step
-    B: int  # sequences of a process in a step
+    B: int  # sequences per process in each step
     T: int
-    flops_per_token: int  # of GPT, even for a peer
+    flops_per_token: int  # of our GPT, even if the model is a peer
 
     @property
     def n_tokens(self):
-        """The number of tokens in a step of all processes."""
+        """The number of tokens in a step, summed over all processes."""
         return self.B * self.T * self.process.dp_size
 
     def time_step(self):
-        """Takes a step -> its seconds. Raises UserError if memory runs out."""
+        """Takes a training step -> its time in seconds. Raises UserError if memory runs out."""
         begin = time.perf_counter()
         with batch_size_advice(self.B):
-            # train_step also waits for the device.
+            # train_step returns only after the device has finished.
             train_step(self.training, self.micro_batches, self.config.grad_clip, self.process)
         return time.perf_counter() - begin
 
@@ -173,14 +173,14 @@ def make_subject(name, given):
     else:
         training = make_peer(name, gpt_config, config, process)
     B = largest_B
-    if not (bench.batch_size or bench.peer):  # with peers, all models use one batch size
+    if not (bench.batch_size or bench.peer):  # with --peer, all models use the same batch size
         B, plan = fit_batch_size(training, config, T, plan, process)
-    # All steps have the same (n, B). With --pp, a step contains several micro-batches.
+    # All steps have micro-batches of the same size. With --pp, a step contains several of them.
     _, micro_B = plan[0]
     torch.manual_seed(process.dp_rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
-    weight = torch.ones((), device=process.device)  # of each micro-batch, for train_step
+    weight = torch.ones((), device=process.device)  # the weight of each micro-batch in train_step
     micro_batches = [(*batch, weight) for batch in zip(x.split(micro_B), y.split(micro_B))]
     label = f"{bench.preset} B={B} T={T}"
     flops = make_whole_gpt(GPT, gpt_config).flops_per_token()
@@ -188,7 +188,7 @@ def make_subject(name, given):
 
 
 def describe(subject, first, seconds):
-    """Returns the row of a Subject. first: seconds of its first step. seconds: of the others."""
+    """Returns the row of a Subject. first: time of its first step. seconds: of the timed steps."""
     config = subject.config
     process = subject.process
     ms = [1000 * each for each in seconds]
@@ -209,7 +209,7 @@ def describe(subject, first, seconds):
 
 
 def name_attention(subject):
-    """Returns which attention kernel PyTorch chooses on a GPU, and the version of cuDNN."""
+    """Returns a line: the attention kernel that PyTorch chooses on the GPU, and cuDNN's version."""
     config = subject.training.raw_model.config
     shape = (subject.B, config.n_head, subject.T, config.n_embd // config.n_head)
     q = torch.empty(shape, device=subject.process.device, dtype=subject.process.dtype)
@@ -225,25 +225,25 @@ def profile_step(subject):
     sort_by = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
     print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
     if subject.process.rank == 0:
-        profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing shows it
+        profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing opens this file
 
 
 def compare(names, given):
     """Times models in turn, each in its own process. Prints their rows. Raises UserError."""
     _, _, world_size = read_ranks()
     if world_size > 1:
-        raise UserError(f"--peer {names[-1]}: needs one process; do not use torchrun")
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        raise UserError(f"--peer {names[-1]}: needs a single process; do not use torchrun")
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     pipes = []
     workers = []
     for name in names:
         pipe, other_end = context.Pipe()
-        # After an error or Ctrl-C, a daemon ends with this process.
+        # A daemon is terminated when this process ends, even after an error or Ctrl-C.
         worker = context.Process(target=serve, args=(name, given, other_end), daemon=True)
         worker.start()
         workers.append(worker)
-        other_end.close()  # so that `receive` fails if the process ends
-        receive(pipe)  # the next process starts after this one's first step
+        other_end.close()  # so that `receive` fails if the worker ends
+        receive(pipe)  # waits for the first step of this worker before the next worker starts
         pipes.append(pipe)
     for _ in range(ROUNDS):
         for pipe in pipes:
@@ -252,33 +252,33 @@ def compare(names, given):
     for name, pipe, worker in zip(names, pipes, workers):
         pipe.send("row")
         print0(f"{name} {receive(pipe)}")
-        worker.join()  # the process removes its semaphores, so Python does not warn
+        worker.join()  # lets the worker remove its semaphores; otherwise, Python prints a warning
 
 
 def receive(pipe):
-    """Returns what a process sends. Raises a UserError that it sends, or one if it has ended."""
+    """Returns what a worker sends. Raises UserError if the worker sent one, or has ended."""
     try:
         found = pipe.recv()
     except EOFError:  # Linux may kill a process without a message if memory runs out
-        raise UserError("a model's process has ended; try a smaller --batch_size") from None
+        raise UserError("the process of a model was killed; try a smaller --batch_size") from None
     if isinstance(found, UserError):
         raise found
     return found
 
 
 def serve(name, given, pipe):
-    """Takes steps of a model whenever `compare` asks for a round, and sends the row at the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends compare, which ends this process
+    """Runs in a worker: takes timed steps when `compare` requests a round, then sends the row."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, and thus this one
     try:
         subject = make_subject(name, given)
         first = subject.time_step()
         seconds = []
         pipe.send("ready")
         while pipe.recv() == "round":
-            subject.time_step()  # the caches contain numbers of another model
+            subject.time_step()  # not timed, because the caches still contain another model's data
             for _ in range(pick(BenchConfig, given).steps):
                 seconds.append(subject.time_step())
-            torch.cuda.empty_cache()  # the others need this memory
+            torch.cuda.empty_cache()  # the other models need this memory
             pipe.send("done")
         pipe.send(describe(subject, first, seconds))
     except UserError as error:
@@ -293,7 +293,7 @@ def main(argv=None):
         return
     subject = make_subject(OURS, given)
     first = subject.time_step()
-    subject.time_step()  # the second step may also be slow
+    subject.time_step()  # not timed, because the second step may also be slow
     seconds = [subject.time_step() for _ in range(bench.steps)]
     if bench.profile:
         profile_step(subject)
@@ -304,15 +304,15 @@ def main(argv=None):
 
 
 def peak_memory(device):
-    """Returns the peak memory of this process in bytes, on a GPU only of its tensors.
+    """Returns the peak memory of this process in bytes, or NaN if it is unknown.
 
-    NaN means unknown.
+    On a GPU, this is only the memory of tensors.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     if sys.platform == "win32":
         return math.nan
-    import resource  # Windows lacks this module
+    import resource  # not available on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

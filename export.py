@@ -1,4 +1,4 @@
-"""Exports a checkpoint to a directory that Hugging Face transformers loads.
+"""Exports a checkpoint to a directory that Hugging Face transformers can load.
 
   python export.py                         exports the newest checkpoint in log/
   python export.py --checkpoint log/baby --output my-gpt2
@@ -39,7 +39,7 @@ pipeline_tag: text-generation
 |---|---|
 {rows}
 """
-# The model card contains these facts of run.json.
+# The model card lists these fields of run.json.
 FACTS = (
     "parameters",
     "tokenizer",
@@ -57,29 +57,29 @@ FACTS = (
 
 @dataclass
 class ExportConfig:
-    checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
-    output: str = flag("my-gpt2", "directory to write; replaces an earlier export")
-    dtype: Literal["float32", "bfloat16"] = flag("float32", "number format of the weights")
+    checkpoint: str | None = flag(None, "checkpoint or run directory [newest checkpoint in log/]")
+    output: str = flag("my-gpt2", "directory to write; an earlier export there is replaced")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "dtype of the exported weights")
 
 
 def check_directory(output, source):
-    """Raises UserError if the path exists and is not an earlier export, or an empty directory.
+    """Raises UserError unless `output` is new, an empty directory, or an unedited earlier export.
 
-    source: the path of the checkpoint.
+    output: the directory to write. source: the path of the checkpoint.
     """
     if output.resolve() == source.resolve():
         raise UserError(f"--output {output}: is also an input; give another directory")
     is_taken = any(output.iterdir()) if output.is_dir() else output.exists()
-    # Only an export contains this field.
+    # Only export.py writes this field.
     if is_taken and not read_json(output / "tokenizer_config.json").get("end_of_text"):
-        raise UserError(f"--output {output}: is a file or contains others; give a new directory")
+        raise UserError(f"--output {output}: exists and is not an export; give a new directory")
     card = output / "README.md"
     if card.is_file() and is_edited(card.read_text("utf-8", "replace")):
         raise UserError(f"--output {output}: its README.md was edited; move this file away first")
 
 
 def sign(card):
-    """Adds a checksum to the text of a model card, so that is_edited recognizes it."""
+    """Appends a checksum to the text of a model card, so that is_edited can detect an edit."""
     return f"{card}\n<!-- export.py, CRC-32 {zlib.crc32(card.encode()):08x} -->\n"
 
 
@@ -93,7 +93,7 @@ def make_card(source, model, tokenizer, config):
     """Returns the text of the model card. source: the path of the checkpoint."""
     facts = asdict(model.config)
     run_json = read_facts(source.with_name("run.json"))
-    known = run_json["train_config"] | run_json  # run_json contains the dtype that was used
+    known = run_json["train_config"] | run_json  # the dtype in run_json is never "auto"
     for fact in FACTS:
         if known.get(fact):
             facts[fact] = known[fact]
@@ -114,7 +114,7 @@ def main(argv=None):
     card = make_card(source, model, tokenizer, config)
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-        # This replaces an earlier export only when the new one is complete.
+        # An earlier export is replaced only after the new export is complete.
         with tempfile.TemporaryDirectory(dir=output) as new:
             save_gpt2(model, new, tokenizer, getattr(torch, config.dtype))
             Path(new, "README.md").write_text(sign(card), "utf-8")

@@ -1,21 +1,22 @@
 """Plots the logs of runs in one picture, and prints their final validation losses.
 
   python plot.py log/baby log/baby-wide           writes plot.png
-  python plot.py log/base-? log/rms-?             draws two groups: base, rms
+  python plot.py log/base-? log/rms-?             draws two groups, base and rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
   python plot.py log/baby --panels loss bpb       draws only these panels
-  python plot.py verdict.json                     losses over compute, of
+  python plot.py verdict.json                     draws losses over compute, from
                                                   experiment.py --sizes --json
 
-Runs form a group if their names differ only in the number after a last "-" or
-"_", and their settings only in --seed, or in flags that do not change losses. A
-line shows the mean of a group, and a band the mean ± standard deviation. The
-table compares each group with the first one, or says why their losses are not
-comparable. The 95 % confidence interval of the difference is from Welch's
-t-test, which needs two runs in each group.
+Runs form a group if their names differ only in a number after a final "-" or
+"_", and if their settings differ only in --seed or in flags that do not change
+the losses. A line shows the mean of a group, and a band shows the mean ± one
+standard deviation. The table compares each group with the first group, or says
+why their losses are not comparable. The 95 % confidence interval of the
+difference is from Welch's t-test, which needs two runs in each group.
 
-The training loss is a running mean. The axes of loss and norm fit the values
-after the first tenth of the runs. Dotted lines show published scores.
+The training loss is drawn as a running mean. The y axes of the panels loss and
+norm are scaled to the values after the first 10 % of the steps. Dotted lines
+show published scores.
 """
 
 import re
@@ -33,7 +34,7 @@ from plaingpt.weights.checkpoint import list_model_files
 
 import numpy as np
 
-# The panels in their order, with their labels. Other streams follow, each in its own panel.
+# The panels in their order, with the labels of their y axes. Other streams follow, in new panels.
 PANELS = dict(
     loss="loss (nats per token)",
     bpb="bits per byte",
@@ -46,7 +47,7 @@ PANELS = dict(
     tok_s="tokens per second",
 )
 # Published scores. build-nanogpt measured the loss on FineWeb-Edu. docs/benchmarks.md names the
-# sources of the others.
+# sources of the other scores.
 SCORES = dict(
     loss={"GPT-2 124M": 3.2924},
     hella={"GPT-2 124M": 0.2955, "GPT-3 125M": 0.337},
@@ -54,8 +55,8 @@ SCORES = dict(
     story={"GPT-3 125M, per token": 0.633},
     wikitext={"GPT-2 124M": 37.37},
 )
-LARGEST = 1e100  # matplotlib computes limits from values, and these overflow near 1e308
-LOSSES = {"train": "training", "val": "validation"}  # streams in the first panel
+LARGEST = 1e100  # matplotlib's axis limits would overflow for values near 1e308
+LOSSES = {"train": "training", "val": "validation"}  # the streams of the panel loss: their labels
 
 
 @dataclass
@@ -69,16 +70,16 @@ def read_run(directory):
     """Reads a run directory -> ({stream: {step: value}}, facts of run.json). Raises UserError."""
     streams = read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
-        raise UserError(f"{directory}: no log.txt with numbers; give a run, such as log/baby")
+        raise UserError(f"{directory}: has no log.txt with values; give a run, such as log/baby")
     return streams, read_facts(Path(directory, "run.json"))
 
 
 def group_runs(runs):
     """Groups {directory: run} -> {group: list of runs}. The group rms contains rms-1 and rms-2.
 
-    A run is (streams, facts), from read_run.
+    A run is (streams, facts), as read_run returns it.
     """
-    ignored = {"seed", *RunConfig.__dataclass_fields__}  # such runs repeat one experiment
+    ignored = {"seed", *RunConfig.__dataclass_fields__}  # settings that may differ within a group
     groups = {}  # {(stem of the names, settings): {directory: run}}
     for directory, (streams, facts) in runs.items():
         settings = {}
@@ -99,20 +100,20 @@ def group_runs(runs):
 
 
 def validation_of(facts):
-    """Returns what a validation loss depends on besides the model: {name: value}.
+    """Returns the settings that a validation loss depends on besides the model: {name: value}.
 
-    facts: from read_facts. The result omits missing facts.
+    facts: as read_facts returns them. The result omits settings that are missing in the facts.
     """
     known = {**facts["train_config"], **facts["model_config"], **facts["fingerprints"]}
-    known["tokenizer"] = facts.get("tokenizer")  # train_config contains only the flag
+    known["tokenizer"] = facts.get("tokenizer")  # train_config contains only the flag's value
     names = ("tokenizer", "block_size", "validation split", "val_tokens", "val_spread")
     return {name: known[name] for name in names if known.get(name) is not None}
 
 
 def compare_groups(groups):
-    """Returns the rows of a table: final validation losses, and differences to the first group.
+    """Returns the rows of a table: final validation losses, and differences from the first group.
 
-    Without any validation loss, there are no rows. groups: from group_runs.
+    If no run has a validation loss, returns []. groups: as group_runs returns them.
     """
     rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
     first_losses = []  # losses of the first group
@@ -135,7 +136,7 @@ def compare_groups(groups):
             if validation.get(key, value) != value:
                 differ.append(key)
         if differ:
-            difference = f"other {differ[0]}"
+            difference = f"different {differ[0]}"
         elif first_losses:
             difference = f"{np.mean(losses) - np.mean(first_losses):+.4f}"
             if min(len(losses), len(first_losses)) > 1:
@@ -166,7 +167,7 @@ def legend_label(name):
 
 
 def running_mean(values):
-    """Returns the running mean: each value averaged with those before it, over 1 % of the run.
+    """Returns the running mean: each value becomes the mean of the last 1 % of the run up to it.
 
     Ignores values that are not finite.
     """
@@ -178,11 +179,11 @@ def running_mean(values):
 
 
 def split_stream(stream):
-    """Splits a stream of a layer, such as grad_11, into its name and the number of the layer.
+    """Splits the name of a layer's stream, such as grad_11, into ("grad", 11).
 
-    Returns ("grad", 11), or (stream, None) for other streams. After val_ and bpb_ comes the name of
-    a data set, which may end with any number. A number with four digits is a year, because models
-    have at most 1000 layers.
+    Returns (stream, None) for all other streams. A stream that begins with val_ or bpb_ ends with
+    the name of a data set, which may contain any number. A number with four digits is a year,
+    because models have at most 1000 layers.
     """
     found = re.fullmatch(r"(.+)_(\d{1,3})", stream)
     if found is None or stream.startswith(("val_", "bpb_")):
@@ -197,10 +198,10 @@ def panel_of(stream):
 
 def draw_group(panels, name, color, runs, x_kind):
     """Draws the streams of a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
-    # {step: tokens consumed before it}. log.txt contains the count after a step.
+    # {step: tokens consumed before this step}. log.txt contains the count after each step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
-        panel = panels.get(panel_of(stream))  # the stream tokens has no panel
+        panel = panels.get(panel_of(stream))  # the stream "tokens" has no panel
         steps = common_steps(runs, stream)
         if panel and steps:
             x = steps
@@ -212,7 +213,7 @@ def draw_group(panels, name, color, runs, x_kind):
 
 
 def common_steps(runs, stream):
-    """Returns the steps for which all runs have a value of the stream, in order."""
+    """Returns, in order, the steps at which all runs have a value of the stream."""
     steps_of_runs = [set(run.get(stream, {})) for run in runs]
     return sorted(set.intersection(*steps_of_runs))
 
@@ -220,7 +221,7 @@ def common_steps(runs, stream):
 def draw_stream(panel, stream, name, color, x, values):
     """Draws the mean of a group's values, and a band if the group contains several runs.
 
-    name: of the group. x: (steps). values: (runs, steps).
+    name: the name of the group. x: (n_steps). values: (n_runs, n_steps).
     """
     is_noisy = stream in ("train", "norm", "tok_s")
     if is_noisy:
@@ -248,7 +249,7 @@ def draw_stream(panel, stream, name, color, x, values):
 
 
 def fit_to_the_end(panel):
-    """Fits the y axis to the values after the first tenth of each line."""
+    """Scales the y axis to the values after the first 10 % of each line."""
     values = []
     for line in panel.lines:
         if not line.get_label().startswith("_"):  # matplotlib names the faint lines "_child0"
@@ -263,7 +264,7 @@ def fit_to_the_end(panel):
 def draw(runs, x, wanted=None):
     """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError.
 
-    wanted: names of the panels, or None for all.
+    x: "steps" or "tokens". wanted: names of the panels to draw, or None for all panels.
     """
     names = find_panels(runs)
     if missing := [name for name in wanted or [] if name not in names]:
@@ -279,7 +280,7 @@ def draw(runs, x, wanted=None):
     for i, (name, members) in enumerate(group_runs(runs).items()):
         group = [streams for streams, _ in members]
         if x == "tokens" and "tokens" not in group[0]:
-            raise UserError(f"{name}: log.txt contains no stream tokens; use --x steps")
+            raise UserError(f"{name}: log.txt contains no token counts; use --x steps")
         draw_group(panels, legend_label(name), f"C{i}", group, x)
     # The published losses are for FineWeb-Edu.
     is_fineweb = all(reads_fineweb(facts) for _, facts in runs.values())
@@ -292,14 +293,14 @@ def draw(runs, x, wanted=None):
         panel.set(xlabel=x, ylabel=PANELS.get(name, name))
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
-        panel.yaxis.set_major_formatter("{x:,.9g}")  # writes 0.0006, not 6 and 1e-4
+        panel.yaxis.set_major_formatter("{x:,.9g}")  # prints 0.0006, not 6 with a factor of 1e-4
     handles = figure.axes[0].get_legend_handles_labels()  # all panels share one legend
     figure.legend(*handles, loc="outside upper center", ncols=3)
     return figure
 
 
 def find_panels(runs):
-    """Returns the names of the panels for runs, in their order."""
+    """Returns the names of the panels that these runs need, in the order of the figure."""
     found = set()
     for streams, _ in runs.values():
         found.update(map(panel_of, streams))
@@ -308,7 +309,7 @@ def find_panels(runs):
 
 
 def reads_fineweb(facts):
-    """Returns whether a run reads FineWeb-Edu with the tokens of GPT-2. facts: from run.json."""
+    """Returns whether a run trains on FineWeb-Edu with GPT-2's tokenizer. facts: from run.json."""
     return facts.get("tokenizer") == "gpt2" and "fineweb" in str(facts.get("train_config"))
 
 
@@ -328,13 +329,13 @@ def draw_score(panel, model, score):
 
 
 def draw_sizes(entry, place):
-    """Draws the JSON of experiment.py --sizes -> a matplotlib Figure. Raises UserError.
+    """Draws a verdict of experiment.py --sizes -> a matplotlib Figure. Raises UserError.
 
-    Draws the losses of both programs over the compute of the base: mean and standard deviation of
-    the runs. place: the file, for messages.
+    Draws the losses of the base and of the change over the compute of the base: mean and standard
+    deviation of the runs. entry: the verdict. place: the path of its file, for error messages.
     """
     if "worth" not in entry:
-        raise UserError(f"{place}: is not a verdict on several sizes; give one of --sizes --json")
+        raise UserError(f"{place}: is not a verdict of experiment.py --sizes; give its --json file")
     figure = require("matplotlib.figure").Figure((7, 4), dpi=120, layout="constrained")
     panel = figure.subplots()
     flops = [own["flops"] for own in entry["by_size"]]
@@ -353,17 +354,17 @@ def draw_sizes(entry, place):
 
 def main(argv=None):
     given = parse_flags(__doc__, PlotConfig, argv=argv, rest="LOG_DIR")
-    directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a last /
+    directories = [str(Path(name)) for name in given.pop("LOG_DIR") or ["."]]  # drops a final "/"
     config = PlotConfig(**given)
-    if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add one
-        raise UserError(f"--output {config.output}: give a file of the kind .png, .svg or .pdf")
+    if Path(config.output).suffix not in (".png", ".svg", ".pdf"):  # matplotlib would add a suffix
+        raise UserError(f"--output {config.output}: give a name that ends with .png, .svg or .pdf")
     inputs = [path for name in directories for path in list_model_files(name)]
     check_output("--output", config.output, inputs)
     rows = []
     verdicts = [name for name in directories if name.endswith(".json")]
     if verdicts and len(directories) > 1:
         raise UserError(
-            f"{verdicts[0]}: is a verdict, which needs its own picture; give this file alone"
+            f"{verdicts[0]}: is a verdict, which is drawn in its own picture; give only this file"
         )
     if verdicts:
         place = Path(directories[0])

@@ -113,7 +113,7 @@ def test_models_are_timed_in_turn(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, variables, sentence",
     [
-        ("--peer plain", dict(RANK="0", WORLD_SIZE="2"), "--peer plain: needs one process; do not"),
+        ("--peer plain", dict(RANK="0", WORLD_SIZE="2"), "--peer plain: needs a single process"),
         ("--peer plain --profile", {}, "--profile.*: not allowed with argument --peer; see --help"),
         ("--peer other", {}, "--peer: invalid choice: 'other'"),
     ],

@@ -406,7 +406,7 @@ def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
     panel = plot.draw_sizes(found, "o.json").axes[0]
     base, _ = (line for container in panel.containers for line in container.lines[:1])
     assert list(base.get_ydata()) == [np.mean(own["base_losses"]) for own in found["by_size"]]
-    with pytest.raises(UserError, match="o.json: is not a verdict on several sizes"):
+    with pytest.raises(UserError, match="o.json: is not a verdict of experiment.py --sizes"):
         plot.draw_sizes(dict(verdict="better"), "o.json")
 
 

@@ -234,8 +234,8 @@ def test_a_damaged_run_json_is_named(tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--output .", "--output .: is a file or contains others; give a new directory"),
-        ("--output t.txt", "--output t.txt: is a file or contains others; give a new directory"),
+        ("--output .", "--output .: exists and is not an export; give a new directory"),
+        ("--output t.txt", "--output t.txt: exists and is not an export; give a new directory"),
         ("--checkpoint bytes-hf --output bytes-hf", "--output bytes-hf: is also an input; give an"),
         ("--output t.txt/a", "t.txt/a: cannot write (Not a directory)"),
     ],

@@ -107,11 +107,11 @@ def run_with(loss, tokenizer="bytes", split="9 tokens", **settings):
     "settings, difference",
     [
         (dict(max_lr=0.2), "+1.0000"),
-        (dict(tokenizer="gpt2"), "other tokenizer"),
-        (dict(block_size=32), "other block_size"),
-        (dict(split="8 tokens"), "other validation split"),
-        (dict(val_tokens=50), "other val_tokens"),
-        (dict(val_spread=False), "other val_spread"),
+        (dict(tokenizer="gpt2"), "different tokenizer"),
+        (dict(block_size=32), "different block_size"),
+        (dict(split="8 tokens"), "different validation split"),
+        (dict(val_tokens=50), "different val_tokens"),
+        (dict(val_spread=False), "different val_spread"),
     ],
 )
 def test_losses_are_compared_if_the_validation_is_the_same(settings, difference):
@@ -174,7 +174,7 @@ def test_a_year_is_no_layer():
 
 @pytest.mark.parametrize("output", ["curve", "r-2", ".png", "x.txt"])
 def test_the_kind_of_the_picture_must_be_known(output):
-    with pytest.raises(UserError, match=f"--output {output}: give a file of the kind .png, .svg"):
+    with pytest.raises(UserError, match=f"--output {output}: give a name that ends with .png"):
         plot.main([str(BABY), "--output", output])
 
 
@@ -193,12 +193,12 @@ def test_writes_every_format(tmp_path, kind):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ([], ".: no log.txt with numbers; give a run, such as log/baby"),
-        (["nowhere"], "nowhere: no log.txt with numbers"),
-        (["plain", "--x", "tokens"], "plain: log.txt contains no stream tokens; use --x steps"),
+        ([], ".: has no log.txt with values; give a run, such as log/baby"),
+        (["nowhere"], "nowhere: has no log.txt with values"),
+        (["plain", "--x", "tokens"], "plain: log.txt contains no token counts; use --x steps"),
         (
             [BABY, "--output", "a.xyz"],
-            "--output a.xyz: give a file of the kind .png",
+            "--output a.xyz: give a name that ends with .png",
         ),
         ([BABY, "--output", "no/where.png"], "--output no/where.png: cannot write there; give"),
     ],
@@ -248,8 +248,8 @@ def test_plot_keeps_the_curve_after_a_loss_that_is_not_a_number():
 @pytest.mark.parametrize(
     "log, facts, message",
     [
-        ("1 train x\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
-        ("1 tokens 2\n", "{}", "no log.txt with numbers; give a run, such as log/baby"),
+        ("1 train x\n", "{}", "has no log.txt with values; give a run, such as log/baby"),
+        ("1 tokens 2\n", "{}", "has no log.txt with values; give a run, such as log/baby"),
         ("1 train 2\n", "[1]", "run.json: is damaged (not an object"),
         ("1 train 2\n", "{", "run.json: is damaged (Expecting"),
         ("1 train 2\n", '{"train_config": [1]}', "run.json: is damaged ("),
