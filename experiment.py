@@ -1,39 +1,43 @@
 """Does a change help? Trains runs without and with it, and compares their losses.
 
-  python experiment.py                            what you changed since the
+  python experiment.py                            tests your changes since the
                                                   last commit
-  python experiment.py experiments/rotary.patch   a patch
-  python experiment.py -- --optimizer adamw       what you changed, and the
+  python experiment.py experiments/rotary.patch   tests a patch
+  python experiment.py -- --optimizer adamw       tests your changes, and the
                                                   flags after --
-  python experiment.py --base HEAD~3              all changes since that commit
-  python experiment.py --rates 2e-3 4e-3 8e-3     each program at its best
-                                                  learning rate
-  python experiment.py --confirm                  the same question with seeds
-                                                  that no run has used
+  python experiment.py --base HEAD~3              tests all changes since HEAD~3
+  python experiment.py --rates 2e-3 4e-3 8e-3     compares both programs, each at
+                                                  its best learning rate
+  python experiment.py --confirm                  repeats the experiment with
+                                                  new random seeds
   python experiment.py --sizes 64 96 128 160 --flags "--data my.txt"
-                                                  the same at several sizes
-  python experiment.py --list                     the experiments so far
+                                                  tests at several model sizes
+  python experiment.py --list                     lists the experiments so far
 
-The runs differ in their seeds: 1 to --base_seeds without the change, 1 to
---seeds with it. experiments/score.py trains each run and measures its loss on
-the validation data of the base. The verdict depends on the difference: the mean
-loss with the change, minus the mean loss without it. experiment.py first copies
-both programs, so you can continue to edit. Later experiments use finished runs
-again. The exit status is the verdict:
+The program without the change is the base. The runs of a program differ only in
+their random seeds: 1 to --base_seeds for the base, 1 to --seeds for the change.
+experiments/score.py trains each run and measures its loss on the validation
+data of the base. The verdict depends on the difference: the mean loss with the
+change, minus the mean loss of the base. experiment.py first copies both
+programs, so you can continue to edit. Later experiments reuse finished runs.
+The exit status is the verdict:
 
   0  better     the 95 % confidence interval (Welch's t-test) is below 0
   3  equal      the interval is within ± delta, even if it excludes 0
   4  worse      the interval is above 0
-  5  undecided  none of these; the verdict says which --seeds may decide
-  6  invalid    a position of the model sees later tokens
-  7  failed     the change does not apply, or a run failed
+  5  undecided  the interval is too wide; the verdict suggests --seeds
+  6  invalid    a position of the model depends on later tokens
+  7  failed     the patch does not apply, or a run failed
 
---sizes compares at each size: heads of 32 channels, --tokens_per_weight, and a
-peak learning rate of 1.5 / channels, or --rates for the smallest size and
-scaled in the same way. The verdict is about the largest size. "Worth x1.2 in
-compute": for the same loss, the base needs 20 % more compute.
+--sizes repeats the experiment at several model sizes, given in channels. Each
+size has heads of 32 channels, --tokens_per_weight training tokens per weight,
+and a peak learning rate of 1.5 / channels. With --rates, the values are for the
+smallest size, and fall as 1 / channels. The verdict is about the largest size.
+"Worth x1.2 in compute" means that the base needs 20 % more compute to reach the
+same loss as the change.
 
-Each experiment adds a line to log/experiments/ledger.jsonl, and needs scipy.
+Each experiment adds a line to the list of experiments, the ledger:
+log/experiments/ledger.jsonl. The program needs scipy (pip install scipy).
 """
 
 import hashlib
@@ -76,36 +80,49 @@ from plaingpt.lab.verdict import (
 
 import numpy as np
 
-# The first ledger contains the experiments of docs/calibration.md.
+# A ledger is a list of experiments. The first one contains those of docs/calibration.md.
 LEDGERS = (CLONE / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
-HEAD_SIZE = 32  # channels per head, at every size: another head size would be a second change
+HEAD_SIZE = 32  # channels per head, at every size: a different head size would be a second change
 RATE = 1.5  # --max_lr x channels; measured with Muon: twice the width halves the best learning rate
-LATER_TOLERANCE = 1e-4  # relative; the rounding of float32 causes a smaller difference
+LATER_TOLERANCE = 1e-4  # relative; the rounding errors of float32 are smaller
 
 
 @dataclass
 class ExperimentConfig:
-    flags: str = flag("--preset baby --max_steps 1000 --val_every 0", "for all runs", empty=True)
-    seeds: int = flag(4, "runs with the change; choose in advance", at_least=2, at_most=1000)
-    base_seeds: int = flag(8, "runs without it; at least --seeds", at_least=2, at_most=1000)
-    confirm: bool = flag(False, "use seeds that neither program has used")
-    at_once: int | None = flag(None, "runs at a time [one per GPU, or core]", above=0, at_most=1000)
-    rates: list[float] | None = flag(None, "values of --max_lr to choose from", above=0)
-    delta: float = flag(0.01, "largest difference that does not matter", above=0)
-    sizes: list[int] | None = flag(None, "channels of the models", above=0)
+    flags: str = flag(
+        "--preset baby --max_steps 1000 --val_every 0",
+        "flags of train_gpt2.py for all runs",
+        empty=True,
+    )
+    seeds: int = flag(
+        4,
+        "number of runs with the change; fix it before the first run",
+        at_least=2,
+        at_most=1000,
+    )
+    base_seeds: int = flag(
+        8, "number of runs of the base; at least as many as --seeds", at_least=2, at_most=1000
+    )
+    confirm: bool = flag(False, "use new seeds, with which neither program was trained")
+    at_once: int | None = flag(
+        None, "number of runs in parallel [one per GPU or core]", above=0, at_most=1000
+    )
+    rates: list[float] | None = flag(None, "peak learning rates (--max_lr) to try", above=0)
+    delta: float = flag(0.01, "smaller differences in loss do not matter", above=0)
+    sizes: list[int] | None = flag(None, "numbers of channels of the models", above=0)
     tokens_per_weight: float = flag(5.0, "training tokens per weight, for --sizes", above=0)
     base: str = flag("HEAD", "commit to compare with")
-    name: str | None = flag(None, "what --list calls the change [patch and flags]")
-    why: str | None = flag(None, "your reason to try it, for the ledger")
+    name: str | None = flag(None, "name of the change in --list [patch and flags]")
+    why: str | None = flag(None, "your reason for trying the change; --list prints it")
     json: str | None = flag(None, "also write the verdict to this file")
     list: bool = flag(False, "print the experiments so far")
 
 
 def choose_rates(programs, rates, at_once):
-    """Returns [base, change], each with its best learning rate among those that converge.
+    """Returns [base, change], each with the learning rate that gave it the lowest loss.
 
-    These runs use the seed 0, which no other run uses.
+    The runs that try the learning rates use the seed 0, which no other run uses.
     """
     chosen = []
     for program in programs:
@@ -113,7 +130,9 @@ def choose_rates(programs, rates, at_once):
         found = run_missing(tried, [[0]] * len(rates), at_once, may_fail=True)
         losses = [math.inf if loss is None else loss for (loss,) in found]
         best = losses.index(min(losses))
-        edge = ", at an edge, so try more" if rates[best] in (min(rates), max(rates)) else ""
+        edge = (
+            ", an end of the range, so try more" if rates[best] in (min(rates), max(rates)) else ""
+        )
         text = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in zip(rates, losses))
         print0(f"{program.name}: losses at --max_lr {text}; the best is {rates[best]:g}{edge}")
         chosen.append(tried[best])
@@ -123,8 +142,8 @@ def choose_rates(programs, rates, at_once):
 def compare(programs, rates, config, ledger, entry):
     """Trains the missing runs, and adds the facts of the verdict to the entry of the ledger.
 
-    programs: [base, change], probed. rates: learning rates to choose from, or None. Even if this
-    raises UserError, the entry keeps the facts so far.
+    programs: [base, change], as `probe` returns them. rates: learning rates to try, or None. entry:
+    a dict. If this function raises UserError, the entry keeps the facts that were already added.
     """
     if rates:
         programs = choose_rates(programs, rates, config.at_once)
@@ -140,7 +159,7 @@ def compare(programs, rates, config, ledger, entry):
     for program, own in zip(programs, seeds):
         later = max(program.score(seed)["later"] for seed in own)
         if later > LATER_TOLERANCE:
-            reason = f"in the {program.name}, a position sees later tokens: they change its logits"
+            reason = f"in the {program.name}, later tokens change the logits of earlier positions"
             entry.update(verdict="invalid", reason=f"{reason} by {later:.2%} of the largest logit")
             return
     entry.update(compare_losses(base_losses, losses, config.delta))
@@ -153,21 +172,21 @@ def compare(programs, rates, config, ledger, entry):
     facts = [program.facts for program in programs]
     tokens = [each["max_steps"] * each["total_batch_size"] for each in facts]
     if tokens[0] != tokens[1]:
-        entry["reason"] += f"; trained on {tokens[1] / tokens[0]:.2f} times the tokens"
+        entry["reason"] += f"; trained on {tokens[1] / tokens[0]:.2f} times as many tokens"
     if len({each["fingerprints"]["training split"] for each in facts}) > 1:
-        entry["reason"] += "; other training data"
-    if seeds[0][0] == 1:  # run_missing deletes the models of other seeds
+        entry["reason"] += "; trained on different data"
+    if seeds[0][0] == 1:  # run_missing keeps only the models of seed 1
         places = " ".join(map(os.path.relpath, runs))
         print0(f"to compare two models: python look.py {places} --own_code --text TEXT")
 
 
 def compare_sizes(programs, config, ledger, entry):
-    """Compares the programs at each size, as `compare` does, and prints a line for each."""
+    """Calls `compare` for the programs at each size, and prints a line per size."""
     facts = programs[0].facts
     found = entry["by_size"] = []
     for size in sorted(config.sizes):
         shape = dict(n_embd=size, n_head=size // HEAD_SIZE)
-        # A model with twice the weights reads twice the tokens.
+        # A model with twice as many weights trains on twice as many tokens.
         tokens = config.tokens_per_weight * count_weights(facts | shape)
         shape["max_steps"] = max(1, round(tokens / facts["total_batch_size"]))
         shape["warmup_steps"] = round(0.1 * shape["max_steps"])
@@ -193,12 +212,12 @@ def compare_sizes(programs, config, ledger, entry):
 
 
 def check_sizes(sizes, more):
-    """Raises UserError if the sizes are not comparable. more: flags of the change."""
+    """Raises UserError for a wrong --sizes, or for a flag that --sizes sets. more: these flags."""
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
-        raise UserError(f"--sizes: give two multiples of {HEAD_SIZE} or more")
+        raise UserError(f"--sizes: give at least two multiples of {HEAD_SIZE} channels")
     for name in ("n_embd", "n_head", "max_steps", "warmup_steps", "max_lr"):
         if any(each.partition("=")[0] == f"--{name}" for each in more):
-            raise UserError(f"--{name}: follows from --sizes; remove it")
+            raise UserError(f"--{name}: --sizes sets this value; remove the flag")
 
 
 def main():
@@ -212,8 +231,8 @@ def main():
     if config.list:
         print0("\n".join([*map(entry_as_line, ledger), *discoveries_as_lines(ledger)]))
         return
-    with explaining(f"--flags {config.flags}", "correct it", ValueError):
-        flags = shlex.split(config.flags)  # as a shell does, so a path may contain a space
+    with explaining(f"--flags {config.flags}", "correct the quotes", ValueError):
+        flags = shlex.split(config.flags)  # splits as a shell does, so quoted spaces are possible
     words = [part for word in flags + more for part in (word, *re.split("[=,]", word))]
     check_output("--json", config.json, [*patches, *LEDGERS, *words])
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
@@ -221,7 +240,7 @@ def main():
     names = ["this clone"] if changes or files else []
     if patches:
         if changes:
-            print0("note: the patch changes the commit; no run contains your edits since then")
+            print0("note: the runs use the commit and the patch, without your uncommitted edits")
         with explaining("PATCH", "give a file", OSError):
             changes, files = b"".join(Path(path).read_bytes() for path in patches), []
         names = [Path(path).stem for path in patches]
@@ -237,8 +256,8 @@ def main():
     lock(LAB, "experiments in")  # until the program ends
     if config.json and os.path.isfile(config.json):
         with writing(config.json), open_output(config.json):
-            pass  # if this program is stopped, nobody must read an older verdict
-    os.environ["OMP_NUM_THREADS"] = "1"  # in each run
+            pass  # empties the file, so that it contains no old verdict if this program is stopped
+    os.environ["OMP_NUM_THREADS"] = "1"  # for each run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     copies = [LAB / "base", LAB / "change"]
     try:

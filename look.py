@@ -1,21 +1,24 @@
 """Shows what your own model does with a text, in one HTML file.
 
-  python look.py log/baby                               a text that it writes
+  python look.py log/baby                               the model generates a text
   python look.py log/baby --text "MARLOW: The boats came home."
   python look.py log/baby log/wide --text held.txt      two runs, the same text
   python look.py log/sums --text pairs.jsonl            prompts and responses
   python look.py --model gpt2 --text "Hello, I'm a language model,"
 
 The page opens in any browser, without a network. The page shows the loss of
-each token and the likeliest tokens, the attention of each head, what each block
-adds to the prediction, and a slider over the checkpoints of a run, which keeps
-all of them with --keep 0. For two runs, the page contains their common steps,
-and shows where their losses differ most.
+each token, the likeliest tokens, the attention weights of each head, what each
+block adds to the prediction, and a slider over the checkpoints of the run. (A
+run keeps all its checkpoints with --keep 0.) For two runs, the page contains
+the steps at which both runs have a checkpoint, and shows which tokens differ
+most in their losses.
 
-For a small model of bytes, such as the baby, the page also contains the
-weights, and computes the model for a text that you type. --no-live omits them.
+For a small model with byte tokens, such as the baby, the page also contains the
+weights, and runs the model on a text that you type. --no-live omits the
+weights.
 
---text is a text, or a file: UTF-8, or .jsonl, .json or .csv with pairs.
+--text is the text itself, or a file: a UTF-8 text file, or .jsonl, .json or
+.csv with pairs of prompt and response.
 """
 
 import contextlib
@@ -52,36 +55,36 @@ import torch
 from generate import GenerateConfig, decode_new
 from model import GPT
 
-N_OWN_TEXT = 40  # tokens of a text that the model writes, without --text
+N_OWN_TEXT = 40  # without --text, the model generates this many tokens
 
 
 @dataclass
 class LookConfig:
-    text: str | None = flag(None, "text, or file with a text or pairs [one that the model writes]")
-    model: str | None = flag(None, "GPT-2 of Hugging Face: name or directory")
-    output: str | None = flag(None, "file to write [look.html in the first run]")
-    max_tokens: int = flag(256, "longest text; the page grows with its square", at_least=1)
-    max_checkpoints: int = flag(12, "checkpoints of a run, from first to last", at_least=1)
-    sample_tokens: int = flag(200, "tokens that each checkpoint writes", at_least=0)
-    live: bool = flag(True, "store the weights of a small model of bytes in the page")
-    own_code: bool = flag(False, "use the model.py of each run: its commit and changes.patch")
+    text: str | None = flag(None, "text, text file or file with pairs [the model generates a text]")
+    model: str | None = flag(None, "GPT-2 from Hugging Face: name or directory")
+    output: str | None = flag(None, "file to write [look.html in the directory of the first run]")
+    max_tokens: int = flag(256, "number of tokens of the text that the page shows", at_least=1)
+    max_checkpoints: int = flag(12, "largest number of checkpoints in the slider", at_least=1)
+    sample_tokens: int = flag(200, "number of tokens to generate from each checkpoint", at_least=0)
+    live: bool = flag(True, "store the weights in the page, for a small model with byte tokens")
+    own_code: bool = flag(False, "load each run with the model.py that it was trained with")
     device: str = flag("auto", "cuda, mps or cpu")
 
 
 @dataclass
 class Run:
-    """A run, a checkpoint, or a GPT-2 of Hugging Face."""
+    """A run, a single checkpoint, or a GPT-2 from Hugging Face."""
 
     name: str
     checkpoints: (
-        dict  # {name of the snapshot, such as "step 300": what GPT.load takes}, oldest first
+        dict  # {name of the snapshot, such as "step 300": argument of GPT.load}, oldest first
     )
-    directory: Path | None  # of the run; None for a GPT-2 of Hugging Face
-    GPT: type = GPT  # the class of its model
+    directory: Path | None  # the run directory; None for a GPT-2 from Hugging Face
+    GPT: type = GPT  # the class of the run's model
 
 
 def find_run(place):
-    """Finds the checkpoints of a run directory, or of one file -> Run. Raises UserError."""
+    """Returns the Run for a run directory, a checkpoint file or an export. Raises UserError."""
     path = Path(place)
     found = find_checkpoints(path)
     if found:
@@ -97,10 +100,10 @@ def find_run(place):
 
 
 def find_runs(places, model):
-    """Finds what the command line names -> one or two Runs. Raises UserError.
+    """Returns the one or two Runs that the command line names. Raises UserError.
 
-    places: the arguments without a flag. model: of --model, or None. Without both, the result is
-    the run with the newest checkpoint in log/.
+    places: the positional arguments. model: the value of --model, or None. If both are missing,
+    returns the run with the newest checkpoint in log/.
     """
     runs = [find_run(place) for place in places]
     if model:
@@ -113,10 +116,10 @@ def find_runs(places, model):
 
 
 def choose_snapshots(runs, n):
-    """Chooses at most n snapshots, including the last one -> list of names.
+    """Chooses at most n evenly spaced snapshots, including the last one -> list of names.
 
-    For two runs, chooses from the snapshots of both; without a common snapshot, the last one of
-    each: [None].
+    For two runs, chooses among the steps at which both runs have a snapshot. If there are none,
+    returns [None], which means the last snapshot of each run.
     """
     names = [name for name in runs[0].checkpoints if name in runs[-1].checkpoints]
     if not names:
@@ -129,10 +132,10 @@ def choose_snapshots(runs, n):
 
 @contextlib.contextmanager
 def own_class(run):
-    """Replaces run.GPT by the class that the run has trained, in the block. Raises UserError.
+    """Context manager that sets run.GPT to the class with which the run was trained.
 
-    The model.py comes from the commit of the run, with its changes.patch. Everything else comes
-    from this clone.
+    The class is from model.py at the commit of the run, with the run's changes.patch. All other
+    code is from this clone. Raises UserError.
     """
     facts = read_facts(run.directory / "run.json")
     if not facts.get("git_commit"):
@@ -150,7 +153,7 @@ def own_class(run):
 
 
 def changes_model(run):
-    """Returns whether the changes.patch of a run changes model.py."""
+    """Returns whether the run has a changes.patch that changes model.py."""
     if run.directory is None:
         return False
     patch = run.directory / "changes.patch"
@@ -161,36 +164,39 @@ def import_file(path, name):
     """Imports a Python file as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and inspect look for the module there
+    sys.modules[name] = module  # dataclasses and inspect need this entry
     spec.loader.exec_module(module)
     return module
 
 
 def read_text(given, tokenizer, n):
-    """Reads --text -> Text of at most n + 1 ids, with end_of_text first. Raises UserError."""
+    """Reads --text -> Text of at most n + 1 ids, the first of which is end_of_text.
+
+    given: the value of --text. Raises UserError.
+    """
     is_file = os.path.isfile(given)
     if is_file and kind_of(Path(given)) in RECORDS:
         return read_pairs_of_page(given, tokenizer, n)
     documents = [given]
     if is_file:
         with explaining(
-            f"--text {given}: cannot be read", "give a UTF-8 text", (OSError, ValueError)
+            f"--text {given}: cannot be read", "give a UTF-8 text file", (OSError, ValueError)
         ):
             data = Path(given).read_bytes()
             documents = [data.decode("utf-8-sig")]
-        if tokenizer.name != "bytes":  # as the training reads a file
+        if tokenizer.name != "bytes":  # splits the file into documents, as training does
             documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
     elif kind_of(Path(given)) in (".txt", *RECORDS) and not any(map(str.isspace, given)):
-        raise UserError(f"--text {given}: no such file; give another one, or a text")
+        raise UserError(f"--text {given}: no such file; give an existing file, or a text")
     note_unknown(tokenizer, documents, "the text")
     ids = tokenizer.encode_documents([clean_text(document) for document in documents]).tolist()
     if len(ids) < 2:
-        raise UserError("--text: contains no tokens; give a longer one")
+        raise UserError("--text: contains no tokens; give a longer text")
     return Text(ids[: n + 1], None, note_cut(len(ids) - 1, n))
 
 
 def note_cut(n_tokens, n):
-    """Returns a sentence if a text is longer than n tokens, or nothing."""
+    """Returns, and prints, a note if a text is longer than n tokens; otherwise, returns ""."""
     if n_tokens <= n:
         return ""
     note = f"The text has {n_tokens:,} tokens. The page shows the first {n:,}."
@@ -199,7 +205,7 @@ def note_cut(n_tokens, n):
 
 
 def read_pairs_of_page(path, tokenizer, n):
-    """Reads the first pairs of a file, as training does -> Text. Raises UserError."""
+    """Reads the first pairs of a file as training does, up to n tokens -> Text."""
     pairs = []
     size = 0
     for record in read_records([path], columns=("prompt", "response")):
@@ -209,17 +215,18 @@ def read_pairs_of_page(path, tokenizer, n):
             break
         pairs.append(pair)
     if not pairs:
-        raise UserError(f"--text {path}: no first pair of at most {n} tokens; give shorter ones")
+        raise UserError(f"--text {path}: the first pair exceeds {n} tokens; give shorter pairs")
     ids, counted = join_pairs(pairs, tokenizer, n)
-    end = int(counted.nonzero()[0][-1]) + 1  # end_of_text fills the rest
+    end = int(counted.nonzero()[0][-1]) + 1  # the ids after the last response are padding
     note = "" if size <= n else f"The page shows the first {len(pairs):,} pairs."
     return Text(ids[:end].tolist(), counted[:end].tolist(), note)
 
 
 def write_sample(model, tokenizer, text, n):
-    """Lets the model write n tokens -> text. For pairs, the model answers the first prompt.
+    """Generates n tokens -> the prompt and the generated text.
 
-    text: the Text of the page. Sampling is the same as in generate.py with its defaults.
+    text: the Text of the page. For pairs, the prompt is the first prompt; otherwise, it is empty.
+    The sampling options are the defaults of generate.py.
     """
     options = GenerateConfig()
     n_prompt = text.counted.index(True) if text.counted else 1
@@ -233,21 +240,21 @@ def write_sample(model, tokenizer, text, n):
 
 
 def find_own_snapshot(run, snapshot):
-    """Returns the name of a snapshot, or of the run's last one if the run lacks the snapshot."""
+    """Returns the name of this snapshot if the run contains it, or else of its last snapshot."""
     return snapshot if snapshot in run.checkpoints else list(run.checkpoints)[-1]
 
 
 def load(run, snapshot, process):
-    """Loads a checkpoint of a run -> (GPT, Tokenizer), ready for the device. Raises UserError.
+    """Loads a checkpoint of a run -> (GPT on the device, Tokenizer). Raises UserError.
 
-    snapshot: its name, as in find_own_snapshot.
+    snapshot: the name of the snapshot, or None, as in find_own_snapshot.
     """
     model, tokenizer = run.GPT.load(str(run.checkpoints[find_own_snapshot(run, snapshot)]))
     return model.to(process.device).eval(), tokenizer
 
 
 def describe(run, snapshot, model):
-    """Describes the model of a run in words. snapshot: as in find_own_snapshot."""
+    """Returns a description of a run's model for the page. snapshot: as in find_own_snapshot."""
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
     size = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
@@ -289,7 +296,7 @@ def look_at_all(runs, config, process):
 
 
 def describe_live(config, newest, text):
-    """Returns what build_page needs for a live page. newest: as in look_at_all. text: its Text."""
+    """Returns the argument `live` of build_page. newest: as in look_at_all. text: a Text."""
     model, tokenizer = newest[0]
     why = find_reason(model, tokenizer, len(newest)) if config.live else "--no-live was given"
     if why:
@@ -298,7 +305,10 @@ def describe_live(config, newest, text):
 
 
 def default_output(runs):
-    """Returns the path of the page: in the first run, with the name of a second run in its name."""
+    """Returns the path of the page in the directory of the first run: look.html, or look-RUN.html.
+
+    RUN is the name of the second run.
+    """
     name = f"look-{Path(runs[1].name).name}.html" if len(runs) > 1 else "look.html"
     return (runs[0].directory or Path()) / name
 
@@ -311,7 +321,7 @@ def main(argv=None):
     output = config.output or default_output(runs)
     inputs = [config.text]
     for run in runs:
-        source, *_ = run.checkpoints.values()  # all are in one directory
+        source, *_ = run.checkpoints.values()  # all checkpoints of a run are in one directory
         inputs += list_model_files(source)
     check_output("--output", output, inputs)
     process = setup(config.device, "float32")
@@ -320,7 +330,7 @@ def main(argv=None):
             if config.own_code and run.directory:
                 copies.enter_context(own_class(run))
             elif changes_model(run):
-                print0(f"note: {run.name} has changed model.py; --own_code uses its version")
+                print0(f"note: {run.name} has its own model.py, which only --own_code uses")
         text, snapshots, newest = look_at_all(runs, config, process)
         live = describe_live(config, newest, text)
     tokenizer = newest[0][1]

@@ -1,11 +1,12 @@
-"""Trains a run of experiment.py and scores it: its loss on held-out text, and a causality test.
+"""Trains a run of experiment.py, and computes its held-out loss and a test of causality.
 
 experiment.py copies this program into the copy of the base, or of the change, and starts it there,
-so `model` is the model.py of that copy. The arguments are a file and the flags of train_gpt2.py. If
-the file is missing, the program writes the validation sequences of the run into it. Otherwise, the
-program writes score.json into the run directory: the mean cross-entropy of GPT.logits on these
-sequences, in nats per token. Every run of an experiment is thus scored on the sequences of the
-base, and an edit of GPT.loss or of the validation does not change the score.
+so `import model` loads the model.py of that copy. The first argument is the path of a file with
+validation sequences; the other arguments are the flags of train_gpt2.py. If the file does not
+exist, the program writes the validation sequences of the run into this file. Otherwise, the program
+writes score.json into the run directory: the mean cross-entropy of GPT.logits on the sequences in
+the file, in nats per token. Thus all runs of an experiment are scored on the sequences of the base,
+and an edit of GPT.loss or of the validation code does not change the score.
 """
 
 import math
@@ -36,7 +37,7 @@ def main():
     if not validation.exists():
         with replacing(validation) as file:
             torch.save(read_validation(place, config, facts["model_config"]), file)
-    elif checkpoint.exists():  # without it, the run was stopped
+    elif checkpoint.exists():  # otherwise, the run was interrupted
         torch.set_float32_matmul_precision("highest")
         device = "cpu" if config.device == "auto" else config.device
         sets = [(share, x.to(device), y.to(device)) for share, x, y in torch.load(validation)]
@@ -48,7 +49,10 @@ def main():
 
 
 def read_validation(place, config, model_config):
-    """Returns the validation sequences of a run: (share, x, y) of each data set, (n, T) int64."""
+    """Returns the validation sequences of a run: (share, x, y) for each data set.
+
+    share: the weight of the data set in the loss. x, y: (n, T), int64.
+    """
     sources = Sources(config.data, config.tokenizer, config.val_fraction)
     data = Data(sources, GPT.load(place)[1], pick(GPTConfig, model_config))
     sets = []
@@ -62,7 +66,7 @@ def read_validation(place, config, model_config):
 def mean_loss(model, x, y):
     """Returns the mean cross-entropy in float32. x, y: (n, T). Ignores targets of -100."""
     nats = 0.0
-    B = max(1, 2**24 // (x.size(1) * model.config.vocab_size))  # logits of 64 MB
+    B = max(1, 2**24 // (x.size(1) * model.config.vocab_size))  # the logits need 64 MB
     for ids, targets in zip(x.split(B), y.split(B)):
         logits = model.logits(model.hidden(ids)).float()  # (B, T, vocab_size)
         nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
@@ -70,9 +74,10 @@ def mean_loss(model, x, y):
 
 
 def effect_of_later_tokens(model, x):
-    """Returns how much later tokens change logits, relative to the largest logit.
+    """Returns how much later tokens change the logits before them, relative to the largest logit.
 
-    x: (n, T). Tests each position for T up to 128; otherwise, 128 positions with both ends.
+    x: (n, T). Changes all tokens from a position on, for each position, or for 128 evenly spaced
+    positions if T is larger than 128.
     """
     T = x.size(1)
     effect = 0.0
@@ -81,7 +86,7 @@ def effect_of_later_tokens(model, x):
         true = x[i % len(x), None]  # (1, T)
         other = true.clone()
         other[:, cut:] = (true[:, cut:] + 1) % model.config.vocab_size
-        # The other ids come first, so that the model cannot remember the true ones.
+        # The model reads the changed ids first, so that it cannot remember the true ids.
         a, b = [model.logits(model.hidden(ids))[:, :cut].float() for ids in (other, true)]
         effect = max(effect, ((a - b).abs().max() / b.abs().max()).nan_to_num(1).item())
     return effect

@@ -1,10 +1,10 @@
-"""Writes a text that everybody has: the Python files of the installed torch, about 46 MB.
+"""Writes a training text without a download: the Python files of the installed torch, about 46 MB.
 
   python experiments/write_torch_text.py torch_py.txt
 
-A hash of their names orders the files, so the end of the text, which is held out for validation,
-does not come from one directory. Another version of torch yields another text; the fingerprint in
-run.json then differs.
+The files are sorted by the hash of their names. The end of the text, which is held out for
+validation, thus contains files from many directories. A different version of torch yields a
+different text, and a different fingerprint in run.json.
 """
 
 import hashlib

@@ -169,7 +169,7 @@ def test_only_a_change_with_a_verdict_can_be_confirmed():
     config = lab.ExperimentConfig(confirm=True, seeds=4, base_seeds=8)
     ledger = [dict(keys=["base", "changed"], last_seed=8, p_value=0.1), dict(verdict="failed")]
     assert choose_seeds(["base", "changed"], config, ledger) == (range(9, 17), range(9, 13))
-    with pytest.raises(UserError, match="^--confirm: no verdict on this change as it is"):
+    with pytest.raises(UserError, match="^--confirm: this change has no verdict"):
         choose_seeds(["base", "edited"], config, ledger)
 
 
@@ -178,7 +178,7 @@ def test_a_ledger_with_half_a_line(tmp_path, capsys):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"change": "a"}\n{"chan')
     assert read_ledgers([path, tmp_path / "missing.jsonl"]) == [dict(change="a")]
-    assert capsys.readouterr().out == f"note: {path}: skips half a line at its end\n"
+    assert capsys.readouterr().out == f"note: {path}: skips an incomplete last line\n"
     add_entry(path, dict(change="b"))
     assert read_ledgers([path]) == [dict(change="a"), dict(change="b")]
     path.write_text('{"chan\n{"change": "b"}\n')
@@ -352,14 +352,14 @@ def test_what_a_change_says_of_itself_does_not_matter(clone):
 def test_a_model_that_sees_later_tokens(clone):
     causal = "causal = mask is None and T > 1"
     found = experiment(clone, "invalid", old=causal, new="causal = False")
-    assert found["reason"].startswith("in the change, a position sees later tokens: ")
+    assert found["reason"].startswith("in the change, later tokens change the logits ")
     assert len(found["losses"]) == 2  # for a person to see
 
 
 @pytest.mark.slow
 def test_runs_that_do_not_compare(clone):
     found = experiment(clone, "failed", more=["--", "--tokenizer", "gpt2"])
-    reason = "the losses are not comparable: the change uses another "
+    reason = "the losses are not comparable: the change uses a different "
     assert found["reason"] == f"{reason}tokenizer"
 
 
@@ -369,9 +369,9 @@ def test_other_training_data_and_longer_runs_are_changes(clone):
     (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
     flags = ["--data", "input.txt", "log/b.txt=2", "--val_tokens", "256"]
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
-    assert found["reason"].endswith("; other training data") and found["difference"] != 0
+    assert found["reason"].endswith("; trained on different data") and found["difference"] != 0
     found = experiment(clone, "equal", "--delta", 9, more=["--", "--max_steps", "40"])
-    assert found["reason"].endswith("; trained on 2.00 times the tokens")
+    assert found["reason"].endswith("; trained on 2.00 times as many tokens")
     assert found["difference"] < 0
 
 
@@ -582,10 +582,10 @@ def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeyp
             ["--flags", "--data 'a", "--", "--seed", "3"],
             "--flags --data 'a (No closing quotation);",
         ),
-        (["--sizes", "64", "100", "--", "--seed", "3"], "--sizes: give two multiples of 32"),
+        (["--sizes", "64", "100", "--", "--seed", "3"], "--sizes: give at least two multiples"),
         (
             ["--sizes", "64", "96", "--", "--n_embd", "64"],
-            "--n_embd: follows from --sizes; remove it",
+            "--n_embd: --sizes sets this value; remove",
         ),
     ],
 )

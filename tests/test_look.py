@@ -333,7 +333,7 @@ def test_a_block_that_returns_no_stream():
     )
     blocks = record_text(gpt, ids_of(TEXT)).blocks
     assert [bool(block.fault) for block in blocks] == [False, False, False, True]
-    assert blocks[3].fault == "it does not return a tensor (B, T, C)"
+    assert blocks[3].fault == "it does not return a tensor of shape (B, T, C)"
 
 
 def test_a_block_that_is_used_twice_is_shown_twice():
@@ -416,7 +416,7 @@ def test_pairs(run, tmp_path, capsys):
     assert counted == "......xxx..xxx"
     assert data["note"] == "The page shows the first 2 pairs."
     assert data["snapshots"][0]["looks"][0]["sample"].startswith("12+3=")
-    with pytest.raises(UserError, match="pairs.jsonl: no first pair of at most 4 tokens"):
+    with pytest.raises(UserError, match="pairs.jsonl: the first pair exceeds 4 tokens"):
         look_at(run, "--text", path, "--max_tokens", 4)
 
 
@@ -479,8 +479,8 @@ def test_own_code(run, tmp_path):
     [
         ("nowhere --text a", "nowhere: contains no checkpoint; give a run, such as log/baby"),
         ("RUN RUN RUN --text a", "3 runs are too many; give one or two"),
-        ("RUN --text held.txt", "--text held.txt: no such file; give another one, or a text"),
-        ("RUN --text empty.txt", "--text: contains no tokens; give a longer one"),
+        ("RUN --text held.txt", "--text held.txt: no such file; give an existing file"),
+        ("RUN --text empty.txt", "--text: contains no tokens; give a longer text"),
         ("RUN --text utf16.txt", "--text utf16.txt: cannot be read"),
         ("RUN --text a --output no/a.html", "--output no/a.html: cannot write there"),
         ("RUN --text in.txt --output in.txt", "--output in.txt: is also an input"),
@@ -636,7 +636,7 @@ def test_a_browser_shows_pairs(browser, run, tmp_path):
     colours = [weight != "0" for weight in re.findall(r"--weight: (\d+)%", text)]
     assert colours == [False] * 6 + [True] * 3
     dom = open_page(browser, tmp_path / "a.html", "token=0")
-    assert "Nothing stands before it" in text_of(dom, "blocks")
+    assert "No token precedes this token" in text_of(dom, "blocks")
 
 
 @pytest.mark.slow
@@ -658,15 +658,15 @@ def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path):
     gpt = fresh(MODEL)
     assert gpt2_shapes(MODEL) == {name: p.shape for name, p in gpt.state_dict().items()}
     assert find_reason(gpt, BYTES, 1) == ""
-    assert find_reason(gpt, BYTES, 2) == "it has two runs"
-    assert find_reason(gpt, get_tokenizer("gpt2"), 1) == "its tokens are not bytes"
+    assert find_reason(gpt, BYTES, 2) == "the page shows two runs"
+    assert find_reason(gpt, get_tokenizer("gpt2"), 1) == "the tokens are not bytes"
     large = fresh(model.GPTConfig(1, 1, 8, 130_000, 256))
     reason = "the model has 1,042,936 parameters, more than 1,000,000"
     assert find_reason(large, BYTES, 1) == reason
     long = fresh(model.GPTConfig(1, 1, 8, 1025, 256))
-    assert find_reason(long, BYTES, 1) == "its context has 1,025 tokens, more than 1,024"
+    assert find_reason(long, BYTES, 1) == "the model's context has 1,025 tokens, more than 1,024"
     rotary = patched_model("rotary", tmp_path / "code").GPT(MODEL)
-    reason = "model.py was changed: transformer.wpe.weight is missing, in GPT-2 (32, 32)"
+    reason = "model.py was changed: transformer.wpe.weight is missing; in GPT-2, it is (32, 32)"
     assert find_reason(rotary, BYTES, 1) == reason
     look_at(run, "--text", TEXT, "--no-live", "--output", tmp_path / "a.html")
     assert read_page(tmp_path / "a.html")["live"] == dict(why="--no-live was given")
@@ -785,7 +785,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
     browser.run("byId('next').children[1].click()")
     assert browser.run("play.ids") == [*ids_of(text), probs.topk(2).indices[1].item()]
     looks = browser.run("byId('looks').textContent")
-    assert looks.startswith("To predict what follows token 10 ") and looks.count("head ") == 4
+    assert looks.startswith("To predict the token after token 10 ") and looks.count("head ") == 4
     browser.run("byId('write').click()")
     assert browser.run("byId('write').textContent") == "stop"
     browser.run("byId('write').click()")
@@ -821,7 +821,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
         "Array.from(byId('riddles').querySelectorAll('output'), (output) => output.textContent)"
     )
     assert browser.run(answers) == [""] * 5
-    assert "how a word goes on? Type a word" in browser.run("byId('riddles').textContent")
+    assert "the letters of a word? Type a word" in browser.run("byId('riddles').textContent")
     select = "byId('riddles').querySelector('select')"
     browser.run(f"{select}.value = ''; {select}.closest('li').querySelector('button').click()")
     assert browser.run(answers)[0] == "Choose an answer first."
@@ -829,7 +829,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
     browser.run("byId('slider').value = 0; byId('slider').dispatchEvent(new Event('input'))")
     assert "The page computes step 20 only." in browser.run("byId('live').textContent")
     assert browser.run("byId('next').checkVisibility()") is False
-    assert "yours comes back at step 20" in browser.run("byId('stored').textContent")
+    assert "your text again at step 20" in browser.run("byId('stored').textContent")
     browser.run("byId('slider').value = 2; byId('slider').dispatchEvent(new Event('input'))")
     assert browser.run("[typed.value, byId('stored').checkVisibility()]") == ["1 2", False]
     assert browser.console == []
@@ -857,7 +857,7 @@ def test_a_part_that_is_off_looks_nowhere(browser, run, tmp_path):
     browser.run(f"{head}.click(); choose({{ head: [0, 1, 0] }})")
     assert list(browser.run(styles)) == ["block 2, head 2"]
     assert browser.run("document.querySelector('.heads button').textContent") == "head 1–"
-    assert "this head looks at no token." in browser.run("byId('head').textContent")
+    assert "this head attends to no token." in browser.run("byId('head').textContent")
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Experiments: this folder trains and scores a base and a change, for verdicts and a ledger."""
+"""Experiments: copies, trains and compares two programs, and keeps a list of the verdicts."""

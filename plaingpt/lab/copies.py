@@ -1,4 +1,4 @@
-"""Copies of this clone at a commit, with changes. git calls them worktrees."""
+"""Copies of this clone at a commit, with changes. The copies are git worktrees."""
 
 import contextlib
 import os
@@ -9,19 +9,20 @@ from plaingpt.base.source import CLONE, diff_since, run_git
 
 
 def changes_of_clone(commit):
-    """Returns what has changed in this clone since a commit: (patch, untracked Python files)."""
+    """Returns the changes in this clone since a commit: (patch, names of untracked .py files)."""
     found = run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py")
-    # The link by which Emacs locks model.py also ends with .py, but leads to no file.
+    # Emacs locks model.py with a link whose name also ends with .py, but whose target is no file.
     files = [name for name in os.fsdecode(found).split("\0") if (CLONE / name).is_file()]
     return diff_since(commit), files
 
 
 def make_copy(place, commit, changes=b"", files=()):
-    """Copies a commit, and changes the copy. Raises UserError.
+    """Copies a commit, then applies a patch and adds files to the copy. Raises UserError.
 
-    place: path of the copy. changes: a patch, which git merges with later changes of the same file
-    if the history contains the original file of the patch. files: paths in this clone. A worktree
-    has its own HEAD, so the changes.patch of a run in the copy contains the changes.
+    place: path of the copy. changes: the patch. If the history contains the file version from which
+    the patch was made, git merges the patch with later changes of this file. files: paths in this
+    clone of the files to add. A worktree has its own HEAD, so if a run is started in the copy, its
+    changes.patch contains the changes.
     """
     shutil.rmtree(place, ignore_errors=True)
     run_git("worktree", "add", "--force", "--detach", place, commit)
@@ -30,7 +31,7 @@ def make_copy(place, commit, changes=b"", files=()):
             run_git("apply", "--3way", "-", place=place, data=changes)
         except UserError:
             run_git("reset", "--hard", place=place)
-            run_git("apply", "-", place=place, data=changes)  # its error says which line differs
+            run_git("apply", "-", place=place, data=changes)  # an error names the line that differs
     for file in files:
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CLONE / file, place / file)
@@ -40,7 +41,7 @@ def make_copy(place, commit, changes=b"", files=()):
 def remove_copies(places):
     """Removes copies, even those that make_copy did not complete."""
     for place in places:
-        # `git worktree prune` would also forget the user's worktrees on other disks.
+        # `git worktree prune` would also remove the user's worktrees on disks that are not mounted.
         with contextlib.suppress(UserError):
             run_git("worktree", "remove", "--force", place)
         shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Trains and scores the runs of two programs: the base, and the change."""
+"""Trains and scores the runs of two programs: the base, without the change, and the change."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ from tqdm import tqdm
 LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a link to a larger disk
 VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
-# Facts of run.json that do not change the loss, or that the key contains in another form: the code
-# by program.json, the data by their fingerprint.
+# The key of a program omits these fields of run.json. They do not change the loss, or the key
+# contains them in a different form: the hash of the code, and the fingerprint of the data.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started gpu_memory_gb".split()}
 
 
@@ -30,20 +30,20 @@ class Program(NamedTuple):
 
     name: str  # "base" or "change", which is also the name of the copy in LAB
     flags: list
-    facts: dict = {}  # from run.json and its configs, see `probe`
-    key: str = ""  # a hash of all that a loss depends on, except for the seed
+    facts: dict = {}  # the fields of run.json and of its configs; see `probe`
+    key: str = ""  # a hash of everything that the loss depends on, except the seed
     speed: float = 0.0  # FLOPs per second of a run; 0 if unknown
 
     def place(self, seed):
-        """Returns the directory of a run, which later experiments use again."""
+        """Returns the directory of the run with this seed. Later experiments reuse the run."""
         return LAB / "runs" / f"{self.key}-{seed}"
 
     def score(self, seed):
-        """Returns what score.py has written, {"loss", "later"}, or {}."""
+        """Returns the scores that score.py has written, {"loss", "later"}; {} if there are none."""
         return read_json(self.place(seed) / "score.json")
 
     def set(self, **settings):
-        """Returns this program with other settings. The key ignores settings that stay the same."""
+        """Returns this program with new settings. The key changes only if a setting changes."""
         new = {name: value for name, value in settings.items() if self.facts[name] != value}
         flags = [text for name, value in new.items() for text in (f"--{name}", str(value))]
         key = hash_of([self.key, new]) if new else self.key
@@ -62,17 +62,17 @@ def count_weights(facts):
 
 
 def count_flops(facts):
-    """Returns the FLOPs of a run: 6 per weight and token, and the FLOPs of full attention."""
+    """Returns the FLOPs of a run: 6 per weight and token, plus the FLOPs of full attention."""
     attention = 12 * facts["n_layer"] * facts["n_embd"] * facts["block_size"]
     n_tokens = facts["max_steps"] * facts["total_batch_size"]
     return n_tokens * (6 * count_weights(facts) + attention)
 
 
 def train(jobs, at_once, may_fail=False):
-    """Trains runs, or continues them. Raises UserError if a run fails, unless may_fail.
+    """Trains or resumes runs. Raises UserError if a run fails, unless may_fail is True.
 
-    jobs: (Program, run directory, more flags) of each run. at_once: how many runs at a time. After
-    Ctrl-C, no other run starts, and the running ones save.
+    jobs: a (Program, run directory, additional flags) for each run. at_once: how many runs to train
+    in parallel. After Ctrl-C, no further run starts, and the current runs save a checkpoint.
     """
     n_gpus = count_gpus()
     processes = []
@@ -81,7 +81,8 @@ def train(jobs, at_once, may_fail=False):
         program, place, more = jobs[i]
         place.mkdir(parents=True, exist_ok=True)
         device = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
-        # Python imports from the directory of a program, so `probe` has put score.py into the copy.
+        # Python imports modules from the directory of the program. Therefore, `probe` has copied
+        # score.py into the copy.
         command = [sys.executable, LAB / program.name / "score.py", VALIDATION, *device]
         command += [*program.flags, *more, *QUIET, place]
         with open(place / "output.txt", "w") as output:
@@ -100,14 +101,15 @@ def train(jobs, at_once, may_fail=False):
             list(tqdm(pool.map(train_one, range(len(jobs))), "Ctrl-C saves", len(jobs)))
         except KeyboardInterrupt:
             for process in processes:
-                process.terminate()  # a run then saves; after its end, this does nothing
+                process.terminate()  # a run then saves a checkpoint; a finished run ignores this
             raise
 
 
 def probe(programs):
-    """Trains base and change for a second each, and reads their facts -> the complete programs.
+    """Trains the base and the change for one second each, to fill in their facts, key and speed.
 
-    The base also writes the validation sequences on which all runs are scored. Raises UserError.
+    Returns the complete Programs. The run of the base also writes the validation sequences on which
+    all runs are scored. Raises UserError.
     """
     VALIDATION.unlink(missing_ok=True)
     found = []
@@ -124,32 +126,32 @@ def probe(programs):
         start = Path(facts["init_from"] or "/nowhere")
         files = sorted(file for file in (start, *start.glob("*")) if file.is_file())
         key = hash_of([code["hash"], known, checksum_of_places([VALIDATION, *files])])
-        # The first step is slow. With torch.compile, a second may contain no other step.
+        # The first step is slow, and is not counted. With torch.compile, it may be the only one.
         tokens_per_second = [*read_streams(place / "log.txt")["tok_s"].values()][1:]
         n_tokens = facts["max_steps"] * facts["total_batch_size"]
         speed = max(tokens_per_second, default=0) * count_flops(facts) / n_tokens
         found.append(program._replace(facts=facts, key=key, speed=speed))
     for name in ("tokenizer", "block_size"):
         if found[0].facts[name] != found[1].facts[name]:
-            raise UserError(f"the losses are not comparable: the change uses another {name}")
+            raise UserError(f"the losses are not comparable: the change uses a different {name}")
     return found
 
 
 def run_missing(programs, seeds, at_once=None, may_fail=False):
-    """Trains the runs that have no score yet -> the losses of each program's runs.
+    """Trains the runs that have no score yet. Returns the losses: a list for each program.
 
-    seeds: a list for each program. at_once: how many runs at a time; None: one per GPU, or core.
-    may_fail: whether a run may fail, as with a large learning rate. A loss is None if missing or
-    not finite. Raises UserError.
+    seeds: a list for each program. at_once: how many runs to train in parallel; None: one per GPU
+    or core. may_fail: whether runs may fail, for example because of a large learning rate. A loss
+    that is missing or not finite is None. Raises UserError.
     """
     at_once = at_once or count_gpus() or count_cores()
     runs = [(seed, program) for program, own in zip(programs, seeds) for seed in own]
-    runs.sort(key=lambda run: run[0])  # runs of one seed train at the same time
+    runs.sort(key=lambda run: run[0])  # runs of the same seed train at the same time
     missing = [(seed, program) for seed, program in runs if not program.score(seed)]
-    line = f"{len(runs) - len(missing)} of {len(runs)} runs are known"
+    line = f"{len(runs) - len(missing)} of {len(runs)} runs are already finished"
     if missing and all(program.speed for program in programs):
         seconds = sum(count_flops(program.facts) / program.speed for _, program in missing)
-        line += f"; the others take about {seconds / 60 / at_once:.1f} minutes"
+        line += f"; the other runs take about {seconds / 60 / at_once:.1f} minutes"
     print0(line)
     jobs = [(program, program.place(seed), ["--seed", str(seed)]) for seed, program in missing]
     train(jobs, at_once, may_fail)

@@ -1,4 +1,7 @@
-"""Verdicts and their ledger: confidence intervals, worth in compute, false discovery rates."""
+"""Verdicts: confidence intervals, the compute that a change saves, and false discovery rates.
+
+The ledger is the list of all experiments and their verdicts: a file with one JSON object per line.
+"""
 
 import json
 import math
@@ -10,14 +13,14 @@ from plaingpt.base.terminal import print0
 
 import numpy as np
 
-GOOD = ("better", "helps")  # ledgers of version 1.0 contain "helps"
+GOOD = ("better", "helps")  # version 1.0 wrote "helps" instead of "better"
 
 
 def welch(base, changed):
-    """Welch's t-test of two lists of losses.
+    """Computes Welch's t-test for two lists of losses.
 
     Returns the difference of the means, half the width of its 95 % confidence interval, and the
-    one-sided p-value of a lower loss.
+    one-sided p-value for a lower mean of `changed`.
     """
     test = require("scipy.stats").ttest_ind
     low, high = test(changed, base, equal_var=False).confidence_interval(0.95)
@@ -28,7 +31,7 @@ def welch(base, changed):
 def compare_losses(base, changed, delta):
     """Compares two groups of losses -> the facts of a verdict.
 
-    delta: a difference below this does not matter.
+    delta: smaller differences in loss do not matter.
     """
     difference, half, p_value = welch(base, changed)
     if abs(difference) + half <= delta:
@@ -38,8 +41,9 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        goal = max(abs(difference), delta - abs(difference))  # half the width that decides
-        n = np.arange(len(changed) + 1, 1001)  # runs per program, with these means and variances
+        # With this half-width of the interval, there is a verdict if the difference stays the same.
+        goal = max(abs(difference), delta - abs(difference))
+        n = np.arange(len(changed) + 1, 1001)  # runs per program, if the variances stay the same
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)
         enough = n[require("scipy.stats").t.ppf(0.975, 2 * n - 2) * error <= goal]
         reason = f"about --seeds {[*enough, 'above 1000'][0]} may decide"
@@ -48,12 +52,13 @@ def compare_losses(base, changed, delta):
 
 
 def worth(i, flops, losses, difference):
-    """Returns what a difference in loss at size i is worth in compute: 1.2 means 20 % more.
+    """Returns the factor in compute by which the base would lower its loss as much as the change.
 
-    flops, losses: of the base at each size. The slope of this loss over the logarithm of compute at
-    size i follows from the neighboring sizes. Returns None if the loss does not fall there.
+    The factor 1.2 means 20 % more compute. i: index of the size. flops, losses: of the base at each
+    size. difference: in loss, at size i. The slope of the loss over the logarithm of compute is
+    estimated from the neighboring sizes. Returns None if the loss does not fall with compute.
     """
-    n_ends = min(2, len(flops) - 1)  # neighbors that determine the slope at an end
+    n_ends = min(2, len(flops) - 1)  # how many neighbors determine the slope at either end
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
     return math.exp(difference / slope) if slope < 0 else None
 
@@ -72,21 +77,21 @@ def entry_as_line(entry):
 
 
 def worth_as_text(entry):
-    """Returns what the difference of an entry is worth in compute, in words."""
+    """Returns, in words, how much compute the difference in an entry is worth."""
     if None in entry["worth"]:
-        return "worth an unknown compute: the loss of the base does not fall with the size"
+        return "worth in compute is unknown: the loss of the base does not fall with the size"
     return "worth x{:.2f} [{:.2f}, {:.2f}] in compute".format(*entry["worth"])
 
 
 def discoveries_as_lines(entries):
-    """Returns readable lines: the changes that look better, with false discovery rates."""
+    """Returns readable lines: the changes whose verdict is better, with false discovery rates."""
     tested = [entry for entry in entries if "p_value" in entry]
-    # A repeated change counts once: by its last p-value, or by its confirmation.
+    # A repeated change counts once, with the p-value of its confirmation, or else its last p-value.
     tested.sort(key=lambda entry: bool(entry.get("confirm")))
     ideas = list({tuple(entry["keys"]): entry for entry in tested}.values())
     if not any(entry["verdict"] in GOOD for entry in ideas):
         return []
-    # Benjamini and Yekutieli allow that all ideas share the runs of the base.
+    # The method of Benjamini and Yekutieli is valid although all ideas share the runs of the base.
     p_values = [entry["p_value"] for entry in ideas]
     rates = require("scipy.stats").false_discovery_control(p_values, method="by")
     good = sorted((r, e["change"]) for r, e in zip(rates, ideas) if e["verdict"] in GOOD)
@@ -95,19 +100,19 @@ def discoveries_as_lines(entries):
 
 
 def read_ledgers(paths):
-    """Returns the experiments so far, as dicts. paths: ledgers, which may be missing."""
+    """Returns the experiments so far, as dicts. paths: ledgers; a ledger may not exist yet."""
     entries = []
     for path in filter(Path.exists, paths):
         with reading(path, "remove the line that is not JSON"):
             *lines, end = path.read_text("utf-8").split("\n")
             entries += map(json.loads, lines)
         if end:  # the program was killed, or the disk was full
-            print0(f"note: {path}: skips half a line at its end")
+            print0(f"note: {path}: skips an incomplete last line")
     return entries
 
 
 def add_entry(path, entry):
-    """Adds an experiment to a ledger. The new line replaces an incomplete line at the end."""
+    """Appends an experiment to a ledger. Removes an incomplete last line first."""
     with writing(path), open(path, "a+b") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -115,16 +120,17 @@ def add_entry(path, entry):
 
 
 def choose_seeds(keys, config, ledger):
-    """Returns the seeds of the base's runs and of the change's. Both are ranges from 1 on.
+    """Returns the range of seeds of the base, and the range of seeds of the change.
 
-    With --confirm, the ranges begin after the last seed in the ledger of either program. keys: of
-    both programs. Raises UserError if the ledger contains no verdict to confirm.
+    Both ranges begin at 1. With --confirm, they begin after the last seed that the ledger contains
+    for either program. keys: the keys of the base and of the change. Raises UserError if the ledger
+    contains no verdict to confirm.
     """
     first = 1
     if config.confirm:
         same = [entry for entry in ledger if {*keys} & {*entry.get("keys", ())}]
         if not any("p_value" in entry and {*keys} <= {*entry["keys"]} for entry in same):
-            raise UserError("--confirm: no verdict on this change as it is; first run it without")
+            raise UserError("--confirm: this change has no verdict; first run without --confirm")
         first += max(entry.get("last_seed", 0) for entry in same)
     n_base = max(config.base_seeds, config.seeds)
     return range(first, first + n_base), range(first, first + config.seeds)

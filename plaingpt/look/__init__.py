@@ -1,1 +1,1 @@
-"""What a model does with a text: losses, attention, blocks; and the page that shows them."""
+"""Records what a model does with a text: losses, attention, blocks. Builds the page of look.py."""

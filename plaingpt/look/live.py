@@ -1,8 +1,8 @@
-"""Packs a small model for a page that computes it: weights, and losses of PyTorch to compare.
+"""Packs a small model for a page that runs it: the weights, and PyTorch's losses to compare with.
 
-gpt.js computes only GPT-2, so the names and shapes of the weights must be GPT-2's. The page also
-compares its losses with PyTorch's, because a changed model.py may compute something else with the
-same weights.
+gpt.js implements only GPT-2, so the weights must have the names and shapes of GPT-2's weights. The
+page also compares its losses with PyTorch's losses, because a changed model.py may compute
+something different from the same weights.
 """
 
 import inspect
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-MOST_PARAMETERS = 1_000_000  # 5 MB of a page
-LONGEST_CONTEXT = 1024  # a page compares this many losses when it opens, in about a second
-FACTORS = (1, 30)  # scale the hidden states; 30 makes the logits so large that a soft-cap shows
-# The line of model.py that computes a part of the model contains this text.
+MOST_PARAMETERS = 1_000_000  # these need 5 MB in a page
+LONGEST_CONTEXT = 1024  # when a page opens, it compares this many losses in about a second
+# The hidden states are multiplied by these factors. With 30, the logits are so large that a
+# soft-cap changes the losses.
+FACTORS = (1, 30)
+# {part of the model: words of the line of model.py that computes this part}
 LINES = {
     "wte": "t.wte(idx)",
     "wpe": "t.wpe(pos)",
@@ -38,26 +40,29 @@ LINES = {
 
 
 def find_reason(model, tokenizer, n_runs):
-    """Returns why a page cannot compute the model: the end of a sentence, or "" if it can.
+    """Returns why a page cannot run the model, as the end of a sentence, or "" if it can.
 
     model: the GPT of the last checkpoint. n_runs: how many runs the page shows.
     """
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
     if n_runs > 1:
-        return "it has two runs"
+        return "the page shows two runs"
     if n_parameters > MOST_PARAMETERS:
         return f"the model has {n_parameters:,} parameters, more than {MOST_PARAMETERS:,}"
     if tokenizer.source != "bytes":
-        return "its tokens are not bytes"
+        return "the tokens are not bytes"
     if c.block_size > LONGEST_CONTEXT:
-        return f"its context has {c.block_size:,} tokens, more than {LONGEST_CONTEXT:,}"
+        return f"the model's context has {c.block_size:,} tokens, more than {LONGEST_CONTEXT:,}"
     expected = gpt2_shapes(c)
     found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
             there = found.get(name, "missing")
-            return f"model.py was changed: {name} is {there}, in GPT-2 {expected.get(name, 'not')}"
+            return (
+                f"model.py was changed: {name} is {there}; "
+                f"in GPT-2, it is {expected.get(name, 'missing')}"
+            )
     return ""
 
 
@@ -84,14 +89,15 @@ def gpt2_shapes(c):
 
 
 def pack_model(model, ids):
-    """GPT -> dict for JSON: its weights, losses to compare, and lines of model.py.
+    """Returns a dict for JSON: the weights, losses to compare with, and lines of model.py.
 
-    model: on the CPU, in float32, in eval mode. ids: of the text.
+    model: a GPT on the CPU, in float32, in eval mode. ids: the ids of the page's text.
     """
     c = model.config
-    # named_parameters omits the second name of a tied head, so the page stores it once.
+    # named_parameters yields a tied weight once, so the page stores it once.
     weights = {name: pack_array(p.detach(), "<f4") for name, p in model.named_parameters()}
-    # The text of the page may be shorter than an attention window, so a long text is also checked.
+    # The page's text may be shorter than a sliding window of the attention, so the page also
+    # compares the losses of random ids that fill the context.
     other = np.random.default_rng(0).integers(c.vocab_size, size=c.block_size + 1).tolist()
     checks = []
     for text in (ids, other):
@@ -103,14 +109,14 @@ def pack_model(model, ids):
 
 @torch.no_grad()
 def losses_of(model, ids, factor):
-    """Returns the losses of the ids after the first one, (n). factor: of the hidden states."""
+    """Returns the losses of all ids but the first, (n). factor: multiplies the hidden states."""
     x = model.hidden(torch.tensor([ids[:-1]]))[0].float() * factor  # (n, C)
     targets = torch.tensor(ids[1:])  # (n)
     return F.cross_entropy(model.logits(x).float(), targets, reduction="none").numpy()
 
 
 def find_lines(GPT):
-    """Returns {part: [number, line of model.py]}. Omits parts that a changed model.py lacks."""
+    """Returns {part: [line number, line]} of model.py. Omits parts that this model.py lacks."""
     source = inspect.getsource(sys.modules[GPT.__module__]).splitlines()
     lines = {}
     for part, words in LINES.items():

@@ -1,18 +1,18 @@
-// Draws what models do with a text: what look.py has recorded, or what play.js computes.
-// The address contains the reader's choice after "#", so that a link shows it: token (a number),
-// snapshot (the position of the slider), head (run, call and head, such as 0.1.3).
+// Draws what models do with a text, as look.py has recorded it, or as play.js computes it.
+// The address contains the reader's choice after "#", so that a link shows the same view: token (a
+// number), snapshot (the position of the slider), head (run, call and head, such as 0.1.3).
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const GUESS = Math.log(data.vocabulary);  // the loss of a model that knows nothing
+const GUESS = Math.log(data.vocabulary);  // the loss of a uniform guess
 const WIDEST = 3;  // nats: larger differences between two losses have the same colour
 const LAST = data.snapshots.length - 1;
 // At first, the middle of the text is chosen, or the first token of a response.
 const FIRST = data.counted ? data.counted.indexOf(true) : Math.floor(data.tokens.length / 2);
 const state = { token: FIRST, snapshot: LAST, head: [0, 0, 0] };
 let shown;  // what the page draws: {tokens, counted, looks}, as in recorded()
-let play = null;  // of play.js, if the page computes the model
+let play = null;  // the Play of play.js, if the page runs the model
 const names = nameRuns();
-const texts = [];  // the elements with the text: each has a span for each token
+const texts = [];  // the elements with the text: each contains a span for each token
 const heads = [];  // the buttons of all heads on the page
 const arcs = [];  // for each run: {element, svg, list}, the text with its arcs, and their list
 
@@ -38,12 +38,12 @@ function unpack(text, Type) {
 const isCounted = (i) => i > 0 && (!shown.counted || shown.counted[i]);  // whether its loss counts
 const countedTokens = () => shown.tokens.map((_, i) => i).filter(isCounted);
 
-/** Returns what the page has of a snapshot, and of the text for which it was computed. */
+/** Returns the recorded numbers of a snapshot, with the tokens of the recorded text. */
 function recorded(snapshot) {
   return { tokens: data.tokens, counted: data.counted, looks: snapshot.looks.map(unpackLook) };
 }
 
-/** Unpacks what a model makes of a text. A LiveLook of play.js has the same parts. */
+/** Unpacks the recorded numbers of a model. liveLook in play.js returns the same fields. */
 function unpackLook(look) {
   const T = data.tokens.length - 1;  // the tokens that the model reads: all but the last one
   const blocks = look.blocks.map((block) => (block.fault ? block : {
@@ -81,13 +81,13 @@ function weightsOf(values, causal, T) {
   return (row, column) => (column > row ? 0 : values[row * (row + 1) / 2 + column] / 255);
 }
 
-/** Returns the mean of the losses that count. It is computed here, because JSON has no NaN. */
+/** Returns the mean of the losses that count. The page computes the mean, because JSON has no NaN. */
 function meanOf({ losses }) {
   const counted = countedTokens();
   return counted.reduce((sum, i) => sum + losses[i - 1], 0) / counted.length;
 }
 
-/** Returns [column, weight] of the token that a row looks at most. */
+/** Returns [column, weight] of the token that a row attends to most. */
 function mostSeen(weights, row, T) {
   let best = 0;
   for (let column = 1; column < T; column++) {
@@ -98,7 +98,7 @@ function mostSeen(weights, row, T) {
 
 // ---- elements ----------------------------------------------------------------------------------
 
-/** Makes an element. Texts are only texts: nothing in them is read as HTML. */
+/** Makes an element. Its text is inserted as plain text, never as HTML. */
 function make(tag, { text, className, ...rest } = {}, children = []) {
   const element = document.createElement(tag);
   if (text !== undefined) element.textContent = text;
@@ -110,7 +110,7 @@ function make(tag, { text, className, ...rest } = {}, children = []) {
 
 const byId = (id) => document.getElementById(id);
 
-/** Makes control characters visible, also those that change the direction of a text. */
+/** Makes control characters visible, even those that change the direction of a text. */
 function visible(text) {
   return text.replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]/g, (letter) =>
     `<${letter.charCodeAt(0).toString(16).toUpperCase().padStart(2, "0")}>`);
@@ -118,7 +118,7 @@ function visible(text) {
 
 const onOneLine = (text) => visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥");
 
-/** A token in a table: spaces are visible, too. */
+/** Makes a token for a table. Its spaces are visible. */
 function tokenOf(text) {
   return make("span", { className: "token", text: onOneLine(text).replace(/ /g, "␣") });
 }
@@ -147,7 +147,8 @@ function makeTable(titles, rows) {
 /** Makes a text in which a token can be chosen. */
 function makeText(label) {
   const element = make("div", { className: "text", role: "listbox", tabindex: "0", "aria-label": label });
-  // Until a text is used, the card stays below it, and does not cover it on a small screen.
+  // The card becomes sticky only after the reader uses a text. Before, on a small screen, a sticky
+  // card would cover the text.
   for (const use of ["pointerenter", "focus"]) {
     element.addEventListener(use, () => byId("card").classList.add("sticky"));
   }
@@ -174,7 +175,7 @@ function fillTexts() {
       if (shown.counted && shown.counted[i]) span.classList.add("counted");
       span.addEventListener("pointerenter", () => drawCard(i));
       span.addEventListener("click", () => choose({ token: i }));
-      // The line ends after the span, because the frame of a chosen token is on one line only.
+      // Line breaks follow the span, because the frame of a chosen token must be on a single line.
       return [span, "\n".repeat(text.split("\n").length - 1)];
     });
     element.replaceChildren(...parts);
@@ -194,7 +195,7 @@ function colour(element, weightOf) {
 
 // ---- the parts of the page ---------------------------------------------------------------------
 
-/** Two runs stand side by side, each below its name. makeOne(look, number of the run). */
+/** Makes an element for each run with makeOne(look, index of the run). Two runs get their names. */
 function sides(makeOne) {
   return shown.looks.map((look, run) => {
     const title = data.runs.length > 1 ? [make("h3", { text: names[run] })] : [];
@@ -244,7 +245,7 @@ function drawCard(i) {
     title.append(" belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)));
   }
   if (i === 0) {
-    byId("card").replaceChildren(title, "It stands before the text, and is not predicted.");
+    byId("card").replaceChildren(title, "This token precedes the text, and is not predicted.");
     return;
   }
   const parts = sides((look) => {
@@ -261,10 +262,10 @@ function drawBlocks() {
     element.replaceChildren(`token ${state.token} `, tokenOf(nameOf(state.token)));
   }
   if (state.token === 0) {
-    byId("blocks").replaceChildren("Nothing stands before it, so it is not predicted.");
+    byId("blocks").replaceChildren("No token precedes this token, so it is not predicted.");
     return;
   }
-  const titles = ["after", "likeliest", "right", "loss", "mean loss", "length of x"];
+  const titles = ["after", "likeliest", "right", "loss", "mean loss", "norm of x"];
   byId("blocks").replaceChildren(...sides((look) => {
     const rows = look.blocks.map((block) => rowOfBlock(block));
     return make("div", { className: "wide" }, [makeTable(titles, rows)]);
@@ -286,7 +287,7 @@ function drawAttention() {
   byId("attention").replaceChildren(...sides((look, run) => {
     const part = make("div");
     if (!look.calls) {
-      part.append("To keep the page small, it has the attention of the last checkpoint only.");
+      part.append("To keep the page small, it contains attention weights only for the last checkpoint.");
       return part;
     }
     look.calls.forEach((call, c) => {
@@ -314,7 +315,7 @@ function makeHead({ T }, call, place) {
   return button;
 }
 
-/** Writes below each head the token that the chosen one looks at most, and marks the chosen head. */
+/** Shows, below each head, the token that the chosen token attends to most. Marks the chosen head. */
 function markHeads() {
   for (const { button, seen, weights, place, T } of heads) {
     button.setAttribute("aria-pressed", String(`${place}` === `${state.head}`));
@@ -326,7 +327,7 @@ function markHeads() {
   }
 }
 
-/** Draws the weights of a head. A pixel of a smaller picture is the largest weight in its square. */
+/** Draws the weights of a head. If T > largest, a pixel shows the largest weight in its square. */
 function drawMatrix(weights, T, largest, chosen) {
   const size = Math.min(T, largest);
   const canvas = make("canvas", { width: size, height: size, "aria-hidden": "true" });
@@ -344,7 +345,7 @@ function drawMatrix(weights, T, largest, chosen) {
   return canvas;
 }
 
-/** Returns a colour of the slider as [red, green, blue]. page.css gives it those of the page. */
+/** Returns a colour as [red, green, blue]. page.css sets the colours of the page on the slider. */
 function rgbOf(name) {
   return getComputedStyle(byId("slider")).getPropertyValue(name).match(/\d+/g).slice(0, 3).map(Number);
 }
@@ -361,11 +362,11 @@ function drawHead() {
   const name = `${data.runs.length > 1 ? `${names[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
   const isLast = state.token >= T;
   const largest = isLast ? [] : describeRow(weights, T);
-  const from = `From token ${state.token}, where token ${state.token + 1} is predicted, `;
+  const from = `At token ${state.token}, where the model predicts token ${state.token + 1}, `;
   headText.title.textContent = name;
   headText.line.replaceChildren(...(isLast
-    ? ["The last token is only predicted. The model does not read it, so it looks nowhere."]
-    : [from, ...(largest.length ? ["the weights are: ", ...largest] : ["this head looks at no token."])]));
+    ? ["The last token is only a target. The model does not read it, so it attends to no token."]
+    : [from, ...(largest.length ? ["the largest weights are: ", ...largest] : ["this head attends to no token."])]));
   // The square root also shows small weights.
   colour(headText.text, (i) => (isLast || i >= T ? 0 : Math.sqrt(weights(state.token, i))));
   headText.picture.replaceChildren(drawMatrix(weights, T, 512, state.token));
@@ -412,18 +413,18 @@ function contextOf(i) {
 function drawChecks() {
   const errors = shown.looks.filter((look) => look.error !== null).map((look) => look.error.toExponential(1));
   const checked = errors.length
-    ? "Attention is what F.scaled_dot_product_attention was given: for each head that is shown, "
-      + `softmax(qkᵀ)·v was compared with its result. The largest difference is ${errors.join(" and ")}, `
-      + "relative. Weights of attention are stored in 8 bits."
+    ? "The attention weights are computed from the arguments of F.scaled_dot_product_attention: for each "
+      + "head, softmax(qkᵀ)·v was compared with the result of the call. The largest relative difference "
+      + `is ${errors.join(" and ")}. Attention weights are stored in 8 bits.`
     : "";
-  byId("checks").textContent = `Losses are in nats, and probabilities are those of the model. ${checked}`;
+  byId("checks").textContent = `Losses are in nats. Probabilities are for a temperature of 1. ${checked}`;
 }
 
 // ---- arcs --------------------------------------------------------------------------------------
 
 const MOST_HEADS = 8;  // heads whose arcs are drawn; page.css contains as many colours
-const MOST_ARCS = 3;  // of a head
-const LEAST_WEIGHT = 0.1;  // of all arcs but the first one of a head
+const MOST_ARCS = 3;  // arcs of a head
+const LEAST_WEIGHT = 0.1;  // smallest weight of an arc, except for the first arc of a head
 
 /** Makes an element of a picture. */
 function makeSvg(tag, attributes) {
@@ -442,7 +443,7 @@ function makeTextWithArcs(label) {
   return make("div", { className: "arcs" }, [element, svg]);
 }
 
-/** Returns where each head looks from the chosen token, the surest head first.
+/** Returns which tokens each head attends to from the chosen token. The largest weight comes first.
  *
  * A head is {place, name, colour, arcs: [[column, weight], ...]}. */
 function findArcs({ calls, T }, run) {
@@ -459,11 +460,11 @@ function findArcs({ calls, T }, run) {
       });
     }
   }
-  const seeing = found.filter((head) => head.arcs.length > 0);  // a head that is off sees nothing
+  const seeing = found.filter((head) => head.arcs.length > 0);  // a head that is off has no arcs
   return seeing.sort((a, b) => b.arcs[0][1] - a.arcs[0][1]).slice(0, MOST_HEADS);
 }
 
-/** Draws arcs from the chosen token to the tokens that it looks at, and lists them. */
+/** Draws arcs from the chosen token to the tokens that it attends to, and lists these tokens. */
 function drawArcs() {
   for (const [run, { element, svg, list }] of arcs.entries()) {
     const look = shown.looks[run];
@@ -472,17 +473,17 @@ function drawArcs() {
     const middles = middlesOf(spansOf(element), svg);
     const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i, middles)));
     svg.replaceChildren(...paths.flat());
-    const title = isRead && !found.length ? ["No head looks at a token."] : isRead
-      ? [`To predict what follows token ${state.token} `, tokenOf(nameOf(state.token)),
-        ", the heads look at these tokens, with these weights:"]
-      : ["The model does not read the last token, so it looks nowhere."];
+    const title = isRead && !found.length ? ["No head attends to any token."] : isRead
+      ? [`To predict the token after token ${state.token} `, tokenOf(nameOf(state.token)),
+        ", the heads attend to these tokens, with these weights:"]
+      : ["The model does not read the last token, so it attends to no token."];
     const buttons = found.map((head, i) => makeArcButton(head, paths[i]));
     list.hidden = !look.calls;
     list.replaceChildren(make("p", {}, title), ...buttons);
   }
 }
 
-/** Returns where the middle of the upper edge of each token is in a picture: (x, y). */
+/** Returns the middle of the upper edge of each token, (x, y), in the coordinates of svg. */
 function middlesOf(spans, svg) {
   const box = svg.getBoundingClientRect();
   return spans.map((span) => {
@@ -491,11 +492,11 @@ function middlesOf(spans, svg) {
   });
 }
 
-/** Makes an arc. i: the number of its head in the list. */
+/** Makes an arc. i: the index of its head in the list. */
 function makeArc([column, weight], colour, i, middles) {
   const [[x1, y1], [x2, y2]] = [middles[state.token], middles[column]];
   const height = Math.min(34, 10 + Math.abs(x1 - x2) / 6) + 5 * i;
-  const turn = column === state.token ? 12 : 0;  // a token that looks at itself has a loop
+  const turn = column === state.token ? 12 : 0;  // a loop if a token attends to itself
   const d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - height}, ${x2 - turn} ${y2 - height}, ${x2} ${y2}`;
   return makeSvg("path", { d, class: `arc${colour}`, "stroke-width": 1 + 3 * weight });
 }
@@ -540,7 +541,7 @@ function drawAll() {
   if (play) drawPlay();
 }
 
-/** Chooses a token, a snapshot or a head. The address follows. */
+/** Chooses a token, a snapshot or a head, and writes the choice into the address. */
 function choose(change) {
   Object.assign(state, change);
   const address = new URLSearchParams({ token: state.token, snapshot: state.snapshot, head: state.head.join(".") });
@@ -549,7 +550,7 @@ function choose(change) {
   else drawToken();
 }
 
-/** Reads what is chosen from the address. Ignores what the page does not have. */
+/** Reads the choice from the address. Ignores values that do not exist in this page. */
 function readAddress() {
   const address = new URLSearchParams(location.hash.slice(1));
   const token = Number(address.get("token") ?? NaN);
@@ -569,7 +570,8 @@ byId("differences").append(differenceText);
 const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };
 const caption = make("p", {
   className: "quiet",
-  text: "A row looks, a column is seen. The diagonal is the token itself, and left of it the one before.",
+  text: "Each row is a token that attends, and each column a token that it attends to. On the diagonal, a token "
+    + "attends to itself; to the left of the diagonal, it attends to the previous token.",
 });
 byId("head").append(headText.title, headText.line, headText.text, headText.picture, caption);
 byId("compare").hidden = data.runs.length < 2;
@@ -577,7 +579,7 @@ byId("outlined").hidden = !data.counted;
 byId("slider").max = LAST;
 byId("snapshots").hidden = data.snapshots.length < 2;
 byId("slider").addEventListener("input", (event) => choose({ snapshot: Number(event.target.value) }));
-byId("guess").textContent = `${GUESS.toFixed(2)}: a guess among ${data.vocabulary} tokens`;
+byId("guess").textContent = `${GUESS.toFixed(2)}: a uniform guess among ${data.vocabulary} tokens`;
 byId("first").textContent = `${names[1]} is better by ${WIDEST} nats`;
 byId("second").textContent = `${names[0]} is better by ${WIDEST} nats`;
 addEventListener("hashchange", () => { readAddress(); drawAll(); });

@@ -1,8 +1,9 @@
 """Writes records of a text into one HTML file, which needs neither a network nor other files.
 
-page.html contains the parts of the page, page.css their style, and page.js draws the numbers. With
-the weights of a small model, gpt.js computes the numbers of a text that the reader types. The page
-stores arrays as base64: losses and weights in float32, attention in 8 bits, enough for the eye.
+page.html contains the elements of the page, and page.css their style. page.js draws the recorded
+numbers. If the page contains the weights of a small model, gpt.js runs the model on a text that the
+reader types. The page stores arrays as base64: losses and weights in float32, and attention weights
+in 8 bits, which is enough for a picture.
 """
 
 import base64
@@ -16,16 +17,17 @@ from plaingpt.look.record import AttentionCall, BlockOutput, Record
 
 import numpy as np
 
-# A page contains at most this many bytes of attention, or the attention of the last snapshot only.
+# If the attention weights of all snapshots need more bytes, the page stores those of the last one.
 LIMIT = 2**24
 SCRIPTS = ("gpt.js", "live.js", "page.js", "play.js")  # in the order in which they run
 
 
 def split_text(ids, tokenizer):
-    """Splits a text into the texts of its tokens -> list of texts, one for each id.
+    """Returns the tokens of a text as strings, one string per id.
 
-    A character whose bytes are in several tokens belongs to the first of these. The text of a token
-    that only continues a character is empty. The text of a special id is its name.
+    If the bytes of a character are split over several tokens, the character is in the string of the
+    first of these tokens. A token that only continues a character has an empty string. The string
+    of a special id is its name.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
@@ -47,12 +49,12 @@ def split_text(ids, tokenizer):
 
 
 def name_token(i, tokenizer):
-    """Returns the text of a single id. A byte that belongs to no character looks like <E4>."""
+    """Returns the string of a single id. Bytes that are no complete character look like <E4>."""
     data = bytes_of(i, tokenizer)
     name = name_of_special(i, tokenizer)
     if name is not None:
         return name
-    if not data:  # beyond the vocabulary; only the model has a row for this id
+    if not data:  # the id is in the model's embedding, but not in the tokenizer's vocabulary
         return f"<{i}>"
     try:
         return data.decode()
@@ -76,16 +78,16 @@ def bytes_of(i, tokenizer):
 
 @dataclass
 class Look:
-    """A record of one model, and what else the page shows of this model."""
+    """Everything that the page shows about one model."""
 
     record: Record
-    facts: str  # which model it is, in words
-    sample: str
+    facts: str  # a description of the model
+    sample: str  # the text that the model generates
 
 
 @dataclass
 class Snapshot:
-    """What the page shows at one position of its slider: one Look for each run."""
+    """What the page shows at one position of the slider: one Look for each run."""
 
     name: str  # such as "step 300"
     looks: list[Look]
@@ -96,11 +98,11 @@ class Text:
     """The text of a page."""
 
     ids: list[int]
-    counted: list[bool] | None  # for pairs: whether an id belongs to a response
+    counted: list[bool] | None  # for pairs: whether each id belongs to a response
     note: str = ""  # a sentence about what the page omits
 
     def mean_of(self, losses):
-        """Returns the mean of the losses, (n); for pairs, the mean over the responses."""
+        """Returns the mean of losses (n); for pairs, the mean over the tokens of the responses."""
         if self.counted is not None:
             losses = losses[np.array(self.counted[1:])]
         return float(losses.mean(dtype=np.float64))
@@ -109,8 +111,9 @@ class Text:
 def build_page(text, snapshots, runs, tokenizer, live):
     """Returns the HTML file, as bytes.
 
-    text: a Text. snapshots: list of Snapshots. runs: names of the runs, one or two. tokenizer: of
-    the ids. live: what pack_model returns, or {"why": the reason that the page contains no model}.
+    text: a Text. snapshots: list of Snapshots. runs: the names of the one or two runs. tokenizer:
+    the tokenizer of the ids. live: the result of pack_model, or {"why": the reason why the page
+    contains no model}.
     """
     n_bytes = sum(size_of_calls(look.record) for snapshot in snapshots for look in snapshot.looks)
     packed = []
@@ -137,8 +140,8 @@ def fill_template(title, data):
     script = "\n".join(map(read_part, SCRIPTS))
     page = read_part("page.html").replace("{{title}}", html.escape(title))
     page = page.replace("{{style}}", read_part("page.css")).replace("{{script}}", script)
-    # Without "<", no text can end the element <script>. JSON reads the escape as "<". The data are
-    # inserted last, because a text may contain any of these marks.
+    # Escaping each "<" prevents a text from ending the element <script>. JSON decodes the escape.
+    # The data are inserted last, because a text may contain "{{title}}" or another placeholder.
     written = json.dumps(data, allow_nan=False).replace("<", r"\u003c")
     return page.replace("{{data}}", written).encode("utf-8", "backslashreplace")
 
@@ -148,7 +151,7 @@ def read_part(name):
 
 
 def find_ids(text, snapshots):
-    """Returns all ids that a page names: the ids of the text, and the ids that models predict."""
+    """Returns all ids whose strings a page shows: the ids of the text, and the predicted ids."""
     ids = set(text.ids)
     for snapshot in snapshots:
         for look in snapshot.looks:
@@ -160,7 +163,7 @@ def find_ids(text, snapshots):
 
 
 def size_of_calls(record):
-    """Returns how many bytes the attention of a record needs in a page, before base64."""
+    """Returns how many bytes the attention weights of a Record need in a page, before base64."""
     size = 0
     for call in record.calls:
         if call.weights is not None:
@@ -170,7 +173,7 @@ def size_of_calls(record):
 
 
 def pack_look(look, with_attention):
-    """Look -> dict for JSON. with_attention: whether the dict contains the attention."""
+    """Look -> dict for JSON. with_attention: whether the dict contains the attention weights."""
     record = look.record
     errors = [call.error for call in record.calls if call.weights is not None]
     return dict(
@@ -203,7 +206,7 @@ def pack_block(block: BlockOutput):
 
 
 def pack_call(call: AttentionCall):
-    """AttentionCall -> dict for JSON. Stores a weight as an integer from 0 to 255."""
+    """AttentionCall -> dict for JSON. Each attention weight is stored as an integer, 0 to 255."""
     if call.fault:
         return dict(block=call.block + 1, fault=call.fault)
     weights = (call.weights.cpu().numpy() * 255).round().astype(np.uint8)  # (nh, T, T)
@@ -216,5 +219,5 @@ def pack_call(call: AttentionCall):
 
 
 def pack_array(values, dtype):
-    """Numbers -> their base64 text, in this dtype, row by row."""
+    """Converts an array to this dtype, and returns its bytes, row by row, as a base64 string."""
     return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()

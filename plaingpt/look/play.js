@@ -1,11 +1,11 @@
-// What a reader does with a live page: types, lets the model write, switches parts off, and solves
-// riddles. live.js computes, and page.js draws what depends on the text.
+// The controls of a live page: the reader types, lets the model write, switches parts off, and solves
+// riddles. live.js runs the model, and page.js draws the numbers of the text.
 
 const BARS = 8;  // next tokens on the page
 
 // ---- the text ----------------------------------------------------------------------------------
 
-/** The text of the reader, and what the model makes of it, as a whole and with parts switched off. */
+/** The reader's text, and the results of the whole model and of the model with parts switched off. */
 class Play {
   constructor(gpt, ids) {
     Object.assign(this, { gpt, ids, start: 0, off: new Set() });
@@ -14,7 +14,7 @@ class Play {
     this.read();
   }
 
-  /** The ids that the model reads: if the text is longer than the context, the last ones. */
+  /** The ids that the model reads: the last ids, if the text is longer than the context. */
   window() {
     return this.ids.slice(this.start);
   }
@@ -24,7 +24,7 @@ class Play {
     this.part.read(this.window());
   }
 
-  /** Takes another text, as ids with the end of text first. */
+  /** Sets a new text. The first id is the end-of-text token. */
   set(ids) {
     const { block_size } = this.gpt.config;
     // The last id is only predicted, so one more than block_size fits.
@@ -33,14 +33,14 @@ class Play {
     this.read();
   }
 
-  /** Appends an id, as generate.py: the context has the last block_size ids. */
+  /** Appends an id, as generate.py does: the context contains the last block_size ids. */
   append(id) {
     this.ids = [...this.ids, id];
     this.start = Math.max(0, this.ids.length - this.gpt.config.block_size);
     this.read();
   }
 
-  /** The logits of the next id, (vocab_size). If the context is full, as without its first id. */
+  /** The logits of the next id, (vocab_size). If the context is full, its first id is omitted. */
   next() {
     if (this.part.next()) return this.part.next();
     const later = new Reading(this.gpt, this.off);
@@ -54,7 +54,7 @@ class Play {
     this.read();
   }
 
-  /** What page.js draws. The numbers of pairs count only as long as their text is unchanged. */
+  /** What page.js draws. `counted`, the responses of pairs, is valid only for the unchanged text. */
   shown() {
     const isFirst = String(this.ids) === String(data.ids);
     return {
@@ -65,7 +65,7 @@ class Play {
   }
 }
 
-/** What a model makes of a text now, as unpackLook in page.js. whole: with all parts on. */
+/** Returns the numbers of a Reading, in the form of unpackLook in page.js. whole: all parts on. */
 function liveLook(reading, whole) {
   const { off, streams, caches, ids } = reading;
   const T = streams[0].length;
@@ -109,9 +109,9 @@ function predict(logits, id, k) {
 const typed = byId("typed");
 let timer = null;  // while the model writes
 
-const textOf = (ids) => decode(ids.slice(1));  // without the end of text at the start
+const textOf = (ids) => decode(ids.slice(1));  // omits the end-of-text token at the start
 
-/** Reads what is typed. The token before the cursor is chosen. */
+/** Reads the typed text, and chooses the token before the cursor. */
 function type() {
   play.set([data.ids[0], ...encode(typed.value)]);
   state.token = tokenAtCursor();
@@ -123,7 +123,7 @@ function tokenAtCursor() {
   return Math.max(0, Math.min(n, play.ids.length - 1) - play.start);
 }
 
-/** Appends a token, which is chosen. */
+/** Appends a token, and chooses it. */
 function appendToken(id) {
   play.append(id);
   typed.value = textOf(play.ids);
@@ -139,7 +139,7 @@ function nextProbabilities(logits) {
 
 function writeToken() {
   appendToken(draw(nextProbabilities(play.next())));
-  timer = setTimeout(writeToken, 30);  // ms: a person can follow
+  timer = setTimeout(writeToken, 30);  // ms, so that a person can follow
 }
 
 function stopWriting() {
@@ -153,7 +153,7 @@ function startWriting() {
   writeToken();
 }
 
-/** Draws the likeliest next tokens as bars. The buttons stay, so that the focus stays. */
+/** Draws the likeliest next tokens as bars. Reuses the buttons, so that they keep the focus. */
 function drawNext() {
   const logits = play.next();
   byId("degree").textContent = Number(byId("temperature").value).toFixed(2);
@@ -171,7 +171,7 @@ function drawNext() {
 
 // ---- switches ----------------------------------------------------------------------------------
 
-/** Returns the rows of the path of a text through the model: lists of [part, label, switch]. */
+/** Returns the rows of the picture of the model: lists of [part, label, name of its switch]. */
 function pathRows({ n_layer, n_head }) {
   const rows = [[["wte", "tokens"], ["wpe", "positions", "wpe"]]];
   for (let i = 0; i < n_layer; i++) {
@@ -219,7 +219,7 @@ function drawPart() {
   byId("part").replaceChildren(make("b", { text: label }), `: ${before} → ${after}`, make("br"), ...code);
 }
 
-/** Makes the path: a button for each part that can be switched off, and a word for the others. */
+/** Makes the picture of the model: a button for each part with a switch, a word for other parts. */
 function makePath() {
   for (const row of pathRows(data.live.config)) {
     const parts = row.map(([part, label, name]) => {
@@ -247,7 +247,7 @@ function toggle(name) {
   drawAll();
 }
 
-/** The name of a part for a reader: "h.0.attn.1" is "block 1, head 2". */
+/** Returns the name of a part for the reader: "h.0.attn.1" is "block 1, head 2". */
 function nameOfPart(name) {
   if (name === "wpe") return "positions";
   const [, block, part, head] = name.split(".");
@@ -283,7 +283,7 @@ function drawCost() {
 const HIGH_LOSS = 6;  // nats
 const SURE = 0.9;
 
-/** Returns the names of all heads, and those of all MLPs. */
+/** Returns the names of all heads. */
 function namesOfHeads() {
   const { n_layer, n_head } = data.live.config;
   return Array.from({ length: n_layer * n_head }, (_, i) => `h.${Math.floor(i / n_head)}.attn.${i % n_head}`);
@@ -291,7 +291,7 @@ function namesOfHeads() {
 const namesOfBlocks = () => play.gpt.h.map((_, i) => `h.${i}`);
 const namesOfMLPs = () => play.gpt.h.map((_, i) => `h.${i}.mlp`);
 
-/** Returns the mean weight that a head gives to the token before. */
+/** Returns the mean weight that a head gives to the previous token. */
 function weightBefore(name) {
   const [, block, , head] = name.split(".");
   const rows = play.whole.caches[block].weights[head].slice(1);
@@ -306,7 +306,7 @@ function riseWithout(name, from, to) {
   return without.reduce((sum, loss, i) => sum + loss - whole[i], 0) / whole.length;
 }
 
-/** Returns the word that a riddle asks for, as [first, last token]: who speaks, or the longest. */
+/** Returns the word of a riddle as [first, last token]: the first speaker, or the longest word. */
 function findWord() {
   const text = shown.tokens.slice(1).map((token) => token || "\0").join("");
   const words = Array.from(text.matchAll(/[\p{L}\0]+/gu)).filter((found) => found[0].length > 1);
@@ -315,13 +315,13 @@ function findWord() {
   return found && [found.index + 1, found.index + found[0].length];
 }
 
-/** Returns the word of findWord as a text. */
+/** Returns the word of findWord as a string. */
 function word() {
   const [first, last] = findWord() ?? [1, 0];
   return shown.tokens.slice(first, last + 1).join("");
 }
 
-/** Returns [whether the answer has the largest number of all, its number]. */
+/** Returns [whether the answer has the largest measure of all names, the answer's measure]. */
 function judge(answer, names, measure) {
   const own = measure(answer);
   return [names.every((name) => measure(name) <= own), own];
@@ -329,55 +329,55 @@ function judge(answer, names, measure) {
 
 function checkHead(answer) {
   const [isRight, weight] = judge(answer, namesOfHeads(), weightBefore);
-  const sentence = `On average, it gives the token before it a weight of ${weight.toFixed(2)}.`;
-  return [isRight, isRight ? sentence : `${sentence} Another head gives more: follow the arcs.`];
+  const sentence = `On average, this head gives the previous token a weight of ${weight.toFixed(2)}.`;
+  return [isRight, isRight ? sentence : `${sentence} Another head gives a larger weight: follow the arcs.`];
 }
 
 function checkLetter() {
   const [first, now] = [data.ids, play.ids];
   const changed = first.map((_, i) => i).filter((i) => first[i] !== now[i]);
   if (first.length !== now.length || changed.length !== 1) {
-    return [false, "The text must be the first text with one letter replaced."];
+    return [false, "The text must be the first text, with exactly one letter replaced."];
   }
   const losses = play.whole.losses();
   const others = Array.from(losses.keys()).filter((t) => t + 1 !== changed[0]);
   const t = others.reduce((a, b) => (losses[b] > losses[a] ? b : a));
-  const found = `token ${t + 1} has the largest loss of the others, ${losses[t].toFixed(2)}`;
-  if (losses[t] <= HIGH_LOSS) return [false, `Not yet: ${found}. Where is the model sure what follows?`];
-  return [true, `${found}: the model was sure of something else, and that is worse than a guess.`];
+  const found = `token ${t + 1} has the largest loss of the other tokens, ${losses[t].toFixed(2)}`;
+  if (losses[t] <= HIGH_LOSS) return [false, `Not yet: ${found}. Where is the model sure of the next token?`];
+  return [true, `${found}: the model was sure of a different token, which costs more than a uniform guess.`];
 }
 
 function checkBlock(answer) {
   const [first, last] = findWord() ?? [];
   if (!first) return [false, "Type a word of several letters first."];
   const [isRight, rise] = judge(answer, namesOfBlocks(), (name) => riseWithout(name, first + 1, last));
-  const sentence = `Without it, the mean loss of the letters after the first changes by ${signed(rise)}.`;
-  return [isRight, isRight ? sentence : `${sentence} Without another block, it rises more.`];
+  const sentence = `Without this block, the mean loss of the letters after the first letter changes by ${signed(rise)}.`;
+  return [isRight, isRight ? sentence : `${sentence} Without a different block, the mean loss rises more.`];
 }
 
 function checkTemperature() {
   const temperature = Number(byId("temperature").value);
   const logits = play.next();
   const [own, now] = [1, temperature].map((degree) => Math.max(...probabilities(logits, degree, 0)));
-  if (own >= SURE) return [false, "The model is already sure here. Type on, until it is not."];
-  if (temperature === 0) return [false, "0 is no temperature: it always takes the likeliest token."];
-  if (now < SURE) return [false, `At ${temperature}, the likeliest token has ${percent(now)}.`];
-  return [true, `At 1 it has ${percent(own)}, at ${temperature} ${percent(now)}: the logits are divided by ${temperature}, `
-    + "so their differences grow."];
+  if (own >= SURE) return [false, "The model is already sure here. Type more, until the model is not sure."];
+  if (temperature === 0) return [false, "A temperature of 0 does not count: it always selects the likeliest token."];
+  if (now < SURE) return [false, `At temperature ${temperature}, the likeliest token has a probability of ${percent(now)}.`];
+  return [true, `Its probability is ${percent(own)} at temperature 1, and ${percent(now)} at temperature ${temperature}: `
+    + `division by ${temperature} increases the differences of the logits.`];
 }
 
 function checkCheapest(answer) {
   const names = [...namesOfHeads(), ...namesOfMLPs()];
   const rise = (name) => riseWithout(name, 1, Infinity);
   const [isRight, least] = judge(answer, names, (name) => -rise(name));
-  const sentence = `Without it, the mean loss changes by ${signed(-least)}.`;
-  return [isRight, isRight ? sentence : `${sentence} Another part costs less.`];
+  const sentence = `Without this part, the mean loss changes by ${signed(-least)}.`;
+  return [isRight, isRight ? sentence : `${sentence} Without a different part, the mean loss rises less.`];
 }
 
 /** The riddles: question(); choices(), names of parts; check(answer): [is right, a sentence]. */
 const RIDDLES = [
   {
-    question: () => "Which head looks at the token just before?",
+    question: () => "Which head attends most to the previous token?",
     choices: namesOfHeads,
     check: checkHead,
   },
@@ -387,18 +387,18 @@ const RIDDLES = [
   },
   {
     question: () => (findWord()
-      ? `Which block does the model need most to predict how “${word()}” goes on? Switch off one block `
-        + "at a time, and watch the losses of the letters after the first."
-      : "Which block does the model need most to predict how a word goes on? Type a word of several letters first."),
+      ? `Which block does the model need most to predict the letters of “${word()}” after the first letter? `
+        + "Switch off one block at a time, and watch the losses of these letters."
+      : "Which block does the model need most to predict the letters of a word? Type a word of several letters first."),
     choices: namesOfBlocks,
     check: checkBlock,
   },
   {
-    question: () => `With the temperature alone, give the likeliest next token at least ${100 * SURE} %.`,
+    question: () => `Change only the temperature, so that the likeliest next token has a probability of at least ${100 * SURE} %.`,
     check: checkTemperature,
   },
   {
-    question: () => "Which head or MLP can be switched off with the smallest rise of the mean loss?",
+    question: () => "Which head or MLP can be switched off with the smallest increase of the mean loss?",
     choices: () => [...namesOfHeads(), ...namesOfMLPs()],
     check: checkCheapest,
   },
@@ -425,7 +425,7 @@ function makeRiddle({ choices, check }) {
 
 let asked = null;  // the text that the questions are about
 
-/** Draws the questions. If the text has changed, the answers to the old ones go. */
+/** Draws the questions. If the text has changed, removes the answers to the old questions. */
 function drawQuestions() {
   const text = String(play.ids);
   const riddles = Array.from(byId("riddles").children);
@@ -436,13 +436,13 @@ function drawQuestions() {
 
 // ---- the start ---------------------------------------------------------------------------------
 
-/** Draws what only a live page has. page.js calls it after the rest. */
+/** Draws what only a live page contains. page.js calls this function after it has drawn the rest. */
 function drawPlay() {
   const isLive = state.snapshot === LAST;
   for (const element of document.querySelectorAll(".play")) element.hidden = !isLive;
   byId("live").textContent = isLive
     ? `Live: this page computes the model. Its losses differ from PyTorch's by at most ${play.difference}.`
-    : `These numbers were stored by look.py. The page computes ${data.snapshots[LAST].name} only.`;
+    : `look.py has stored these numbers. The page can run only the model of ${data.snapshots[LAST].name}.`;
   byId("stored").hidden = isLive;
   if (!isLive) {
     stopWriting();
@@ -465,7 +465,7 @@ function unpackModel({ config, weights, checks, why }) {
   });
   const { difference, worst } = compare(gpt, unpacked);
   if (!(worst <= TOLERANCE)) {  // also true for NaN
-    return `its losses differ from PyTorch's by up to ${worst.toPrecision(2)}, relative: model.py was changed`;
+    return `its losses have a relative difference of up to ${worst.toPrecision(2)} from PyTorch's losses: model.py was changed`;
   }
   const made = new Play(gpt, data.ids);
   made.difference = difference.toExponential(0);
@@ -480,7 +480,7 @@ function startPlay() {
   }
   play = made;
   typed.value = textOf(play.ids);
-  byId("stored").textContent = "Only the last checkpoint is live. This is the first text; yours comes back "
+  byId("stored").textContent = "Only the last checkpoint is live. This is the first text. The page shows your text again "
     + `at ${data.snapshots[LAST].name}.`;
   const { block_size } = play.gpt.config;
   byId("context").textContent = `The context has ${block_size} tokens. Of a longer text, the model reads the last ${block_size}.`;

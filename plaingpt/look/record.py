@@ -1,8 +1,8 @@
-"""Runs a model on a text once, and records its predictions, its attention, what each block adds.
+"""Runs a model on a text, and records the predictions, the attention weights and the blocks.
 
-The attention comes from the arguments and results of F.scaled_dot_product_attention. A changed
-model, with rotary positions or another mask, calls the same function, so the record contains the
-attention that this model really computes.
+The attention weights are computed from the arguments of F.scaled_dot_product_attention. A changed
+model, for example with rotary positions or a different mask, calls the same function, so the record
+contains the weights that the model really uses.
 """
 
 import contextlib
@@ -19,27 +19,27 @@ from torch.overrides import TorchFunctionMode
 
 # The positional arguments of F.scaled_dot_product_attention, in their order.
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # what the weights depend on
-TOLERANCE = 1e-3  # relative; a GPU that multiplies in TF32 causes a smaller difference
-N_LIKELIEST = 5  # tokens of the model's prediction
-N_LIKELIEST_OF_BLOCK = 3
+OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # arguments that change the weights
+TOLERANCE = 1e-3  # relative; the rounding errors of TF32 on a GPU are smaller
+N_LIKELIEST = 5  # how many of the likeliest tokens to record for the model's prediction
+N_LIKELIEST_OF_BLOCK = 3  # the same for the prediction after each block
 
 
 @dataclass
 class AttentionCall:
     """One call of F.scaled_dot_product_attention, for one text."""
 
-    block: int  # in which block it was, from 0
-    weights: torch.Tensor | None = None  # (nh, T, T): a row contains the weights of all keys
-    error: float = 0.0  # largest difference between weights @ v and the result; relative
-    fault: str = ""  # why there are no weights to show: the end of a sentence
+    block: int  # index of the block that made the call
+    weights: torch.Tensor | None = None  # (nh, T, T): each row contains the weights of one query
+    error: float = 0.0  # largest relative difference between weights @ v and the result
+    fault: str = ""  # why the page cannot show the weights: the end of a sentence
 
 
 class AttentionWatch(TorchFunctionMode):
-    """A context that keeps an AttentionCall for each call of F.scaled_dot_product_attention.
+    """Context manager that records each call of F.scaled_dot_product_attention inside a block.
 
-    A TorchFunctionMode sees the calls of all functions of PyTorch in its context. `block` is the
-    number of the running block, or None; `watching` sets it.
+    A TorchFunctionMode sees all calls of PyTorch functions in its context. `block` is the index of
+    the block that is running, or None. The function `watching` sets this index.
     """
 
     def __init__(self):
@@ -58,7 +58,8 @@ class AttentionWatch(TorchFunctionMode):
 def record_call(block, given, result):
     """Computes the weights of a call, and compares weights @ v with its result -> AttentionCall.
 
-    block: its number. given: {name: value} of the arguments. result: (1, nh, T, hs).
+    block: index of the block. given: the arguments of the call, {name: value}. result: (1, nh, T,
+    hs).
     """
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or len(query) != 1 or query.size(2) != key.size(2):
@@ -66,12 +67,15 @@ def record_call(block, given, result):
         return AttentionCall(block, fault=f"its queries and keys have the shapes {shapes}")
     options = {name: given[name] for name in OPTIONS & given.keys()}
     weights = attention_weights(query, key, **options)  # (1, nh, T, T)
-    # With enable_gqa, several heads share a value.
+    # With enable_gqa, several query heads share a value head.
     value = value.float().repeat_interleave(weights.size(1) // value.size(1), dim=1)
     difference = (weights @ value - result.float()).abs().max()
     error = (difference / result.float().abs().max().clamp(min=1e-9)).item()
     if not error <= TOLERANCE:  # also true for NaN
-        fault = f"softmax(qkᵀ)·v differs from the result of the call by {error:.2g}, relative"
+        fault = (
+            f"softmax(qkᵀ)·v differs from the result of the call by {error:.2g} "
+            "of the largest result"
+        )
         return AttentionCall(block, error=error, fault=fault)
     return AttentionCall(block, weights[0], error)
 
@@ -79,8 +83,8 @@ def record_call(block, given, result):
 def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """Returns softmax(qkᵀ), as F.scaled_dot_product_attention defines it: (B, nh, T, S), float32.
 
-    query: (B, nh, T, hs). key: (B, nh, S, hs), or fewer heads with enable_gqa. The other arguments
-    are as in PyTorch. This ignores dropout.
+    query: (B, nh, T, hs). key: (B, nh, S, hs); with enable_gqa, key may have fewer heads. The other
+    arguments are as in PyTorch. Dropout is ignored.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
@@ -93,27 +97,30 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # A token that may see no key gives weight 0 to all keys.
+    # If the mask hides all keys from a query, the query gives all keys a weight of 0.
     return scores.softmax(dim=-1).masked_fill(scores == -math.inf, 0.0)
 
 
 @dataclass
 class Prediction:
-    """What a model predicts for each of n tokens: the text without its first token."""
+    """A model's predictions of n tokens: all tokens of the text but the first."""
 
     losses: np.ndarray  # (n): losses of the right tokens, in nats
-    ranks: np.ndarray  # (n): rank of the right token among all; 1 is the likeliest
+    ranks: np.ndarray  # (n): rank of the right token in the vocabulary; 1 is the likeliest
     ids: np.ndarray  # (n, k): the likeliest tokens, in order
     probs: np.ndarray  # (n, k): their probabilities
 
 
 @dataclass
 class BlockOutput:
-    """The residual stream after a block, and the prediction from it by last norm and head."""
+    """Norms of the residual stream after a block, and a prediction from this stream.
+
+    The prediction applies the model's last norm and its head to the stream.
+    """
 
     name: str
     prediction: Prediction | None = None
-    norms: np.ndarray | None = None  # (n): the length of the stream's vector at each position
+    norms: np.ndarray | None = None  # (n): the norm of the residual stream at each position
     fault: str = ""  # why there is no prediction: the end of a sentence
 
 
@@ -122,7 +129,7 @@ class Record:
     """What a model does with the ids of a text."""
 
     prediction: Prediction
-    blocks: list[BlockOutput]  # the first one is the embedding
+    blocks: list[BlockOutput]  # the first element is the embedding
     calls: list[AttentionCall]
 
 
@@ -130,7 +137,7 @@ class Record:
 def record_text(model, ids):
     """Runs a model on a text -> Record.
 
-    model: a GPT in float32, in eval mode. ids: list of n + 1 ids, at most its context plus 1. The
+    model: a GPT in float32, in eval mode. ids: list of n + 1 ids; n is at most the block_size. The
     first id is only an input, and the last id is only a target.
     """
     device = model.lm_head.weight.device
@@ -147,7 +154,7 @@ def record_text(model, ids):
 
 
 def score_tokens(model, ids, device):
-    """Returns the loss of each token after the first one, as the benchmarks compute it: (n)."""
+    """Returns the losses of all tokens but the first, computed as in the benchmarks: (n)."""
     row = Row(np.array(ids[:1], np.int32), [(np.array(ids[1:], np.int32), 0, True)])
     _, values = forward(model, [row], row.length, device)
     return -values[0]
@@ -155,16 +162,17 @@ def score_tokens(model, ids, device):
 
 @contextlib.contextmanager
 def watching(model, watch):
-    """Tells an AttentionWatch which block is running. Yields the list of what the blocks return.
+    """Context manager that tells an AttentionWatch which block is running.
 
-    The first element is the input of the first block. At the end, this removes its hooks.
+    Yields a list, to which it appends the input of the first block, then the output of each block.
+    At the end of the context, it removes its hooks from the blocks.
     """
     streams = []
 
     def before(block, args, kwargs):
         if not streams:
-            streams.append([*args, *kwargs.values()][0])  # GPT.hidden may write block(x=x, pos=pos)
-        watch.block = len(streams) - 1  # counts calls, because a block may run several times
+            streams.append([*args, *kwargs.values()][0])  # GPT.hidden may call block(x=x, pos=pos)
+        watch.block = len(streams) - 1  # counts calls, because a module may run several times
 
     def after(block, args, output):
         watch.block = None
@@ -182,14 +190,14 @@ def watching(model, watch):
 
 
 def describe_block(model, i, stream, targets):
-    """Predicts from the residual stream after block i, or after the embedding for 0 -> BlockOutput.
+    """Predicts the next tokens from the residual stream after block i -> BlockOutput.
 
-    stream: the output of the block. targets: (n).
+    i: from 1; 0 means the embedding. stream: the output of the block. targets: (n).
     """
     name = f"block {i}" if i else "embedding"
     n = len(targets)
     if not torch.is_tensor(stream) or stream.shape != (1, n, model.config.n_embd):
-        return BlockOutput(name, fault="it does not return a tensor (B, T, C)")
+        return BlockOutput(name, fault="it does not return a tensor of shape (B, T, C)")
     x = model.transformer.ln_f(stream)[0]  # (n, C)
     prediction = predict(model, x, targets, N_LIKELIEST_OF_BLOCK)
     norms = stream[0].float().norm(dim=-1).cpu().numpy()  # (n)
@@ -212,7 +220,7 @@ def predict(model, x, targets, k):
 
 
 def complete_calls(calls, n_layer):
-    """Adds an AttentionCall with a fault for each block without a call. Sorts by block."""
+    """Adds an AttentionCall with a fault for each block without a call. Returns all, by block."""
     seen = {call.block for call in calls}
     for i in range(n_layer):
         if i not in seen:
