@@ -62,11 +62,11 @@ def test_flags_of_other_trainers():
             "--log_dir=log/baby --init_from=gpt2-xl",
             "--log_dir (use --checkpoint), --init_from (use --model)",
         ),
-        (EvalConfig, "-m gpt2 -x 1", "-m (use --model), -x (not here)"),
+        (EvalConfig, "-m gpt2 -x 1", "-m (use --model), -x (no such flag)"),
         (
             BenchConfig,
             "--max_iters=9 --model_type=gpt2",
-            "--max_iters (not here), --model_type (use --preset)",
+            "--max_iters (no such flag), --model_type (use --preset)",
         ),
     ],
 )

@@ -444,7 +444,7 @@ def test_an_ending_has_the_same_score_alone(kind, capsys):
     model = randomise(kind(GPTConfig(1, 1, 16, 1024, 256))).eval()
     expected = scores_of(model, alone).log_likelihood
     assert scores_of(model, examples).log_likelihood == pytest.approx(expected, abs=1e-3)
-    note = "note: this model.py mixes the endings of a row, so each ending has its own row\n"
+    note = "note: model.py mixes endings that share a row, so each ending gets its own row\n"
     assert capsys.readouterr().out == ("" if kind is GPT else note)
 
 
@@ -568,7 +568,7 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
             "line 2: AnswerRightEnding '0': must be 1 or 2;",
         ),
         ("lambada", "x.jsonl", {"text": "ends so "}, "line 2: no word at the end of 'ends so '"),
-        ("wikitext", "x.txt", "", "has no example"),
+        ("wikitext", "x.txt", "", "contains no example"),
     ],
 )
 def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_path):
@@ -605,7 +605,7 @@ def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
             flags = ["--checkpoint", "run", "--data", data, "--json", "o.json", "--limit", 5]
             out, _ = program(*flags, cwd=tmp_path, program=f"{name}.py")
             results.append(json.loads((tmp_path / "o.json").read_text()))
-            assert f"note: {n} of {n} endings, with context, were cut to 33 tokens" in out
+            assert f"note: {n} of {n} contexts with endings were cut to 33 tokens" in out
         facts = dict(
             benchmark=name, data=other, model="run/model_000010.pt", tokenizer="bytes", n_examples=5
         )
@@ -703,7 +703,12 @@ def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
         online=True,
     )
     assert out.count("note: hellaswag is skipped: Rowan/hellaswag: cannot be loaded (") == 1
-    assert out.count("note: storycloze is skipped: no data; give a file, as storycloze.py ") == 1
+    assert (
+        out.count(
+            "note: storycloze is skipped: no data; give a file in the format of storycloze.py "
+        )
+        == 1
+    )
     assert "Retrying" not in out + err
     log = read_log(tmp_path / "log" / "baby")
     assert {(step, stream) for step in (5, 10) for stream in ("lambada", "core")} < log.keys()

@@ -961,7 +961,7 @@ CASES = {
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
     ],
     "hellaswag.py": [("--checkpoint no.pt", "no checkpoint in no.pt")],
-    "storycloze.py": [("", "error: no data; give a file, as storycloze.py --help explains")],
+    "storycloze.py": [("", "error: no data; give a file in the format of storycloze.py --help")],
 }
 SHAPE = (
     "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "

@@ -1,1 +1,1 @@
-"""What every program needs, without torch: errors, flags, files, the terminal, source code."""
+"""What every program needs: errors, flags, files, the terminal, source code. Imports no torch."""

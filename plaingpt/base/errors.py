@@ -1,4 +1,4 @@
-"""Errors: a user's error becomes one sentence, a bug keeps its traceback."""
+"""Errors: a user's mistake is printed as one sentence; a bug keeps its traceback."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ import sys
 
 from plaingpt.base.terminal import visible
 
-# These sentences say what a user can do about an error of the operating system.
+# These texts say what a user can do about an error of the operating system.
 REMEDIES = {
     errno.EACCES: "change the permissions",
     errno.EPERM: "change the permissions",
@@ -32,7 +32,7 @@ def run_program(main):
     try:
         main()
     except BrokenPipeError:
-        # Without this redirection, the flush at interpreter exit would fail again.
+        # Without this redirection, Python's flush of stdout at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (UserError, OSError) as error:
@@ -69,7 +69,10 @@ def missing_package(module):
 
 @contextlib.contextmanager
 def explaining(what, remedy, kinds=Exception):
-    """Turns an error of these kinds in the block into the UserError "what (reason); remedy"."""
+    """Context manager: turns an exception of these kinds into a UserError.
+
+    Its text is "what (reason); remedy", where reason is the first line of the exception's text.
+    """
     try:
         yield
     except UserError:
@@ -81,7 +84,7 @@ def explaining(what, remedy, kinds=Exception):
 def first_line(error):
     """Returns the first line of an exception's text, or the name of its type if it has no text.
 
-    If the first line only announces the second one, returns the second one.
+    If the first line ends with a colon, it only announces the second line, which is then returned.
     """
     text = str(error)
     if isinstance(error, KeyError):  # the text of a KeyError is only the key
@@ -90,7 +93,7 @@ def first_line(error):
         text = error.strerror
     if getattr(error, "stderr", None):  # a CalledProcessError contains git's output, as bytes
         text = error.stderr.decode(errors="replace")
-    # Removes the escape codes of colors.
+    # Removes ANSI escape codes, which set colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text).strip()
     lines = (text or type(error).__name__).splitlines()
     if lines[0].endswith(":") and len(lines) > 1:  # "Error(s) in loading state_dict for GPT:"

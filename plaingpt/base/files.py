@@ -1,6 +1,7 @@
 """Files: atomic replacement, locks on directories, JSON, and checks of output paths.
 
-Also reads the files of a run. log.txt contains a line "{step} {name} {value}" for each number.
+Also reads the files of a run. log.txt contains a line "{step} {name} {value}" for each logged
+value.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
 
-# checksum_of_places reads PLACE bytes at each of at most N_PLACES places.
+# checksum_of_places reads PLACE bytes at each of at most N_PLACES places in a file.
 PLACE = 2**16
 N_PLACES = 64
 # A line of log.txt contains step, stream, value.
@@ -22,20 +23,21 @@ LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|n
 
 
 def writing(path, remedy="choose another place, or free some space"):
-    """If writing `path` raises an OSError, raises a UserError that ends with `remedy` instead."""
+    """Context manager: turns an OSError while writing `path` into a UserError with `remedy`."""
     return explaining(f"{path}: cannot write", remedy, OSError)
 
 
 @contextlib.contextmanager
 def reading(path, remedy="correct it", what="is damaged"):
-    """If the contents of `path` make the block fail, raises a UserError that ends with `remedy`.
+    """Context manager: turns an exception while reading `path` into a UserError with `remedy`.
 
-    If the system cannot open the file, the contents may be good, so the UserError has another
-    remedy. Causes are a missing permission, too many open files, or a name that is not UTF-8, which
-    PyTorch cannot encode.
+    If the operating system cannot open the file, the file may be valid, so the UserError contains a
+    different remedy. Possible causes are a missing permission, too many open files, or a file name
+    that is not UTF-8, which PyTorch cannot encode.
 
-    The block only reads a file that a user or another program may have written, with libraries that
-    raise exceptions of many kinds. Other code stays outside, so that bugs keep their traceback.
+    The block must contain only the code that reads the file. A user or another program may have
+    written the file, and the libraries that read it raise exceptions of many kinds. All other code
+    stays outside the block, so that bugs keep their traceback.
     """
     unopened = (OSError, UnicodeEncodeError)
     with (
@@ -48,7 +50,7 @@ def reading(path, remedy="correct it", what="is damaged"):
 @contextlib.contextmanager
 def replacing(path):
     """Yields a new binary file, which replaces `path` after the block, or is deleted on failure."""
-    # No other process uses this name, and the name is short even if the file has a long one.
+    # This name is unique, and it is short even if the name of `path` is long.
     temporary = Path(path).with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -61,9 +63,10 @@ def replacing(path):
 
 
 def open_output(path):
-    """Opens the file that a flag names, to write bytes in a `with` block.
+    """Opens an output file for writing bytes, in a `with` block. path: the value of a flag.
 
-    Keeps symbolic links. Writes directly to a device, such as /dev/stdout.
+    If `path` is a symbolic link, replaces the file to which it points. If `path` is a device, such
+    as /dev/stdout, writes to it directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -73,7 +76,7 @@ def open_output(path):
 
 def lock(directory, flag, remedy="wait for it"):
     """Locks a directory until the returned file descriptor is closed. Raises UserError."""
-    # This locks the directory itself, so no lock file remains. Windows cannot open a directory.
+    # This locks the directory itself, so there is no lock file. Windows cannot open a directory.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:
         import fcntl
@@ -82,7 +85,7 @@ def lock(directory, flag, remedy="wait for it"):
     except BlockingIOError as error:
         os.close(descriptor)
         raise UserError(f"{flag} {directory}: another process uses it; {remedy}") from error
-    except (ImportError, OSError) as error:  # Windows and some network disks lack locks
+    except (ImportError, OSError) as error:  # Windows and some network disks do not support locks
         print0(f"note: {directory} cannot be locked ({error}); start only one run there")
     return descriptor
 
@@ -95,10 +98,11 @@ def delete_temporary_files(directory):
 
 
 def check_output(flag, path, inputs=()):
-    """Raises UserError if a program cannot write a file, or also reads it. Call this at the start.
+    """Raises UserError if a program cannot write an output file, or also reads this file.
 
-    flag: the flag that names the file. path: the file, or None. inputs: other files, or None. A
-    directory stands for all files that it contains now.
+    A program calls this function at its start. flag: the flag that names the output file. path: the
+    output file, or None. inputs: paths of the input files; None in this list is ignored. A
+    directory means all files that it contains at this time.
     """
     if not path:
         return
@@ -118,11 +122,14 @@ def write_json(path, value):
     """Writes a value as JSON. path: as in open_output."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with writing(path), open_output(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))  # paths may be invalid UTF-8
+        file.write(text.encode("utf-8", "backslashreplace"))  # the value may contain invalid UTF-8
 
 
 def read_json(path):
-    """Reads the object in a JSON file -> dict, or {} without the file. Raises UserError."""
+    """Reads a JSON file that contains an object -> dict. Returns {} if the file does not exist.
+
+    Raises UserError.
+    """
     with reading(path, "restore it"):
         value = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if not isinstance(value, dict):
@@ -131,11 +138,12 @@ def read_json(path):
 
 
 def checksum_of_places(paths):
-    """Returns a CRC-32 of 64 places of each file, as a text. Raises OSError.
+    """Returns one CRC-32 of 64 places in each of the files, as a hexadecimal string.
 
-    Each place has 64 KiB. The first place is the start of the file, the last place its end, and all
-    are evenly spaced. In a file of up to 4 MiB, the places cover everything. In a larger file, this
-    misses an edit between two places that keeps the size, but takes almost no time.
+    A place is a block of 64 KiB. The places are evenly spaced from the start to the end of a file.
+    In a file of up to 4 MiB, they cover all bytes. In a larger file, the checksum takes almost no
+    time, but misses an edit between two places that does not change the file's size. Raises
+    OSError.
     """
     crc = 0
     for path in paths:
@@ -149,18 +157,21 @@ def checksum_of_places(paths):
 
 
 def format_log(step, stream, text):
-    """Returns a line of log.txt. text: the value, as a text."""
+    """Returns a line of log.txt. text: the value, as a string."""
     return f"{step} {stream} {text}\n"
 
 
 def read_log(path):
-    """Reads log.txt -> [(step, stream, value as text)], or []. Ignores an incomplete last line."""
+    """Reads log.txt -> [(step, stream, value as a string)]. Ignores an incomplete last line.
+
+    Returns [] if the file does not exist.
+    """
     text = path.read_text("utf-8", "replace") if path.is_file() else ""
     return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
 
 
 def read_streams(path):
-    """Reads log.txt -> {stream: {step: number}}; {} without the file."""
+    """Reads log.txt -> {stream: {step: value}}. Returns {} if the file does not exist."""
     streams = {}
     for step, stream, value in read_log(path):
         streams.setdefault(stream, {})[step] = float(value)
@@ -168,9 +179,10 @@ def read_streams(path):
 
 
 def read_facts(path):
-    """Reads run.json -> dict, in which three fields are dicts. Raises UserError.
+    """Reads run.json -> dict. Raises UserError.
 
-    Without the file, as in a run of build-nanogpt, these three are empty.
+    The fields train_config, model_config and fingerprints are always dicts. They are empty if the
+    file does not exist, as in a run of build-nanogpt.
     """
     facts = read_json(path)
     with reading(path, "restore it"):

@@ -16,7 +16,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
 
-# Our flags, each with its names in nanoGPT, build-nanogpt, llm.c and Hugging Face's Trainer.
+# Our flags, each with its names in nanoGPT, build-nanogpt, llm.c or Hugging Face's Trainer.
 OTHER_NAMES = {
     "--batch_size": ["per_device_train_batch_size"],
     "--total_batch_size": ["gradient_accumulation_steps"],
@@ -39,15 +39,15 @@ OTHER_NAMES = {
     "--prompt": ["start"],
     "code in model.py": ["beta1", "beta2", "bias"],
 }
-# Larger numbers may overflow as a float or as a time, and no program needs them.
+# No program needs larger numbers, and they may overflow as a float or as a time.
 LARGEST = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What a flag means, and which values it accepts.
+    """The help text of a flag, and the values that the flag accepts.
 
-    A number that has only a lower bound must be below LARGEST.
+    If a flag has only a lower bound, its value must also be below LARGEST.
     """
 
     help: str
@@ -55,9 +55,9 @@ class Flag:
     below: float | None = None
     at_least: float | None = None
     at_most: float | None = None
-    empty: bool = False  # an empty value means something; other flags reject it
-    either: bool = False  # this flag and the flag before it exclude each other
-    line_breaks: bool = False  # a backslash and an n in the value mean a line break
+    empty: bool = False  # whether an empty string is a valid value
+    either: bool = False  # whether this flag and the previous flag are mutually exclusive
+    line_breaks: bool = False  # whether a backslash and an n in the value mean a line break
 
     def allows(self, value):
         """Returns whether a number is in the range."""
@@ -83,23 +83,24 @@ class Flag:
 
 
 def flag(default, help, **settings):
-    """Returns a field of a dataclass that is a flag. help, settings: the fields of Flag."""
+    """Returns a dataclass field that defines a flag. help, settings: the fields of Flag."""
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **settings)})
 
 
 def write_bound(bound):
-    """Writes a bound: 4294967295 with all digits, and the float 1e6 as 1e6."""
+    """Formats a bound: an integer with all its digits, and a float such as 1e6 as 1e6."""
     if isinstance(bound, int):
         return str(bound)
     return re.sub(r"e\+0*", "e", f"{bound:g}")
 
 
 def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
-    """Parses argv (default: sys.argv) into a dict of the flags that are given.
+    """Returns the flags in argv (default: sys.argv) as a dict, without the flags' defaults.
 
-    doc: text for --help. configs: dataclasses. rest: name for the list of arguments without a flag.
-    groups: {first flag of a group: its title}, in the order of --help. Raises one UserError with
-    all problems, up to the first argument that argparse cannot read.
+    doc: the description in --help. configs: dataclasses whose fields are the flags. rest: the name
+    of the positional arguments, if the program has any. groups: {first flag of a group: title of
+    the group}, in the order of --help. Raises one UserError that lists all problems, up to the
+    first argument that argparse cannot read.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
@@ -121,11 +122,12 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
     try:
         _, unknown = parser.parse_known_args(argv, given)
         if unknown:
-            # Omits the values of unknown flags, but names nanoGPT's config/train_gpt2.py.
+            # Omits the values of unknown flags, but not a file such as nanoGPT's
+            # config/train_gpt2.py.
             named = [text for text in unknown if text.startswith("-") or text.endswith(".py")]
             hints = [advise(text, parser._option_string_actions) for text in named or unknown]
             unreadable.append(f"unknown flags: {', '.join(hints)}; see --help")
-    except argparse.ArgumentError as error:  # argparse stops; `given` contains what it has read
+    except argparse.ArgumentError as error:  # `given` contains the flags before this error
         text = str(error).removeprefix("argument ").replace("ignored explicit", "takes no")
         if "expected" in text:
             text += f" (write {error.argument_name}=VALUE if it begins with a dash)"
@@ -139,22 +141,25 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 def read_version():
     """Returns the version in pyproject.toml, such as "1.0"."""
     path = Path(__file__).parents[2] / "pyproject.toml"
-    if not path.exists():  # somebody has copied only the Python files
+    if not path.exists():  # a user has copied only the Python files
         return "unknown"
     return re.search(r'^version = "(.+)"$', path.read_text("utf-8"), re.M)[1]
 
 
 def advise(text, flags):
-    """Returns an unknown argument with what to use instead. flags: the flags of this program."""
+    """Returns an unknown argument, with a hint what to use instead.
+
+    flags: the flags of this program.
+    """
     if not text.startswith("-"):
-        return f"{text} (settings are flags; quote a value with spaces)"
+        return f"{text} (settings are flags; quote a value that contains spaces)"
     known = {name.lstrip("-"): name for name in flags}  # {name without dashes: what to use}
     for ours, names in OTHER_NAMES.items():
         if ours in flags or not ours.startswith("--"):
             known = dict.fromkeys(names, ours) | known
     name = text.split("=")[0]
     close = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.7)
-    return f"{name} (use {known[close[0]]})" if close else f"{name} (not here)"
+    return f"{name} (use {known[close[0]]})" if close else f"{name} (no such flag)"
 
 
 def add_flags(parser, configs, groups):
@@ -168,8 +173,8 @@ def add_flags(parser, configs, groups):
         for field in dataclasses.fields(config):
             flag = field.metadata["flag"]
             group = made.get(field.name, group)
-            # Each flag begins a set of flags that exclude each other. A flag with `either` joins
-            # the set of the flag before it.
+            # A flag with `either` joins the mutually exclusive group of the previous flag. Any
+            # other flag begins a new mutually exclusive group.
             if not flag.either:
                 alternatives = group.add_mutually_exclusive_group()
             options = make_options(types[field.name], flag, field.default)
@@ -193,7 +198,7 @@ def problems_of_values(configs, given):
 
 
 def pick(kind, values):
-    """Builds a dataclass from a dict, and ignores the other keys of the dict."""
+    """Creates an instance of the dataclass `kind` from a dict. Ignores keys that are no fields."""
     names = {field.name for field in dataclasses.fields(kind)} & values.keys()
     return kind(**{name: values[name] for name in names})
 
@@ -206,14 +211,14 @@ def flags_of(config):
 def types_of(config):
     """Returns {name: type} of a dataclass's fields, even if its file postpones annotations.
 
-    With `from __future__ import annotations`, dataclasses.fields returns annotations as texts.
+    With `from __future__ import annotations`, dataclasses.fields returns annotations as strings.
     """
     # Without localns, the field `list` of experiment.py would hide the type.
     return get_type_hints(config, localns={})
 
 
 def make_options(kind, flag, default):
-    """Turns the type, the Flag and the default of a field into options for add_argument."""
+    """Returns the arguments of add_argument for the type, the Flag and the default of a field."""
     text = flag.help
     if default is not None and default is not False:
         text += f" [{default}]"
@@ -235,5 +240,5 @@ def make_options(kind, flag, default):
 
 
 def read_line_breaks(text):
-    """Turns each backslash with an n into a line break, which is hard to type in a shell."""
+    """Replaces each backslash with an n by a line break, which is hard to type in a shell."""
     return text.replace(r"\n", "\n")

@@ -9,10 +9,10 @@ from plaingpt.base.errors import UserError
 
 @contextlib.contextmanager
 def frozen_gc():
-    """A context in which Python's garbage collector skips all objects that exist before it.
+    """Context manager: Python's garbage collector ignores all objects that already exist.
 
-    Otherwise, the collector sometimes scans all objects of the modules, and the GPU waits 0.1 s or
-    longer.
+    Otherwise, the collector sometimes scans all objects of the imported modules, and the GPU waits
+    0.1 s or longer.
     """
     gc.freeze()
     try:
@@ -28,7 +28,7 @@ def count_cores():
 
 def count_gpus():
     """Returns the number of CUDA GPUs that this process may use."""
-    import torch  # a program that never counts GPUs thus starts a second earlier
+    import torch  # imported here, so that programs that do not count GPUs start a second earlier
 
     return torch.cuda.device_count()
 
@@ -36,9 +36,10 @@ def count_gpus():
 def read_ranks():
     """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size). Raises UserError.
 
-    Without these variables, a program has one process. Without LOCAL_RANK, each machine has one.
+    Without these variables, the program runs in one process. Without LOCAL_RANK, one process runs
+    on each machine.
 
-    Only rank 0 prints and saves, so a process with a wrong rank would run in vain.
+    Only rank 0 prints and saves, so a run in which the ranks are wrong may save nothing.
     """
     world_size = read_number("WORLD_SIZE", default=1)
     if world_size > 1 and "RANK" not in os.environ:

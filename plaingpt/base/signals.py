@@ -1,4 +1,4 @@
-"""What a program does after a signal to stop: it saves and ends, or it ends at once."""
+"""Signals that ask a program to stop: it saves a checkpoint and ends, or it ends at once."""
 
 import contextlib
 import math
@@ -9,11 +9,11 @@ import time
 
 
 class Stopped(Exception):
-    """Ends a validation, a benchmark or a sample without a result after a signal."""
+    """Raised after a signal, to end a validation, a benchmark or a sample without a result."""
 
 
 class StopRequest:
-    """Stores whether a run should stop, because of a signal or because its time is over."""
+    """Stores whether a run should stop, because of a signal or because of its time limit."""
 
     def __init__(self):
         self.has_signal = False
@@ -26,12 +26,12 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, max_minutes=None):
-        """In this block, a signal only asks the run to save and end.
+        """Context manager: a signal only requests that the run saves a checkpoint and ends.
 
-        The signals are SIGTERM, SIGINT and SIGHUP. They may arrive several times: a closing
-        terminal often sends SIGHUP twice, and torchrun sends its processes the signal that a
-        service manager has already sent to all of them. Only a second Ctrl-C (SIGINT) ends the
-        program at once. Python handles signals only in the main thread.
+        The signals are SIGTERM, SIGINT and SIGHUP. A signal may arrive several times: a closing
+        terminal often sends SIGHUP twice, and torchrun forwards a signal that a service manager has
+        already sent to all processes. Only a second Ctrl-C (SIGINT) ends the program at once.
+        Python handles signals only in the main thread.
 
         max_minutes: the time limit of the run, from now on, or None.
         """
@@ -40,7 +40,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGTERM", "SIGINT", "SIGHUP"):
                 number = getattr(signal, name, None)  # Windows has no SIGHUP
-                # nohup lets programs ignore SIGHUP.
+                # A signal that is ignored stays ignored: nohup makes programs ignore SIGHUP.
                 if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                     old_handlers[number] = signal.signal(number, self.handle)
         try:
@@ -50,12 +50,12 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def handle(self, number, frame):
-        """Python calls this when a signal arrives."""
+        """Python calls this method when a signal arrives."""
         is_first = not self.has_signal
         self.has_signal = True
         how_often = "twice"
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # the next signal ends the program
+            signal.signal(number, signal.SIG_DFL)  # the next Ctrl-C ends the program
             how_often = "again"
         if (is_first or number == signal.SIGINT) and os.environ.get("RANK", "0") == "0":
             message = f"stopping: saves the last step, then ends; Ctrl-C {how_often} to quit now\n"
@@ -64,8 +64,9 @@ class StopRequest:
 
 
 def end_at_once_on_ctrl_c():
-    """Lets Ctrl-C end the program at once, for programs that have nothing to save.
+    """Lets Ctrl-C end the program at once. For programs that have nothing to save.
 
-    Otherwise, Python handles Ctrl-C only after a library returns, perhaps minutes later.
+    By default, Python handles Ctrl-C only after the call of a library returns, which may take
+    minutes.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

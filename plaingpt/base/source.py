@@ -1,4 +1,4 @@
-"""The source code of the programs: its state in git, and hashes that show whether it changed."""
+"""The source code of the programs: its state in git, and hashes that change with the code."""
 
 import hashlib
 import os
@@ -10,8 +10,9 @@ from plaingpt.base.errors import UserError, explaining, first_line
 from plaingpt.base.terminal import print0
 
 CLONE = Path(__file__).parents[2]
-# The user's git settings may select colors, other prefixes, another program, less context, an order
-# of the files, or a description instead of a diff. `git apply` cannot read such a patch.
+# These options override the user's git settings. The settings may select colors, other prefixes, an
+# external diff program, less context, an order of the files, or a text instead of a diff, so that
+# `git apply` could not read the patch.
 DIFF = (
     "--binary",
     "--no-color",
@@ -24,20 +25,21 @@ DIFF = (
     "-O/dev/null",
     "--submodule=short",
 )
-# `git apply` must not change a patch. Without the first setting, it may reject or remove white
+# `git apply` must apply a patch unchanged. Without the first setting, it may reject or remove white
 # space at the end of a line.
 SETTINGS = ("-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no")
-# git must use the repository of the directory itself. Without these options, git also uses the
-# repository of a parent directory or of GIT_DIR, and refuses a repository of another user.
+# git must use the repository in the current directory. Without these options, git may use the
+# repository of a parent directory or of GIT_DIR, and refuses a repository that another user owns.
 PLACE = ("--git-dir=.git", "--work-tree=.")
 
 
 def run_git(*command, place=None, data=None):
     """Runs a git command in a directory -> its output, as bytes. Raises UserError.
 
-    place: the directory; by default this clone. data: the input of the command.
+    place: the directory; default: this clone. data: the input of the command, as bytes.
     """
-    # A hook of another repository sets GIT_INDEX_FILE, and git would use that index.
+    # If a git hook of another repository runs this program, GIT_INDEX_FILE names the index of that
+    # repository.
     env = {name: value for name, value in os.environ.items() if name != "GIT_INDEX_FILE"}
     with explaining(f"git {command[0]}", "see --help", (OSError, subprocess.CalledProcessError)):
         return subprocess.run(
@@ -51,14 +53,15 @@ def run_git(*command, place=None, data=None):
 
 
 def diff_since(commit):
-    """Returns the changes of this clone's tracked files since a commit, as a patch, bytes."""
+    """Returns the changes in this clone's tracked files since a commit: a patch, as bytes."""
     return run_git("diff", *DIFF, commit)
 
 
 def read_git():
-    """Returns what git says about this clone: (commit, names of untracked files, changes).
+    """Returns the state of this clone in git: (commit, names of untracked files, changes).
 
-    All three are empty in a copy of the files without git. If git fails, this prints a note.
+    All three are empty if the directory is no clone, or if git fails. If git fails, this function
+    prints a note.
     """
     commit = b""
     untracked = b""
@@ -79,7 +82,7 @@ def read_git():
 
 
 def hash_of_files(paths):
-    """Returns a hash of the contents of files, in this order."""
+    """Returns a hash of the contents of the files, in the given order."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
@@ -92,7 +95,7 @@ def hash_of_program():
         if not name.startswith(str(CLONE)):
             continue  # most modules belong to torch, and creating a Path for each takes 0.05 s
         file = Path(name)
-        # The clone may also contain Python itself and its packages.
+        # A virtual environment in the clone contains files of Python and of its packages.
         is_foreign = library in file.parents or "site-packages" in file.parts
         if CLONE in file.parents and file.suffix == ".py" and not is_foreign:
             files.add(file)

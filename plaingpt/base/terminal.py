@@ -1,4 +1,4 @@
-"""Terminal output of a program: lines of rank 0, and a progress bar."""
+"""Terminal output of a program: the lines that rank 0 prints, and a progress bar."""
 
 import os
 import re
@@ -9,8 +9,8 @@ import sys
 def visible(text, stream=None):
     """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
 
-    These characters could change the state of the terminal. stream: where the text goes, by default
-    stdout.
+    Control characters could change the state of the terminal. stream: the stream to which the text
+    is written; default: stdout.
     """
     if not (stream or sys.stdout).isatty():
         return text
@@ -18,7 +18,7 @@ def visible(text, stream=None):
 
 
 def print0(text, end="\n"):
-    """Prints on rank 0. A closed output does not end the run."""
+    """Prints on rank 0 only. If the output was closed, the run continues without output."""
     if os.environ.get("RANK", "0") == "0":
         try:
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
@@ -28,7 +28,7 @@ def print0(text, end="\n"):
 
 
 def shorten_line(line):
-    """Removes the last parts of "a | b | c" until the line fits the terminal."""
+    """Removes the last parts of a line "a | b | c" until the line fits into the terminal."""
     columns = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else len(line)
     while len(line) > columns and " | " in line:
         line = line.rpartition(" | ")[0]
@@ -38,5 +38,5 @@ def shorten_line(line):
 def show_progress(done, total, text):
     """Shows a progress bar in the last line of a terminal, until the next print0."""
     if sys.stdout.isatty():
-        bar = "#" * (20 * done // total)  # 20 characters when all is done
+        bar = "#" * (20 * done // total)  # 20 characters at the end
         print0(shorten_line(f"{done}/{total} [{bar:<20}] {text}"), end="")

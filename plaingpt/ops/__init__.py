@@ -1,1 +1,1 @@
-"""What model.py and a step compute, with torch and numpy only: the loss, Muon, sampling."""
+"""The loss, Muon and sampling, for model.py and a training step. Imports only torch and numpy."""

@@ -13,10 +13,10 @@ def count_tp(tensor):
 
 
 def reorder_rows(x, n_stacked, tp, back=False):
-    """Reorders the rows of stacked matrices into tp parts of whole heads.
+    """Reorders the rows of stacked matrices into tp parts.
 
-    A part contains some heads of each matrix. x: (n_stacked * rows, ...). back: whether to do the
-    inverse.
+    Each part contains the same whole heads of every matrix. x: (n_stacked * rows, ...). back:
+    whether to restore the original order.
     """
     shape = (tp, n_stacked, -1) if back else (n_stacked, tp, -1)
     return x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)

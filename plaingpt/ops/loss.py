@@ -1,8 +1,8 @@
-"""Computes the head and its cross-entropy in one function, a chunk of positions at a time.
+"""Computes the logits and their cross-entropy in one function, one chunk of positions at a time.
 
-Only the logits of one chunk are in memory. If the head is a weight, each chunk computes its loss
-and its gradient at once (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2). If the
-head is a function, the backward pass computes the logits of a chunk again.
+Only the logits of one chunk are in memory. If the head is a weight, the forward pass computes both
+the loss and the gradients of a chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section
+3.2). If the head is a function, the backward pass recomputes the logits of each chunk.
 """
 
 import math
@@ -19,7 +19,7 @@ CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
 class ChunkedCrossEntropy(torch.nn.Module):
-    """Cross-entropy of the logits of a head, in nats. vocab_size: V."""
+    """Cross-entropy, in nats, of the logits of an output head. vocab_size: V."""
 
     def __init__(self, vocab_size):
         super().__init__()
@@ -28,9 +28,9 @@ class ChunkedCrossEntropy(torch.nn.Module):
     def forward(self, x, targets, head, reduction="mean"):
         """x: (B, T, C). targets: (B, T).
 
-        head: a weight (V, C), or a DTensor sharded by rows, if the logits are x @ head.T. For any
-        other logits, a function (N, C) -> (N, V). The forward pass calls the function for each
-        chunk, and the backward pass again, which takes longer, but works for all functions.
+        head: if the logits are x @ head.T, the weight (V, C), which may be a DTensor sharded by
+        rows. For any other logits, a function (N, C) -> (N, V). Both the forward and the backward
+        pass call this function for each chunk, which is slower, but works for all functions.
 
         The loss ignores positions with target -100. Other targets must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
@@ -74,7 +74,7 @@ def fused_losses(x, weight, targets, counted):
     if is_dtensor(weight):  # with tensor parallelism
         group = weight.device_mesh.get_group()
         rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
-        # Now target 0 means the first row of this process.
+        # Now, target 0 is the first row of this process.
         targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
         weight = weight.to_local()
     with_gradient = torch.is_grad_enabled()
@@ -88,9 +88,9 @@ def rows_of_chunk(device, dtype, V):
         # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
         rows *= 4
     if dtype == torch.float16:
-        # p.t() @ x_chunk would overflow if all positions of a large chunk have one target.
+        # p.t() @ x_chunk would overflow if all positions of a large chunk had the same target.
         rows = min(rows, 2048)
-    # With more than 65,536 ids, a chunk contains fewer positions, so its memory stays the same.
+    # If V is above 65,536, a chunk contains fewer positions, so its logits need the same memory.
     return max(1, rows * 2**16 // max(V, 2**16))
 
 
@@ -98,8 +98,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
 
     Matrix multiplications follow autocast. The sums are float32, because sums of 50,000 terms would
-    be inexact in bfloat16. backward divides by n, the number of counted targets, because this
-    division would underflow in float16 in forward.
+    be inexact in bfloat16. The division by n, the number of counted targets, is in backward,
+    because float16 gradients could underflow if forward divided by n.
 
     group: the processes that hold the other rows of the weight, or None. With a group, target 0 is
     the first row of this process (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).

@@ -8,7 +8,7 @@ from plaingpt.ops.precision import has_bfloat16
 import torch
 import torch.distributed as dist
 
-MOST_NUMBERS = 2**26  # numbers in a stack of matrices, such as 64 of 1024 x 1024
+MOST_NUMBERS = 2**26  # elements in a stack of matrices, such as 64 matrices of 1024 x 1024
 
 
 class Muon(torch.optim.Optimizer):
@@ -16,18 +16,18 @@ class Muon(torch.optim.Optimizer):
     several processes.
 
     torch.optim.Muon always uses bfloat16. On a device without instructions for bfloat16, this takes
-    about ten times as long as float32, so this class uses float32 there. The class also computes
-    matrices of one shape together, because a GPU needs longer to start a multiplication of small
-    matrices than to compute it.
+    about ten times as long as float32, so this class uses float32 there. The class also stacks
+    matrices of the same shape, because on a GPU, launching a multiplication of small matrices takes
+    longer than computing it.
 
     params: as for any optimizer of PyTorch: parameters, pairs of a name and a parameter, or groups.
-    All parameters are matrices. n_stacked is the number of matrices stacked by rows in each
-    parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
-    matrices separately. All processes must create a Muon.
+    All parameters must be matrices. n_stacked is the number of matrices that are stacked by rows in
+    each parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
+    matrices separately. All processes must create a Muon, because its constructor communicates.
 
     With DDP, each process orthogonalizes its share of the matrices and sends the results to the
-    others, because orthogonalization takes most of Muon's time. All processes keep the momentum of
-    all matrices, so that a checkpoint fits any number of processes.
+    other processes, because orthogonalization takes most of Muon's time. Each process stores the
+    momentum of all matrices, so a checkpoint does not depend on the number of processes.
     """
 
     def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_stacked=1):
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
                 self.step_stack(members[start : start + n])
 
     def step_stack(self, members):
-        """Takes a step for parameters whose matrices have one shape. members: [(p, group)]."""
+        """Takes a step for parameters whose matrices have the same shape. members: [(p, group)]."""
         parameters = [p for p, _ in members]
         gradients = [p.grad for p in parameters]
         for p in parameters:
@@ -73,11 +73,11 @@ class Muon(torch.optim.Optimizer):
             p.add_(from_matrices(part, p), alpha=alpha)
 
     def orthogonalize(self, stack):
-        """Orthogonalizes the matrices of a stack (n, rows, columns). Processes share the work."""
+        """Orthogonalizes a stack of matrices (n, rows, columns). The processes share the work."""
         if self.n_processes == 1:
             return orthogonalize(stack)
         n = math.ceil(len(stack) / self.n_processes)  # matrices per process
-        own = stack[n * dist.get_rank() :][:n]  # the last processes may have fewer
+        own = stack[n * dist.get_rank() :][:n]  # the last processes may have fewer matrices
         done = stack.new_zeros(n, *stack.shape[1:])
         done[: len(own)] = orthogonalize(own)
         all_done = stack.new_empty(n * self.n_processes, *stack.shape[1:])
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def count_copies(groups):
-    """Returns the number of processes with a copy of these parameters: all with DDP, else one."""
+    """Returns the number of processes that store the same parameters: all with DDP, otherwise 1."""
     if not dist.is_initialized():
         return 1
     # Pipeline stages have parameters with different names. Without names, this assumes one copy.
@@ -103,7 +103,7 @@ def to_matrices(x, n_stacked):
 
     If query, key and value were orthogonalized as one matrix, they would share their singular
     directions, and their updates would be smaller than in the code of Muon's authors. x: (n_stacked
-    * rows, columns). First gathers a DTensor.
+    * rows, columns). If x is a DTensor, this function gathers it first.
     """
     tp = count_tp(x)
     if is_dtensor(x):
@@ -115,7 +115,7 @@ def to_matrices(x, n_stacked):
 
 
 def from_matrices(x, p):
-    """The inverse of to_matrices: (n_stacked, rows, columns) -> a tensor that is split as p is."""
+    """The inverse of to_matrices: (n_stacked, rows, columns) -> a tensor that is sharded like p."""
     n_stacked = len(x)
     if x.size(2) != p.size(1):
         x = x.mT
@@ -132,8 +132,8 @@ def from_matrices(x, p):
 def orthogonalize(x):
     """Approximately orthogonalizes matrices with five Newton-Schulz iterations.
 
-    The iterations keep the singular vectors and move the singular values close to 1. x: (n, rows,
-    columns), with rows <= columns. The source is kellerjordan.github.io/posts/muon.
+    The iterations keep the singular vectors, and move the singular values close to 1. x: (n, rows,
+    columns), with rows <= columns. Source: kellerjordan.github.io/posts/muon.
     """
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # singular values are now at most 1
     for _ in range(5):

@@ -4,15 +4,16 @@ import torch
 
 
 def matmul_dtype(x):
-    """Returns the dtype of a matrix multiplication of x: autocast's if autocast is on, or x's."""
+    """Returns the dtype in which x is multiplied: autocast's dtype if autocast is on, or x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def stream_dtype(x):
-    """Returns the dtype of the residual stream x.
+    """Returns the dtype in which the model keeps the residual stream x.
 
-    On CUDA, this is bfloat16 if matrix multiplications use bfloat16. Otherwise, it is x's dtype.
+    On CUDA, if matrix multiplications use bfloat16, this dtype is bfloat16. In all other cases, x
+    keeps its current dtype.
     """
     return torch.bfloat16 if x.is_cuda and matmul_dtype(x) == torch.bfloat16 else x.dtype
 
@@ -21,5 +22,5 @@ def has_bfloat16(device):
     """Returns whether the device has instructions for bfloat16. GPUs before Ampere emulate it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has = torch.cpu.get_capabilities()  # {name of an extension: bool}
+    has = torch.cpu.get_capabilities()  # {name of an instruction set extension: bool}
     return bool(has.get("avx512_bf16") or has.get("amx_bf16"))

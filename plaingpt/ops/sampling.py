@@ -1,4 +1,4 @@
-"""Generation: a cache of keys and values, and sampling of tokens."""
+"""Text generation: a KV cache, and sampling of tokens."""
 
 import contextlib
 import math
@@ -13,13 +13,17 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @contextlib.contextmanager
 def attention_for_many_shapes():
-    """Turns off compiled code and cuDNN's attention. Both would prepare a plan for each shape."""
+    """Context manager that turns off compiled code and cuDNN's attention.
+
+    Otherwise, torch.compile would compile the model again, and cuDNN would prepare a new plan, for
+    each new shape.
+    """
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         yield
 
 
 class KVCache:
-    """Keeps the keys and values of one block for all tokens so far, in memory allocated once."""
+    """Stores the keys and values of one block for all tokens so far. Allocates memory only once."""
 
     def __init__(self, max_length):
         self.max_length = max_length
@@ -27,7 +31,10 @@ class KVCache:
         self.buffers = None  # keys and values: (B, nh, max_length, hs) each
 
     def extend(self, k, v):
-        """Adds the k and v of new tokens, (B, nh, T, hs) each. Returns all, (B, nh, length, hs)."""
+        """Appends the keys and values of new tokens, and returns those of all tokens so far.
+
+        k, v: (B, nh, T, hs). Returns [k, v] of all tokens: (B, nh, length, hs) each.
+        """
         if self.buffers is None:
             B, nh, _, hs = k.shape
             self.buffers = [k.new_empty(B, nh, self.max_length, hs) for _ in range(2)]
@@ -47,14 +54,14 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    # On a GPU, NaN or infinity would make torch.multinomial end the process.
+    # On a GPU, a NaN or infinity would make torch.multinomial abort the process.
     logits = (logits / max(temperature, 1e-30)).nan_to_num()
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)  # (B, vocab_size)
-        # Drops a token if the probabilities before it add up to p, so the first token stays.
+        # Drops a token if the probabilities of likelier tokens add up to p. The first token stays.
         drop = probs.cumsum(dim=-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
@@ -62,7 +69,7 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
 
 @torch.no_grad()
 def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
-    """Samples token ids after each row of (B, T). Yields (B, 1), max_new_tokens times.
+    """Samples token ids after each row of idx (B, T). Yields (B, 1), max_new_tokens times.
 
     options: temperature, top_k and top_p, as in sample().
     """
@@ -72,7 +79,7 @@ def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
     cache = [KVCache(length) for _ in range(model.config.n_layer)]
     new = idx  # (B, T): the ids whose keys and values are not in the cache
     for _ in range(max_new_tokens):
-        if idx.size(1) > T_max:  # the window slides: all positions change, so the cache is invalid
+        if idx.size(1) > T_max:  # the context slides: all positions change, so the cache is invalid
             cache = None
             new = idx[:, -T_max:]  # (B, T_max)
         logits = model.logits(model.hidden(new, cache)[:, -1]).float()  # (B, vocab_size)

@@ -1,1 +1,1 @@
-"""Benchmarks: examples, rows of tokens, scores, and the program that prints them."""
+"""Benchmarks: examples, rows of tokens, scores, and the program that prints the metrics."""

@@ -1,4 +1,4 @@
-"""What the file of a benchmark needs: Examples, and metrics of their scores."""
+"""What the file of a benchmark, such as hellaswag.py, needs: Examples, and metrics of scores."""
 
 import itertools
 import math
@@ -13,16 +13,20 @@ import numpy as np
 
 @dataclass
 class Example:
-    """One question. Its pairs are contexts x endings, in this order."""
+    """One question. Its pairs are all endings of the first context, then of the second, and so on.
+
+    Only core.py uses the fields kind and shots.
+    """
 
     contexts: list[str]
-    endings: list[str]  # each begins with its white space
-    label: int = 0  # the right pair
-    stride: float = math.inf  # of windows, in tokens (0: no overlap; inf: only the last window)
-    facts: dict = field(default_factory=dict)  # what else report() needs, and --json writes
-    # Only core.py uses the next two fields.
+    endings: list[str]  # each includes the white space before it
+    label: int = 0  # index of the right pair
+    # If a pair is longer than the model's context, it is scored in windows. The stride is the
+    # number of tokens that each window scores (0: no overlap; inf: only the last window).
+    stride: float = math.inf
+    facts: dict = field(default_factory=dict)  # other values that report() needs or --json writes
     kind: str = ""  # kind of task
-    shots: tuple = ()  # solved examples, as texts
+    shots: tuple = ()  # few-shot examples, as strings
 
     def __len__(self):
         return len(self.contexts) * len(self.endings)
@@ -44,10 +48,10 @@ def prompt_ids(example, tokenizer):
 
 
 def check_ending(ids, context, ending):
-    """Raises UserError if an ending has no ids, because any model would predict this ending.
+    """Raises UserError if an ending has no ids, because every model would predict it perfectly.
 
-    The tokenizer may omit the text of the ending, or use one token for the end of the context and
-    all of the ending.
+    This happens if the tokenizer omits the characters of the ending, or merges the whole ending
+    with the end of the context into one token.
     """
     if not ids:
         raise UserError(
@@ -58,27 +62,27 @@ def check_ending(ids, context, ending):
 
 @dataclass
 class Benchmark:
-    """A benchmark. The file NAME.py contains one, called BENCHMARK."""
+    """A benchmark. The file NAME.py defines its benchmark as BENCHMARK."""
 
     name: str
     doc: str  # text for --help
     stream: str  # name of the logged metric in a run's log
-    hub: dict | None  # arguments of load_hub; None: the data are not on the hub
+    hub: dict | None  # arguments of load_hub; None: the data are not on Hugging Face's hub
     examples: Callable | None  # (records, **options) -> iterator of Examples
     report: Callable  # (examples, scores) -> {metric: value}
     figures: dict  # {metric: its meaning, and what to compare it with}
     logged: str  # the metric that a run logs
-    columns: tuple = ()  # the fields that examples reads, the only ones decoded. (): all
+    columns: tuple = ()  # the fields that `examples` reads; only these are decoded. (): all fields
     proportions: tuple = ()  # the metrics to print with the standard error of a proportion
     options: tuple = ()  # dataclasses with the benchmark's own flags
-    input_options: tuple = ()  # names of these flags that are files or directories to read
+    input_options: tuple = ()  # names of the own flags whose values are input files or directories
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
-    spare: int = 0  # positions of the model's context that stay free after a long text
+    spare: int = 0  # number of positions at the end of the model's context that stay unused
 
 
 def split_by_example(examples, values):
-    """Splits an array (N) of all pairs -> one array per example."""
+    """Splits an array (N) with a value for each pair -> a list with one array per example."""
     ends = np.cumsum([len(example) for example in examples])
     return np.split(values, ends[:-1])
 
@@ -96,12 +100,15 @@ def accuracy(examples, scores, lengths=1):
 
 
 def perplexity(nats):
-    """Returns exp(nats), or infinity if a float would overflow: a text may be one long word."""
+    """Returns exp(nats), or infinity if exp(nats) would overflow.
+
+    Nats per word are large if a text is one very long word.
+    """
     return math.exp(nats) if nats < 700 else math.inf
 
 
 def get_fields(record, **kinds):
-    """Returns the values of a record's fields. kinds: {name: type}. Raises UserError."""
+    """Returns the values of these fields of a record. kinds: {name: type}. Raises UserError."""
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise bad_record(record, f"field {name!r} is missing or has a wrong type")
@@ -109,23 +116,26 @@ def get_fields(record, **kinds):
 
 
 def choice(record, context, endings, label):
-    """Returns an Example with a space before each ending. label: from 0. Raises UserError."""
+    """Returns an Example with a space before each ending. Raises UserError.
+
+    label: index of the right ending, from 0.
+    """
     if str(label) not in map(str, range(len(endings))):
         raise bad_record(record, f"label {label!r}: must be from 0 to {len(endings) - 1}")
     return Example([context], [f" {ending}" for ending in endings], int(label))
 
 
 def bad_record(record, reason):
-    """Returns a UserError that says where the record is."""
+    """Returns a UserError with the file and line of the record."""
     return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
 
 
 def load_examples(benchmark, path=None, limit=0, **options):
-    """Loads the Examples of a file or of the hub. Raises UserError."""
+    """Loads Examples from a file or from Hugging Face's hub. Raises UserError."""
     if benchmark.load:
         return benchmark.load(path, limit, **options)
     if not path and not benchmark.hub:
-        raise UserError(f"no data; give a file, as {benchmark.name}.py --help explains")
+        raise UserError(f"no data; give a file in the format of {benchmark.name}.py --help")
     if path:
         files = [path]
     else:
@@ -134,5 +144,5 @@ def load_examples(benchmark, path=None, limit=0, **options):
     examples = benchmark.examples(records, **options)
     examples = list(itertools.islice(examples, limit or None))  # reads only `limit` examples
     if not examples:
-        raise UserError(f"{path or benchmark.name}: has no example; see the program's --help")
+        raise UserError(f"{path or benchmark.name}: contains no example; see the program's --help")
     return examples

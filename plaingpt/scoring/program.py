@@ -17,13 +17,17 @@ from plaingpt.weights.checkpoint import find_newest_model, list_model_files
 
 @dataclass
 class EvalConfig:
-    checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
+    checkpoint: str | None = flag(None, "checkpoint or run directory [newest checkpoint in log/]")
     model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
-    data: str | None = flag(None, ".jsonl, .csv, .parquet or text file [the hub's, if any]")
+    data: str | None = flag(
+        None, ".jsonl, .csv, .parquet or text file [data set on the hub, if any]"
+    )
     limit: int = flag(0, "number of examples; 0: all", at_least=0)
-    tokens_per_forward: int | None = flag(None, "tokens at a time [16384; CPU: 2048]", at_least=1)
+    tokens_per_forward: int | None = flag(
+        None, "number of tokens per forward pass [16384; CPU: 2048]", at_least=1
+    )
     device: str = flag("auto", "cuda, cuda:1, mps or cpu")
-    dtype: Dtype = flag("auto", "of matrix multiplications; float32 is the most precise")
+    dtype: Dtype = flag("auto", "dtype of matrix multiplications; float32 is the most precise")
     json: str | None = flag(None, "also write metrics, examples and scores to this file")
 
 
@@ -44,7 +48,7 @@ def run_benchmark(benchmark, GPT, argv=None):
     model.to(process.device).eval()
     rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
     tokens = config.tokens_per_forward or TOKENS[process.device.type]
-    with memory_advice(f"--tokens_per_forward {tokens}: out of memory; give fewer"):
+    with memory_advice(f"--tokens_per_forward {tokens}: out of memory; give a smaller number"):
         scores = score(model, examples, rows, process, tokens)
     figures = benchmark.report(examples, scores)
     data = config.data
@@ -73,7 +77,7 @@ def run_benchmark(benchmark, GPT, argv=None):
 
 
 def take_options(benchmark, given):
-    """Removes the benchmark's own flags from `given` -> {name: value}, with defaults.
+    """Removes the benchmark's own flags from `given`, and returns them: {name: value or default}.
 
     given: {name: value} of all flags on the command line.
     """

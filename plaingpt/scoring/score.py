@@ -1,9 +1,9 @@
 """Turns examples into rows of tokens, runs a model on them, and scores each ending.
 
-A score is the log-likelihood of an ending after a context.
+A score is the log-likelihood of an ending, given its context.
 
 A benchmark, such as hellaswag.py, turns records into examples, and scores into metrics. This file
-turns examples into rows of tokens. Endings of one context share a row:
+turns examples into rows of tokens. All endings of a context share a row:
 
     token     c0 c1 c2 c3   a0 a1   b0 b1 b2      context c, endings a and b, each without its
     position   0  1  2  3    4  5    4  5  6      last token, which is only a target
@@ -26,14 +26,17 @@ import numpy as np
 import torch
 
 CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
-# Tokens in a forward pass, by device. A CPU needs fewer, because its caches are small.
+# Tokens per forward pass, by device. A CPU is faster with few tokens, because its caches are small.
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
-# forward pads rows to a multiple of this many tokens, so that a GPU sees few shapes.
+# `forward` pads rows to a multiple of this many tokens, so that a GPU sees few different shapes.
 ROUND = dict(cpu=1, cuda=64, mps=64)
 
 
 class Row(NamedTuple):
-    """Ids of a context, and its endings: (ids, index of the pair, whether these end the pair)."""
+    """The ids of a context, and its endings.
+
+    An ending is (ids, index of its pair, whether these ids contain the last token of the pair).
+    """
 
     context: np.ndarray
     endings: list
@@ -44,12 +47,13 @@ class Row(NamedTuple):
 
 
 def windows(context, ending, block_size, stride):
-    """Splits ids that are longer than block_size. Yields (context, piece of ending, is_last).
+    """Splits a context and its ending into windows of at most block_size tokens.
 
-    context, ending: lists of ids. stride: see Example.
+    Yields (context, piece of the ending, is_last). context, ending: lists of ids. stride: see
+    Example.
     """
     ids = context + ending
-    done = len(context)  # the ids before this index are context, or have a score
+    done = len(context)  # the ids before this index are context, or already have a score
     while done < len(ids):
         # A window contains up to block_size + 1 ids, because the last id is only a target. Each
         # window after the first scores `stride` ids, or block_size ids if stride is 0.
@@ -62,7 +66,7 @@ def windows(context, ending, block_size, stride):
 
 
 def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
-    """Examples -> Rows for a model with this GPTConfig. Raises UserError if the stride is too long.
+    """Examples -> Rows for a model with this GPTConfig. Raises UserError if a stride is too long.
 
     prompt_ids and spare: fields of the Benchmark.
     """
@@ -94,16 +98,17 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
                 n_pairs += 1
             rows += own_rows
     if n_cut:
-        print0(f"note: {n_cut:,} of {n_pairs:,} endings, with context, were cut to {T + 1} tokens")
+        print0(f"note: {n_cut:,} of {n_pairs:,} contexts with endings were cut to {T + 1} tokens")
     return rows
 
 
 def lay_out(rows, L):
-    """Lays out B Rows -> tokens (3, B, L), padded with 0, and the M scored tokens (4, M).
+    """Turns B Rows into two tensors: tokens (3, B, L), padded with 0, and scored (4, M).
 
-    tokens contains the id, position and part of each token, as at the top of this file. scored
-    contains, per scored token, the index in B x L of the token before it, its id, its pair, and 1
-    for the last token of a pair.
+    tokens contains the id, position and part of each token, as in the picture at the top of this
+    file. M is the number of tokens that receive a score. For each of them, scored contains the
+    index of the previous token in the flattened (B, L), the token's id, the index of its pair, and
+    1 if the token is the last token of its pair, otherwise 0.
     """
     tokens = np.zeros((3, len(rows), L), np.int64)
     scored = []
@@ -127,16 +132,17 @@ def lay_out(rows, L):
 
 
 def forward(model, rows, L, device):
-    """Runs the model on rows, padded to length L -> pair (M), values (4, M) of the scored tokens.
+    """Runs the model on rows, padded to length L -> pair (M), values (4, M) of the M scored tokens.
 
-    values contains, per scored token, its log-likelihood, 1, whether it is the likeliest token, and
-    whether it is the likeliest token and also the last token of its pair.
+    pair contains the index of each token's pair. values contains four numbers per scored token: its
+    log-likelihood; a 1, which counts the token; whether it is the likeliest token; and whether it
+    is both the likeliest token and the last token of its pair.
     """
     tokens, scored = lay_out(rows, L)
     idx, pos, part = tokens.to(device)  # (B, L) each
     at, target = scored[:2].to(device)  # (M) each
-    # None means causal attention, which is enough unless endings share a row. The padding comes
-    # last, so no token attends to the padding.
+    # The mask None means causal attention, which is correct unless several endings share a row. The
+    # padding is at the end of a row, so no token attends to the padding.
     mask = None
     if tokens[2].max() > 1:
         in_context = part[:, None] == 0  # (B, 1, L)
@@ -144,7 +150,7 @@ def forward(model, rows, L, device):
         mask = (in_context | in_same_part).tril()[:, None]  # (B, 1, L, L)
     x = model.hidden(idx, pos=pos, mask=mask).flatten(0, 1)[at]  # (B, L, C) -> (M, C)
     chunks = []
-    with torch.autocast(device.type, enabled=False):  # near 100, bfloat16 numbers are 0.5 apart
+    with torch.autocast(device.type, enabled=False):  # bfloat16 rounds a logit near 100 to 0.5
         for x_part, target_part in zip(x.float().split(CHUNK), target.split(CHUNK)):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
             nats = torch.nn.functional.cross_entropy(logits, target_part, reduction="none")
@@ -161,11 +167,11 @@ def rows_alone(rows):
 
 
 def mixes_endings(model, rows, process):
-    """Returns whether endings get other log-likelihoods in one row than alone.
+    """Returns whether endings get different log-likelihoods in one row than alone.
 
     In GPT-2, attention follows `mask`, and the position embedding follows `pos`. A changed model.py
-    may ignore one of the two, or read the previous position, as a convolution does. This compares
-    the row with the longest endings.
+    may ignore one of the two, or read the previous position, as a convolution does. This function
+    compares the endings of the row with the longest endings.
     """
     shared = [row for row in rows if len(row.endings) > 1]
     if not shared:
@@ -183,18 +189,18 @@ def mixes_endings(model, rows, process):
 
 @torch.no_grad()
 def score(model, examples, rows, process, tokens_per_forward):
-    """Scores the N pairs of the examples -> arrays (N), the same on every process.
+    """Scores the N pairs of the examples -> named arrays (N), the same on every process.
 
-    rows: from make_rows. process: a Process. Raises Stopped after a signal.
+    rows: as make_rows returns them. process: a Process. Raises Stopped after a signal.
     """
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
     # Enters this block only once, so that autocast converts the weights once.
     with process.autocast, attention_for_many_shapes():
         if mixes_endings(model, rows, process):
-            print0("note: this model.py mixes the endings of a row, so each ending has its own row")
+            print0("note: model.py mixes endings that share a row, so each ending gets its own row")
             rows = rows_alone(rows)
-        rows = sorted(rows, key=lambda row: -row.length)  # the row with most memory comes first
+        rows = sorted(rows, key=lambda row: -row.length)  # the first row needs the most memory
         while first < len(rows):
             process.check_stop()
             L = rows[first].length
@@ -203,18 +209,18 @@ def score(model, examples, rows, process, tokens_per_forward):
             batch = rows[first : first + B * process.dp_size]
             first += len(batch)
             own = batch[process.dp_rank :: process.dp_size]
-            # A process without rows runs a row with weight 0, because all processes must join the
-            # collectives.
+            # A process that has no rows left runs one row with weight 0, because all processes must
+            # take part in the collective operations.
             pair, values = forward(model, own or batch[:1], L, process.device)
             np.add.at(sums, (slice(None), pair), values * bool(own))
             show_progress(first, len(rows), "rows")
     sums = process.sum(torch.from_numpy(sums)).cpu().numpy()
     return SimpleNamespace(
-        log_likelihood=sums[0],  # of the ending, in nats
-        tokens=sums[1].astype(int),  # of the whole ending, unless truncated
-        bytes=count_bytes(examples),  # of the ending, with the white space at its start
-        greedy=sums[2] == sums[1],  # whether every token is the likeliest one
-        last_greedy=sums[3] > 0,  # whether the last token is, given the correct earlier ones
+        log_likelihood=sums[0],  # log-likelihood of the ending, in nats
+        tokens=sums[1].astype(int),  # number of scored tokens: the whole ending, unless truncated
+        bytes=count_bytes(examples),  # number of bytes of the ending, with its first white space
+        greedy=sums[2] == sums[1],  # whether every token of the ending is the likeliest token
+        last_greedy=sums[3] > 0,  # whether the last token is the likeliest after the right tokens
     )
 
 
