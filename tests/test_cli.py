@@ -152,18 +152,13 @@ def test_arguments_without_a_flag():
         ("--name=", "--name: is empty; give a value, or remove this flag"),
         ("--start a --name b", "--name: not allowed with argument --start; see --help"),
         ("--shuffel", "unknown flags: --shuffel (use --shuffle); see --help"),
-        (
-            "--zzzzzzzzzzzz=1",
-            "unknown flags: --zzzzzzzzzzzz (no such flag); see --help",
-        ),
+        ("--zzzzzzzzzzzz=1", "unknown flags: --zzzzzzzzzzzz (no such flag); see --help"),
         (
             "extra",
-            "unknown flags: extra (settings are flags; quote a value that contains spaces); see --help",
+            "unknown flags: extra (settings are flags; quote a value that contains spaces); "
+            "see --help",
         ),
-        (
-            "--config=x --compile no",
-            "unknown flags: --config (no such flag); see --help",
-        ),
+        ("--config=x --compile no", "unknown flags: --config (no such flag); see --help"),
         ("--no-compile=1", "--compile/--no-compile: takes no argument '1'; see --help"),
         ("--shuf", "unknown flags: --shuf (use --shuffle); see --help"),
         (
