@@ -60,7 +60,7 @@ class BenchConfig:
     preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
     batch_size: int | None = flag(None, "sequences per process [GPU: up to 64; CPU: 4]", above=0)
     steps: int = flag(10, "number of steps to time; with --peer, in each round", above=0)
-    peer: list[Literal["transformers", "plain"]] | None = flag(None, "implementations to time, too")
+    peer: list[Literal["transformers", "plain"]] | None = flag(None, "other GPT-2s to time as well")
     profile: bool = flag(False, "print the slowest operations; write bench_trace.json", either=True)
 
 

@@ -197,7 +197,7 @@ def test_a_signal_that_comes_several_times(tmp_path, number):
     (process,) = spawn(*flags, cwd=tmp_path)
     wait_for(process, "step     1/")
     process.send_signal(number)
-    wait_for(process, "stopping: saves the last step, then ends; Ctrl-C twice to quit now")
+    wait_for(process, "stopping: the run saves the last step, then ends; press Ctrl-C twice")
     process.send_signal(number)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
@@ -961,7 +961,7 @@ CASES = {
         ("--input text.txt --output_dir text.txt", "--output_dir text.txt: cannot write"),
     ],
     "hellaswag.py": [("--checkpoint no.pt", "no checkpoint in no.pt")],
-    "storycloze.py": [("", "error: no data; give a file in the format of storycloze.py --help")],
+    "storycloze.py": [("", "error: no data; give a file; storycloze.py --help shows its format")],
 }
 SHAPE = (
     "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 --batch_size 4 "

@@ -220,7 +220,7 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
     )
     wait_for(process, "step     1/")
     process.send_signal(signal.SIGINT)
-    wait_for(process, "stopping: saves the last step, then ends; Ctrl-C again to quit now")
+    wait_for(process, "stopping: the run saves the last step, then ends; press Ctrl-C again")
     if again:
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)

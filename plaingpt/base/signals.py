@@ -58,7 +58,10 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)  # the next Ctrl-C ends the program
             how_often = "again"
         if (is_first or number == signal.SIGINT) and os.environ.get("RANK", "0") == "0":
-            message = f"stopping: saves the last step, then ends; Ctrl-C {how_often} to quit now\n"
+            message = (
+                "stopping: the run saves the last step, then ends; "
+                f"press Ctrl-C {how_often} to quit now\n"
+            )
             with contextlib.suppress(OSError):
                 os.write(1, message.encode())  # print is not reentrant
 

@@ -14,8 +14,8 @@ class Linear {
     const { weight, bias, n_in, n_out } = this;
     const T = x.length / n_in;
     const y = new Float32Array(T * n_out);  // (T, n_out)
-    // This computes eight sums at a time, of two rows of x and four of the weight, because sums that
-    // do not wait for each other are four times as fast. If no row is left, it repeats the last one.
+    // This loop computes eight sums at a time, of two rows of x and four rows of the weight, because
+    // independent sums are four times as fast. If no row is left, the loop repeats the last row.
     for (let o = 0; o < n_out; o += 4) {
       const [o0, o1, o2, o3] = [0, 1, 2, 3].map((j) => Math.min(o + j, n_out - 1));
       const [w0, w1, w2, w3] = [o0 * n_in, o1 * n_in, o2 * n_in, o3 * n_in];
@@ -72,7 +72,7 @@ class LayerNorm {
   }
 }
 
-/** The keys and values of one block, and its weights of attention, for the tokens so far. */
+/** The keys, the values and the attention weights of one block for the tokens so far. */
 class KVCache {
   constructor({ block_size, n_embd, n_head }) {
     this.k = new Float32Array(block_size * n_embd);  // (block_size, C)
@@ -88,7 +88,7 @@ class CausalSelfAttention {
     this.c_proj = layer("attn.c_proj", config.n_embd);
   }
 
-  /** x: (T, C), of the tokens from position `start` on. off: names of the parts that are omitted. */
+  /** x: (T, C), for the tokens from position `start` on. off: names of the parts that are omitted. */
   forward(x, start, cache, off) {
     const C = this.c_attn.n_in;
     const T = x.length / C;
@@ -167,7 +167,7 @@ class GPT {
 
   /** The residual stream: ids (T) -> [(T, C) after the embedding, (T, C) after block 1, ...].
    *
-   * start: the number of tokens before them, which are in the caches. caches: a KVCache for each
+   * start: the number of earlier tokens, which are in the caches. caches: a KVCache for each
    * block. off: a Set of what is omitted: "wpe", "h.0", "h.0.mlp", "h.0.attn.1" (its head 1). */
   hidden(idx, start, caches, off) {
     const C = this.config.n_embd;

@@ -1,4 +1,4 @@
-// What a live page computes: it reads a text of bytes with the GPT of gpt.js, and draws next tokens.
+// The computations of a live page: runs the GPT of gpt.js on a text of bytes, and samples next tokens.
 
 const ALL_ON = new Set();  // no part of the model is omitted
 const TOLERANCE = 1e-4;  // relative to a loss above 1; float32 differs by less than 1e-5
@@ -11,7 +11,7 @@ function decode(ids) {
   return new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(ids.filter((id) => id < 256)));
 }
 
-/** Ids -> the text of each token. A character of several bytes is the text of its first byte. */
+/** Returns each token as a string. A character of several bytes is in the string of its first byte. */
 function splitText(ids) {
   const texts = [];
   while (texts.length < ids.length) {
@@ -25,7 +25,7 @@ function splitText(ids) {
   return texts;
 }
 
-/** The name of one byte. A byte that is no character is shown like <E4>. */
+/** Returns the name of one byte. A byte that is not a whole character looks like <E4>. */
 function nameOfByte(id) {
   if (id < 128) return String.fromCharCode(id);
   return id < 256 ? `<${id.toString(16).toUpperCase()}>` : `<${id}>`;
@@ -33,7 +33,7 @@ function nameOfByte(id) {
 
 // ---- the model ---------------------------------------------------------------------------------
 
-/** What a GPT makes of a text. A text that begins as the one before is read from there on. */
+/** The results of a GPT for a text. If a new text begins like the previous text, computes the rest. */
 class Reading {
   /** off: a Set of the parts that are omitted, as in GPT.hidden. */
   constructor(gpt, off) {
@@ -44,7 +44,7 @@ class Reading {
     this.logits = [[], ...gpt.h.map(() => [])];  // rows (vocab_size), as if the model ended there
   }
 
-  /** Reads ids, at most block_size of them: a last one more is only predicted. */
+  /** Reads up to block_size ids. One more id may follow; the GPT only predicts this last id. */
   read(ids) {
     const { n_embd, block_size } = this.gpt.config;
     const T = Math.min(ids.length, block_size);
@@ -77,7 +77,7 @@ function splitRows(x, size) {
   return Array.from({ length: x.length / size }, (_, t) => x.subarray(t * size, (t + 1) * size));
 }
 
-/** The probabilities of the next id, as sample() in plaingpt/ops/sampling.py: (vocab_size). */
+/** Returns the probabilities of the next id as sample() in plaingpt/ops/sampling.py: (vocab_size). */
 function probabilities(logits, temperature, topK) {
   const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]);
   if (temperature === 0) return Float32Array.from(logits, (_, id) => Number(id === order[0]));
@@ -85,14 +85,14 @@ function probabilities(logits, temperature, topK) {
   return softmax(logits.map((logit) => (logit < least ? -Infinity : logit / temperature)));
 }
 
-/** Draws an id. */
+/** Samples an id. */
 function draw(probs) {
   let rest = Math.random() * probs.reduce((a, b) => a + b, 0);
   const id = probs.findIndex((p) => (rest -= p) < 0);
   return id < 0 ? probs.indexOf(Math.max(...probs)) : id;
 }
 
-/** Compares the losses of this page with PyTorch's -> {difference: of the losses, worst: relative}.
+/** Compares the losses of this page with PyTorch's -> largest {difference, worst: relative}.
  *
  * The hidden states are also multiplied by 30, because a soft-cap shows only in large logits. */
 function compare(gpt, checks) {

@@ -75,7 +75,7 @@ class Benchmark:
     columns: tuple = ()  # the fields that `examples` reads; only these are decoded. (): all fields
     proportions: tuple = ()  # the metrics to print with the standard error of a proportion
     options: tuple = ()  # dataclasses with the benchmark's own flags
-    input_options: tuple = ()  # names of the own flags whose values are input files or directories
+    input_options: tuple = ()  # names of these flags whose values are input files or directories
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
     spare: int = 0  # number of positions at the end of the model's context that stay unused
@@ -135,7 +135,7 @@ def load_examples(benchmark, path=None, limit=0, **options):
     if benchmark.load:
         return benchmark.load(path, limit, **options)
     if not path and not benchmark.hub:
-        raise UserError(f"no data; give a file in the format of {benchmark.name}.py --help")
+        raise UserError(f"no data; give a file; {benchmark.name}.py --help shows its format")
     if path:
         files = [path]
     else:

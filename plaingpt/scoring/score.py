@@ -218,7 +218,7 @@ def score(model, examples, rows, process, tokens_per_forward):
     return SimpleNamespace(
         log_likelihood=sums[0],  # log-likelihood of the ending, in nats
         tokens=sums[1].astype(int),  # number of scored tokens: the whole ending, unless truncated
-        bytes=count_bytes(examples),  # number of bytes of the ending, with its first white space
+        bytes=count_bytes(examples),  # number of bytes of the ending and the space before it
         greedy=sums[2] == sums[1],  # whether every token of the ending is the likeliest token
         last_greedy=sums[3] > 0,  # whether the last token is the likeliest after the right tokens
     )
