@@ -584,7 +584,7 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
             assert f"{block.prediction.losses[token - 1]:.4f}" in blocks
             assert f"{block.norms[token - 1]:.2f}" in blocks
         largest = record.calls[1].weights[0, token].max().item()
-        found = re.search(r"the weights are: ([\d.]+) token", text_of(dom, "head"))
+        found = re.search(r"the largest weights are: ([\d.]+) token", text_of(dom, "head"))
         assert abs(float(found[1]) - largest) < 0.5 / 255 + 1e-3
         seen.add(card)
     assert len(seen) == 3
@@ -812,7 +812,8 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
         if i == 3:  # no temperature of the slider makes this model sure
             logits = torch.tensor(logits_of(gpt, ids_of(TEXT.replace("R", "Q")))[-1])
             p = (logits / 0.05).softmax(-1).max()
-            assert answers == [f"At 0.05, the likeliest token has {100 * p:.1f} %."]
+            start = "At temperature 0.05, the likeliest token has a probability of"
+            assert answers == [f"{start} {100 * p:.1f} %."]
             continue
         assert sum(answer.startswith("✓ Right.") for answer in answers) == 1, answers
     # Another text has no answers yet, and no word. A check needs a choice.
