@@ -828,7 +828,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
     assert browser.run(answers)[0] == "Choose an answer first."
     # An earlier checkpoint is as it was stored.
     browser.run("byId('slider').value = 0; byId('slider').dispatchEvent(new Event('input'))")
-    assert "The page computes step 20 only." in browser.run("byId('live').textContent")
+    assert "can run only the model of step 20." in browser.run("byId('live').textContent")
     assert browser.run("byId('next').checkVisibility()") is False
     assert "your text again at step 20" in browser.run("byId('stored').textContent")
     browser.run("byId('slider').value = 2; byId('slider').dispatchEvent(new Event('input'))")

@@ -465,7 +465,7 @@ function unpackModel({ config, weights, checks, why }) {
   });
   const { difference, worst } = compare(gpt, unpacked);
   if (!(worst <= TOLERANCE)) {  // also true for NaN
-    return `its losses have a relative difference of up to ${worst.toPrecision(2)} from PyTorch's losses: model.py was changed`;
+    return `its losses differ from PyTorch's by a relative error of up to ${worst.toPrecision(2)}: model.py was changed`;
   }
   const made = new Play(gpt, data.ids);
   made.difference = difference.toExponential(0);
