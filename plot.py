@@ -4,7 +4,7 @@
   python plot.py log/base-? log/rms-?             draws two groups, base and rms
   python plot.py log/gpt2 --x tokens --output gpt2.svg
   python plot.py log/baby --panels loss bpb       draws only these panels
-  python plot.py verdict.json                     draws losses over compute, from
+  python plot.py verdict.json                     loss over compute, from
                                                   experiment.py --sizes --json
 
 Runs form a group if their names differ only in a number after a final "-" or

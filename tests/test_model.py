@@ -225,7 +225,7 @@ def test_two_layers_with_one_parameter():
     check_shared(model, TrainConfig(tp=2), ALONE)
     model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
     check_shared(model, TrainConfig(), ALONE)
-    with pytest.raises(UserError, match="h.0.mlp.c_fc.weight and .*h.1.mlp.c_fc.weight are one"):
+    with pytest.raises(UserError, match="h.0.mlp.c_fc.weight and .*h.1.mlp.c_fc.weight are the"):
         check_shared(model, TrainConfig(tp=2), ALONE)
 
 
