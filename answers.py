@@ -49,7 +49,9 @@ BENCHMARK = Benchmark(
     examples=examples,
     report=report,
     prompt_ids=prompt_ids,
-    figures=dict(acc="greedy decoding generates the response, and stops"),
+    figures=dict(
+        acc="fraction of prompts for which greedy decoding generates exactly the response"
+    ),
     logged="acc",
     proportions=("acc",),
 )

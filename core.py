@@ -53,7 +53,7 @@ COLUMNS = ("query", "choices", "context_options", "context", "continuation", "go
 
 @dataclass
 class Options:
-    bundle: str | None = flag(None, "bundle directory or .jsonl file [.]")
+    bundle: str | None = flag(None, "bundle directory or .jsonl file [current directory]")
     tasks: str | None = flag(None, "names of tasks, separated by commas [all]")
     max_per_task: int | None = flag(None, "maximum number of items per task [all]", at_least=1)
     num_fewshot: int | None = flag(
@@ -154,7 +154,9 @@ def read_tasks(path, chances):
                 raise ValueError(f"two tasks are named {label!r}")
             is_count = [type(n) is int and n >= 0 for n in shots]
             if is_count != [True]:
-                raise ValueError(f"num_fewshot {shots} of {label} must be one number, such as [0]")
+                raise ValueError(
+                    f"num_fewshot {shots} of {label} must contain one number, such as [0]"
+                )
             file = path.parent / "eval_data" / uri
             tasks[label] = Task(label, file, shots[0], delimiter, kind, chances.get(label))
         if not tasks:
@@ -279,8 +281,9 @@ def make_language_modeling(item, delimiter):
 def split_language_modeling(example, encode):
     """Yields the same as prompt_ids.
 
-    The context is the common prefix of two encoded texts: the prompt with and without its ending.
-    Raises UserError if no ids are left for the ending. In this case, nanochat stops as well.
+    The context is the common prefix of two encoded texts: the whole prompt, and the prompt without
+    its ending. Raises UserError if no ids are left for the ending. In this case, nanochat stops as
+    well.
     """
     (prompt,) = prompts(example)
     before = prompt.removesuffix(example.endings[0]).rstrip()

@@ -62,7 +62,7 @@ class ShardConfig:
     end_of_text: str | None = flag(None, "name of the end-of-text token, which separates documents")
     output_dir: str = flag("edu_fineweb10B", "directory for the shards")
     shard_size: int | None = flag(None, "tokens per shard [10^8; small data: fewer]", at_least=1)
-    val_shards: int = flag(1, "how many of the first shards are for validation", at_least=0)
+    val_shards: int = flag(1, "number of validation shards; these are the first shards", at_least=0)
     max_shards: int = flag(10**6, "stop after this many shards", at_least=1)
     num_proc: int | None = flag(None, "number of tokenizer threads [one per core]", at_least=1)
     strict: bool = flag(False, "stop at the first damaged record")
@@ -142,7 +142,8 @@ def save_shard(directory, facts, parts, following, tokenizer):
         with replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
-    # Without special ids, end_of_text is a line break, which documents may contain as well.
+    # If the tokenizer has no special ids, end_of_text is a line break. Documents may contain line
+    # breaks too, so the number of line breaks is not the number of documents.
     if tokenizer.special:
         facts["documents"] += count_id(parts, tokenizer.end_of_text)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)
@@ -305,8 +306,9 @@ def main(argv=None):
         facts = read_progress(directory, name, settings)
         if config.strict and facts["skipped"]:
             raise UserError(
-                f"{directory}: an earlier run without --strict skipped {facts['skipped']:,} "
-                "damaged records; correct these records, and use a new directory"
+                f"{directory}: an earlier run, which did not use --strict, skipped "
+                f"{facts['skipped']:,} damaged records; correct these records, and use a new "
+                "directory"
             )
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(directory, facts, config, paths, tokenizer)

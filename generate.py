@@ -6,8 +6,9 @@
   python generate.py --prompts questions.txt --json answers.json
   python generate.py --interactive            reads prompts until Ctrl-D
 
-Text is printed while the model generates it. A text ends at <|endoftext|>, at
---stop, or after --max_new_tokens. In interactive mode, Ctrl-C ends a text.
+Text is printed while the model generates it. A generated text ends at
+<|endoftext|>, at the string of --stop, or after --max_new_tokens tokens. In
+interactive mode, Ctrl-C ends the current text.
 """
 
 from contextlib import suppress
@@ -32,10 +33,16 @@ from model import GPT
 @dataclass
 class GenerateConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest in log/]")
-    model: str | None = flag(None, "Hugging Face GPT-2 instead: name or directory", either=True)
+    model: str | None = flag(
+        None, "instead of --checkpoint: name or directory of a Hugging Face GPT-2", either=True
+    )
     prompt: str | None = flag(None, "prompt: text to continue [empty]", empty=True)
-    prompts: str | None = flag(None, "text file with one prompt per line instead", either=True)
-    interactive: bool = flag(False, "read prompts from the terminal instead", either=True)
+    prompts: str | None = flag(
+        None, "instead of --prompt: text file with one prompt per line", either=True
+    )
+    interactive: bool = flag(
+        False, "instead of --prompt: read prompts from the terminal", either=True
+    )
     num_samples: int = flag(1, "number of texts to generate per prompt", at_least=1)
     max_new_tokens: int = flag(500, "maximum number of tokens to generate per text", at_least=0)
     stop: str | None = flag(None, r"end a text before this string, such as \n", line_breaks=True)
@@ -94,7 +101,7 @@ def decode_new(ids, n_prompt, tokenizer, config):
     """
     prompt = ids[1:n_prompt]
     new = ids[n_prompt:]
-    # With the tokenizer "bytes", end_of_text is a line break, but a text may contain line breaks.
+    # With the tokenizer "bytes", end_of_text is a line break, and line breaks do not end a text.
     ended = tokenizer.source != "bytes" and tokenizer.end_of_text in new and not config.ignore_end
     if ended:
         new = new[: new.index(tokenizer.end_of_text)]
@@ -170,9 +177,9 @@ def main(argv=None):
         ids_of_prompts = ask_prompts(tokenizer, T)
     results = []
     for i, ids in enumerate(ids_of_prompts):
-        # All prompts of a file use the same seed, so a prompt yields the same texts as without the
-        # other prompts. In interactive mode, the seed changes, so a repeated prompt yields a
-        # different text.
+        # All prompts of a file use the same seed, so the texts of a prompt do not depend on the
+        # other prompts. In interactive mode, each prompt uses a different seed, so a repeated
+        # prompt yields a different text.
         seed = (config.seed + i) % 2**63 if config.interactive else config.seed
         results.append(write_texts(model, tokenizer, ids, config, seed))
     if config.json:

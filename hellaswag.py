@@ -29,7 +29,9 @@ from model import GPT
 
 @dataclass
 class Options:
-    style: Literal["completion", "harness"] = flag("completion", "format of the prompt")
+    style: Literal["completion", "harness"] = flag(
+        "completion", "prompt format: of build-nanogpt (completion) or of EleutherAI's harness"
+    )
 
 
 def examples(records, style=Options.style):
@@ -50,7 +52,7 @@ def clean(text):
 
 
 def report(examples, scores):
-    """Computes four accuracies, which divide log-likelihoods by different lengths."""
+    """Computes four accuracies. Each divides the log-likelihoods by a different length."""
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(

@@ -53,7 +53,7 @@ BENCHMARK = Benchmark(
     figures=dict(
         acc="of the whole last word; as in the harness",
         perplexity="of the whole last word; as in the harness",
-        last_token_acc="of the last token; not comparable with papers",
+        last_token_acc="of the last token; not comparable with published results",
     ),
     logged="acc",
     proportions=("acc", "last_token_acc"),

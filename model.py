@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
     config_class = GPTConfig  # plaingpt/weights creates a GPTConfig from a checkpoint
     optimizer_names = ("adamw", "muon")  # choices of --optimizer in configure_optimizers
-    # --tp splits these layers across processes. Each process holds all other layers whole. A key is
+    # --tp splits these layers across processes, and replicates all other layers. A key is
     # the last part of a layer's name. plaingpt/distributed/split.py explains the values. Muon also
     # uses the value "qkv": see qkv_names.
     tp_plan = dict(
@@ -124,7 +124,7 @@ class GPT(nn.Module):
         """
         super().__init__()
         if seed is not None:
-            torch.manual_seed(seed)  # for layers whose own initialization init_weights keeps
+            torch.manual_seed(seed)  # for initializations in constructors, see init_weights
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
@@ -149,7 +149,7 @@ class GPT(nn.Module):
     def init_weights(self, seed=None):
         """Initializes the parameters as GPT-2 does. seed: see __init__.
 
-        A parameter for which initial_values returns None keeps its constructor's initialization.
+        If initial_values returns None, the parameter keeps the values from the layer's constructor.
         """
         if seed is not None:
             torch.manual_seed(seed)  # constructors may have drawn random numbers from the RNG
@@ -160,7 +160,7 @@ class GPT(nn.Module):
                     p.copy_(values)
 
     def initial_values(self, name, shape):
-        """Returns GPT-2's initialization of a parameter, or None if GPT-2 lacks this name.
+        """Returns GPT-2's initialization of a parameter, or None if GPT-2 has no such parameter.
 
         The CPU draws the random numbers, so the initialization is the same on every device.
         """
@@ -185,10 +185,10 @@ class GPT(nn.Module):
 
         cache: a list with one KVCache per block, which contains the keys and values of earlier
         tokens.
-        pos: the position of each token, (B, T), or (1, T) if it is the same in all rows. Default:
-        the positions that follow the tokens in the cache.
+        pos: the position of each token, (B, T), or (1, T) if all rows have the same positions.
+        Default: the positions that follow the tokens in the cache.
         mask: bool, (B, 1, T, T so far); True allows attention. "T so far" includes the tokens in
-        the cache. Default: a causal mask; T must then be 1 if the cache contains tokens.
+        the cache. Default: a causal mask. The default requires T = 1 if the cache contains tokens.
 
         plaingpt/scoring passes pos and mask to pack the endings of several questions into one row.
         The padding tokens after these endings have position 0.
@@ -208,7 +208,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
                 # checkpoint saves memory: it stores only the block's input, and the backward pass
-                # recomputes the block. It restores the RNG state, so the dropout masks are equal.
+                # recomputes the block with the same RNG state, so the dropout masks are the same.
                 x = checkpoint(
                     block,
                     x,
@@ -246,8 +246,8 @@ class GPT(nn.Module):
         """idx, targets: ids, (B, T). Returns (logits, None), or (None, loss) if targets are given.
 
         If targets are given, an edit of this method may return a third value: a dict of scalar
-        tensors, such as {"z": z}. For each name, log.txt then contains the mean over all
-        micro-batches of a step, on all processes.
+        tensors, such as {"z": z}. For each name, log.txt then contains the mean over the
+        micro-batches of all processes in a step.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -280,8 +280,8 @@ class GPT(nn.Module):
         AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to
         matrices and embeddings only.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates the matrices of the
-        blocks. Its updates are scaled to the root mean square of AdamW's updates (Liu et al. 2025,
-        arXiv:2502.16982, section 2.2).
+        blocks. Its updates are scaled to match the root mean square of AdamW's updates (Liu et al.
+        2025, arXiv:2502.16982, section 2.2).
         """
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
@@ -317,10 +317,10 @@ class GPT(nn.Module):
         return optimizers
 
     def qkv_names(self):
-        """Returns the names of the weights that stack the rows of query, key and value.
+        """Returns the names of the weight matrices that stack query, key and value.
 
-        Raises UserError unless query, key and value have C rows each. With grouped-query attention,
-        key and value have fewer rows.
+        Raises UserError unless query, key and value have C rows each. In grouped-query attention,
+        for example, key and value have fewer rows.
         """
         names = []
         for name, p in self.named_parameters():
@@ -331,13 +331,14 @@ class GPT(nn.Module):
             if n_rows != 3 * C:
                 raise UserError(
                     f"model.py: {name} has {n_rows} rows instead of {C} rows each for query, key "
-                    f"and value, {3 * C} in total; for --optimizer muon or --tp, write three layers"
+                    f"and value, {3 * C} in total; for --optimizer muon or --tp, write three "
+                    "separate layers"
                 )
             names.append(name)
         return names
 
     def flops_per_token(self):
-        """Returns the FLOPs per token of forward and backward pass (PaLM paper, appendix B).
+        """Returns the FLOPs per token of the forward and backward passes (PaLM paper, appendix B).
 
         Matrix multiplications need 6 FLOPs per weight of an nn.Linear. The loss pads the head to a
         multiple of 128 rows. Attention needs 12 n_layer n_embd T FLOPs. This formula counts all

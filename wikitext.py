@@ -7,12 +7,12 @@
 
 The 62 test articles come from the Hugging Face hub, or from a file. WikiText
 puts spaces around punctuation marks (" old " ; 2 @,@ 000 m long). This program
-removes these spaces, as in the GPT-2 paper (section 3.1). It does not change a
-text without titles (= Title =). In a text file without titles, <|endoftext|>
-separates the documents. In any other file without titles, such as .jsonl, each
-record is a document. The word perplexity divides the log-likelihood by the
-number of words in the unchanged text, so models with different tokenizers are
-comparable.
+removes these spaces, as in the GPT-2 paper (section 3.1). Your own file may
+contain text in a different format, without titles (= Title =). Such text is not
+changed: in a text file, <|endoftext|> separates the documents; in any other
+file, such as .jsonl, each record is a document. The word perplexity divides the
+log-likelihood by the number of words in the unchanged text, so models with
+different tokenizers are comparable.
 
 If an article is longer than the context of the model, the model reads it in
 windows that do not overlap. With --stride N, the windows advance by N tokens.
@@ -47,7 +47,9 @@ REPLACEMENTS = (
 
 @dataclass
 class Options:
-    stride: int = flag(0, "tokens by which a window advances; 0: no overlap", at_least=0)
+    stride: int = flag(
+        0, "tokens between the starts of consecutive windows; 0: the window length", at_least=0
+    )
 
 
 def examples(records, stride=Options.stride):
@@ -141,7 +143,7 @@ BENCHMARK = Benchmark(
     options=(Options,),
     figures=dict(
         word_perplexity="per word of the unchanged text; as in papers and the harness",
-        token_perplexity="per token; comparable only for equal tokenizers",
+        token_perplexity="per token; comparable only between models with the same tokenizer",
         bits_per_byte="per byte of the unchanged text; as in the harness",
     ),
     logged="word_perplexity",

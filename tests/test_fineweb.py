@@ -330,7 +330,7 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "strict")
     assert not list(tmp_path.glob("strict/*.npy"))
     with pytest.raises(
-        UserError, match="an earlier run without --strict skipped 9 damaged records"
+        UserError, match="an earlier run, which did not use --strict, skipped 9 damaged records"
     ):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "out")
 
