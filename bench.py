@@ -4,12 +4,13 @@
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
   python bench.py --batch_size 4 --peer transformers plain
 
-In this help, [x] is the default of a flag. The preset may set another value.
+In this help, [x] is the default of a flag. The preset may set a different value.
 
 --peer also times the training step of other implementations of GPT-2, with
-AdamW. If other programs run on the machine, all models slow down, so the models
-take turns: 3 rounds of --steps steps each. Each model runs in its own process
-and prints its own row. The peers first compute all logits, then the loss:
+AdamW. The models take turns, for 3 rounds of --steps steps, so that another
+program on the machine slows down all models equally. Each model runs in its own
+process and prints its own row. The peers first compute all logits, then the
+loss:
 
 - transformers: the GPT-2 of Hugging Face (pip install transformers).
 - plain: our model, with the output layer and the loss of build-nanogpt.
@@ -19,9 +20,10 @@ After the settings, the row shows
 - the median time of a step, and the times of the fastest and the slowest step,
 - the tokens per second, summed over all processes,
 - the FLOPs per second of the model, counted with full attention,
-- the fraction of the GPU's peak FLOPs per second (its data sheet), if known,
+- the fraction of the GPU's peak FLOPs per second (data sheet), if known,
 - the peak memory of one process (on a GPU, only the memory of its tensors),
-- the time of the first step, including compilation if --batch_size is given.
+- the time of the first step. If --batch_size is given, this time includes
+  compilation; otherwise, the search for a batch size has compiled the model.
 """
 
 import math
@@ -59,8 +61,10 @@ ROUNDS = 3
 class BenchConfig:
     preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
     batch_size: int | None = flag(None, "sequences per process [GPU: up to 64; CPU: 4]", above=0)
-    steps: int = flag(10, "number of steps to time; with --peer, in each round", above=0)
-    peer: list[Literal["transformers", "plain"]] | None = flag(None, "other GPT-2s to time as well")
+    steps: int = flag(10, "number of steps to time; with --peer, per round", above=0)
+    peer: list[Literal["transformers", "plain"]] | None = flag(
+        None, "other implementations of GPT-2 to time as well"
+    )
     profile: bool = flag(False, "print the slowest operations; write bench_trace.json", either=True)
 
 
@@ -91,11 +95,11 @@ def shared_config():
 
 
 class Peer(torch.nn.Module):
-    """Another implementation of GPT-2. Its loss is the usual one: it first computes all logits."""
+    """Another implementation of GPT-2. First computes all logits, then the cross-entropy."""
 
     def __init__(self, name, config):
         super().__init__()
-        if name == "plain":  # the vocabulary has 50,304 ids, not 50,257, as in build-nanogpt
+        if name == "plain":  # like build-nanogpt, pads the vocabulary from 50,257 to 50,304 ids
             n_rows = config.vocab_size + -config.vocab_size % 128
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
@@ -188,7 +192,10 @@ def make_subject(name, given):
 
 
 def describe(subject, first, seconds):
-    """Returns the row of a Subject. first: time of its first step. seconds: of the timed steps."""
+    """Returns the row of a Subject.
+
+    first: the time of the first step, in seconds. seconds: the times of the steps that are timed.
+    """
     config = subject.config
     process = subject.process
     ms = [1000 * each for each in seconds]
@@ -209,7 +216,7 @@ def describe(subject, first, seconds):
 
 
 def name_attention(subject):
-    """Returns a line: the attention kernel that PyTorch chooses on the GPU, and cuDNN's version."""
+    """Returns a line that names PyTorch's attention kernel on this GPU, and the cuDNN version."""
     config = subject.training.raw_model.config
     shape = (subject.B, config.n_head, subject.T, config.n_embd // config.n_head)
     q = torch.empty(shape, device=subject.process.device, dtype=subject.process.dtype)
@@ -256,7 +263,10 @@ def compare(names, given):
 
 
 def receive(pipe):
-    """Returns what a worker sends. Raises UserError if the worker sent one, or has ended."""
+    """Returns what a worker sends.
+
+    Raises the UserError that the worker sends, or a UserError if the worker has ended.
+    """
     try:
         found = pipe.recv()
     except EOFError:  # Linux may kill a process without a message if memory runs out
@@ -268,7 +278,7 @@ def receive(pipe):
 
 def serve(name, given, pipe):
     """Runs in a worker: takes timed steps when `compare` requests a round, then sends the row."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, and thus this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, then this worker
     try:
         subject = make_subject(name, given)
         first = subject.time_step()

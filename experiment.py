@@ -1,4 +1,4 @@
-"""Does a change help? Trains runs without and with it, and compares their losses.
+"""Does a change help? Trains models with and without it, compares their losses.
 
   python experiment.py                            tests your changes since the
                                                   last commit
@@ -26,13 +26,14 @@ The exit status is the verdict:
   3  equal      the interval is within ± delta, even if it excludes 0
   4  worse      the interval is above 0
   5  undecided  the interval is too wide; the verdict suggests --seeds
-  6  invalid    a position of the model depends on later tokens
+  6  invalid    the logits of a position depend on later tokens
   7  failed     the patch does not apply, or a run failed
 
 --sizes repeats the experiment at several model sizes, given in channels. Each
-size has heads of 32 channels, --tokens_per_weight training tokens per weight,
-and a peak learning rate of 1.5 / channels. With --rates, the values are for the
-smallest size, and fall as 1 / channels. The verdict is about the largest size.
+size has heads of 32 channels, --tokens_per_weight training tokens per parameter,
+and a peak learning rate of 1.5 / channels. The values of --rates are for the
+smallest size; for larger sizes, they are scaled by 1 / channels. The verdict is
+about the largest size.
 "Worth x1.2 in compute" means that the base needs 20 % more compute to reach the
 same loss as the change.
 
@@ -80,12 +81,12 @@ from plaingpt.lab.verdict import (
 
 import numpy as np
 
-# A ledger is a list of experiments. The first one contains those of docs/calibration.md.
+# A ledger is a list of experiments. The first ledger contains those of docs/calibration.md.
 LEDGERS = (CLONE / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 HEAD_SIZE = 32  # channels per head, at every size: a different head size would be a second change
 RATE = 1.5  # --max_lr x channels; measured with Muon: twice the width halves the best learning rate
-LATER_TOLERANCE = 1e-4  # relative; the rounding errors of float32 are smaller
+LATER_TOLERANCE = 1e-4  # relative to the largest logit; float32's rounding errors are smaller
 
 
 @dataclass
@@ -97,7 +98,7 @@ class ExperimentConfig:
     )
     seeds: int = flag(
         4,
-        "number of runs with the change; fix it before the first run",
+        "number of runs with the change; choose this number before the first run",
         at_least=2,
         at_most=1000,
     )
@@ -109,11 +110,11 @@ class ExperimentConfig:
         None, "number of runs in parallel [one per GPU or core]", above=0, at_most=1000
     )
     rates: list[float] | None = flag(None, "peak learning rates (--max_lr) to try", above=0)
-    delta: float = flag(0.01, "smaller differences in loss do not matter", above=0)
-    sizes: list[int] | None = flag(None, "numbers of channels of the models", above=0)
-    tokens_per_weight: float = flag(5.0, "training tokens per weight, for --sizes", above=0)
+    delta: float = flag(0.01, "differences in loss below this value do not matter", above=0)
+    sizes: list[int] | None = flag(None, "model sizes to test, in channels", above=0)
+    tokens_per_weight: float = flag(5.0, "training tokens per parameter, for --sizes", above=0)
     base: str = flag("HEAD", "commit to compare with")
-    name: str | None = flag(None, "name of the change in --list [patch and flags]")
+    name: str | None = flag(None, "name of the change, shown by --list [default: patch and flags]")
     why: str | None = flag(None, "your reason for trying the change; --list prints it")
     json: str | None = flag(None, "also write the verdict to this file")
     list: bool = flag(False, "print the experiments so far")
@@ -131,7 +132,9 @@ def choose_rates(programs, rates, at_once):
         losses = [math.inf if loss is None else loss for (loss,) in found]
         best = losses.index(min(losses))
         edge = (
-            ", an end of the range, so try more" if rates[best] in (min(rates), max(rates)) else ""
+            ", an end of the range, so try values beyond it"
+            if rates[best] in (min(rates), max(rates))
+            else ""
         )
         text = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in zip(rates, losses))
         print0(f"{program.name}: losses at --max_lr {text}; the best is {rates[best]:g}{edge}")
@@ -212,12 +215,12 @@ def compare_sizes(programs, config, ledger, entry):
 
 
 def check_sizes(sizes, more):
-    """Raises UserError for a wrong --sizes, or for a flag that --sizes sets. more: these flags."""
+    """Raises UserError for a wrong --sizes, or if `more`, the flags after --, sets such a value."""
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
         raise UserError(f"--sizes: give at least two multiples of {HEAD_SIZE} channels")
     for name in ("n_embd", "n_head", "max_steps", "warmup_steps", "max_lr"):
         if any(each.partition("=")[0] == f"--{name}" for each in more):
-            raise UserError(f"--{name}: --sizes sets this value; remove the flag")
+            raise UserError(f"--{name}: --sizes already sets this value; remove --{name}")
 
 
 def main():

@@ -63,7 +63,7 @@ class ExportConfig:
 
 
 def check_directory(output, source):
-    """Raises UserError unless `output` is new, an empty directory, or an unedited earlier export.
+    """Raises UserError if an export to `output` would replace other files or an edited model card.
 
     output: the directory to write. source: the path of the checkpoint.
     """

@@ -8,10 +8,10 @@
 
 The page opens in any browser, without a network. The page shows the loss of
 each token, the likeliest tokens, the attention weights of each head, what each
-block adds to the prediction, and a slider over the checkpoints of the run. (A
-run keeps all its checkpoints with --keep 0.) For two runs, the page contains
-the steps at which both runs have a checkpoint, and shows which tokens differ
-most in their losses.
+block adds to the prediction, and a slider over the checkpoints of the run. (To
+keep all checkpoints, train the run with --keep 0.) For two runs, the slider
+contains the steps at which both runs saved a checkpoint, and the page shows the
+tokens whose losses differ most between the runs.
 
 For a small model with byte tokens, such as the baby, the page also contains the
 weights, and runs the model on a text that you type. --no-live omits the
@@ -63,8 +63,8 @@ class LookConfig:
     text: str | None = flag(None, "text, text file or file with pairs [generated]")
     model: str | None = flag(None, "GPT-2 from Hugging Face: name or directory")
     output: str | None = flag(None, "file to write [look.html in the directory of the first run]")
-    max_tokens: int = flag(256, "number of tokens of the text that the page shows", at_least=1)
-    max_checkpoints: int = flag(12, "largest number of checkpoints in the slider", at_least=1)
+    max_tokens: int = flag(256, "show at most this many tokens of the text", at_least=1)
+    max_checkpoints: int = flag(12, "show at most this many checkpoints in the slider", at_least=1)
     sample_tokens: int = flag(200, "number of tokens to generate from each checkpoint", at_least=0)
     live: bool = flag(True, "store the weights in the page, for a small model with byte tokens")
     own_code: bool = flag(False, "load each run with the model.py that it was trained with")
@@ -118,8 +118,8 @@ def find_runs(places, model):
 def choose_snapshots(runs, n):
     """Chooses at most n evenly spaced snapshots, including the last one -> list of names.
 
-    For two runs, chooses among the steps at which both runs have a snapshot. If there are none,
-    returns [None], which means the last snapshot of each run.
+    For two runs, chooses among the steps at which both runs have a snapshot. If there are no such
+    steps, returns [None], which means the last snapshot of each run.
     """
     names = [name for name in runs[0].checkpoints if name in runs[-1].checkpoints]
     if not names:
@@ -240,7 +240,7 @@ def write_sample(model, tokenizer, text, n):
 
 
 def find_own_snapshot(run, snapshot):
-    """Returns the name of this snapshot if the run contains it, or else of its last snapshot."""
+    """Returns `snapshot` if the run contains it, or else the name of the run's last snapshot."""
     return snapshot if snapshot in run.checkpoints else list(run.checkpoints)[-1]
 
 

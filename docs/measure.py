@@ -1,13 +1,14 @@
-"""Measures rows of docs/measurements.md again, and writes the new figures into the page.
+"""Measures rows of docs/measurements.md again, and writes the new results into the page.
 
   python docs/measure.py --list        shows the names of the rows
   python docs/measure.py baby step     measures the rows with these names
 
 First: pip install -r requirements-dev.txt
 
-The page has the commands. The rows of one name take turns in each round, so that another program
-slows all of them. A figure is the median of the rounds, with the smallest and the largest value.
-The program makes the data that the commands need. It needs a machine that does nothing else.
+The page contains the commands. Rows with the same name take turns in each round, so that another
+program on the machine slows down all of these rows equally. A result is the median over the rounds,
+followed by the smallest and the largest value. This program generates the data that the commands
+need. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -27,8 +28,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
-FOLDER = "log/measure"  # of the data and the runs, as in the commands
-# A row of the page. A command "A`, less `FLAG N" is A, less the same with N after this flag.
+FOLDER = "log/measure"  # directory of the data and the runs, which the commands also name
+# A row of the page. The command "A`, less `FLAG N" means: measure A, and subtract the result of A
+# with the value N for this flag.
 ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
 BENCH_ROW = re.compile(
     r"^(?:(\w+) )?(?:eager|compiled) .* \| ([\d,]+) ms \(([\d,]+)-([\d,]+)\) \|"
@@ -38,12 +40,12 @@ BENCH_ROW = re.compile(
 
 
 class Finished(NamedTuple):
-    """What is known about a command that has ended."""
+    """The output, time and memory of a command that has ended."""
 
     command: str
     lines: list  # (seconds since the start, text) of each line of its output
     seconds: float  # from the start to the end
-    memory: int  # the peak of its largest process, in bytes
+    memory: int  # peak memory of the largest process, in bytes
 
     @property
     def output(self):
@@ -53,8 +55,8 @@ class Finished(NamedTuple):
 def run(command):
     """Runs a command line in the root of the repository -> Finished.
 
-    First deletes the directories of --log_dir and --output_dir. Ends the program, with the output,
-    if the command fails.
+    First deletes the directories that --log_dir and --output_dir name in the command. If the
+    command fails, prints the output of the command and exits.
     """
     print(f"$ {command}", file=sys.stderr, flush=True)
     for place in re.findall(rf"--(?:log|output)_dir ({FOLDER}/\w+)", command):
@@ -62,7 +64,7 @@ def run(command):
     env = dict(
         os.environ,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        PYTHONUNBUFFERED="1",  # a line arrives when it is printed
+        PYTHONUNBUFFERED="1",  # lines arrive without a delay, so their times are correct
         HF_HUB_OFFLINE="1",
     )
     env.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
@@ -88,17 +90,18 @@ def run(command):
     return finished
 
 
-# Each function reads a command that has ended -> {unit: values}. what: of its row.
+# Each function extracts results from a Finished -> {unit: values}. what: the cell of the row that
+# says what the command measures.
 
 
 def read_run(finished, what):
-    """The last validation loss of a training run, the time of all steps and the median step."""
+    """Reads a run's log.txt: the last validation loss, and the total and median time of steps."""
     directory = re.search(r"--log_dir (\S+)", finished.command)[1]
     return read_log((ROOT / directory / "log.txt").read_text())
 
 
 def read_log(text):
-    """Reads the text of a log.txt."""
+    """Reads the text of a log.txt -> {unit: values}."""
     numbers = {}  # {stream: its values}
     for line in text.splitlines():
         _, stream, value = line.split()
@@ -116,7 +119,7 @@ def read_step(finished, what):
 
 
 def read_shakespeare(finished, what):
-    """The same of nanoGPT's train.py, without the steps that also measured the loss."""
+    """Like read_run, but also for nanoGPT's train.py. Ignores its steps that include validation."""
     if "nanoGPT" not in what:
         return read_run(finished, what)
     losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", finished.output, re.M))
@@ -132,13 +135,13 @@ def read_shakespeare(finished, what):
 
 
 def read_bench(finished, what):
-    """The row of bench.py with the name that `what` begins with, or its only row."""
+    """Reads the only row of bench.py, or the row of the model with whose name `what` begins."""
     rows = BENCH_ROW.findall(finished.output)
     for name, *figures in rows:
         if name == what.split(",")[0] or len(rows) == 1:
             ms, fastest, slowest, memory = (float(figure.replace(",", "")) for figure in figures)
             return {"ms": [fastest, ms, slowest], "GB": [memory]}
-    sys.exit(f"{finished.output[-3000:]}\nhas no row for {what}")
+    sys.exit(f"{finished.output[-3000:]}\nthis output contains no row for {what}")
 
 
 def read_time(finished, what):
@@ -146,11 +149,11 @@ def read_time(finished, what):
 
 
 def read_start(finished, what):
-    """The seconds to the line of the first step, or to the first line of a text."""
+    """Reads the time until the program prints the first step, or the first line of a sample."""
     for seconds, text in finished.lines:
         if re.search("^(step +0/1 |iter 0:|HAM)", text):
             return {"s": [seconds]}
-    sys.exit(f"{finished.output[-3000:]}\nhas no such line")
+    sys.exit(f"{finished.output[-3000:]}\nthis output contains no first step and no sample")
 
 
 def read_memory(finished, what):
@@ -158,7 +161,7 @@ def read_memory(finished, what):
 
 
 def read_layout(finished, what):
-    """The memory of the process that needs more, as tests/memory.py prints it."""
+    """Reads the memory of the process that needs the most, from the output of tests/memory.py."""
     found = re.findall(r"MEMORY \S+ (\S+)$", finished.output, re.M)
     return {"bytes per parameter": [max(map(float, found))]}
 
@@ -217,16 +220,16 @@ def measure(row, read):
 
 
 def show(value):
-    """Writes a number with three digits, and all digits before the point."""
+    """Formats a number with three significant digits, or as a whole number from 100 on."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def describe(figures, above=None):
-    """Writes {unit: values}: medians, and the smallest and the largest values.
+    """Formats {unit: values} as text: the median of each unit, with the smallest and largest value.
 
-    above: the figures of the row above, if it is what this row is compared with.
+    above: the results of the previous row if this row is compared with it, otherwise None.
     """
     parts = []
     for unit, values in figures.items():
@@ -241,7 +244,7 @@ def describe(figures, above=None):
 
 
 def measure_rows(name, page):
-    """Measures the rows with a name -> the page with new rows, which it also prints."""
+    """Measures the rows with this name, and prints the new rows -> the page with the new rows."""
     rows = [line for line in page.splitlines() if line.startswith(f"| {name} | ")]
     read, n_rounds = READ[name]
     results = [{} for _ in rows]
@@ -260,7 +263,7 @@ def measure_rows(name, page):
 
 
 def machine():
-    """Returns processor, cores, threads, torch and commit, and the date, as two cells."""
+    """Returns two cells of a row: the processor, number of cores and commit; and the date."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     processor = platform.processor()
@@ -271,7 +274,7 @@ def machine():
 
 
 def write_data():
-    """Makes up the data of the commands, the same each time, and trains GPT-2 124M for a step."""
+    """Generates the commands' data, with a fixed seed, and trains GPT-2 124M for one step."""
     folder = ROOT / FOLDER
     if (folder / "gpt2-hf/config.json").exists():
         return
@@ -289,14 +292,14 @@ def write_data():
     rng.shuffle(sums)
     write_lines(folder / "sums-train.jsonl", sums[:1800])
     write_lines(folder / "sums-test.jsonl", sums[1800:2000])
-    examples = []  # with the lengths of HellaSwag's, but without sense
+    examples = []  # random words, with the lengths of HellaSwag's contexts and endings
     for _ in range(101):
         endings = [some_words(8, 28) for _ in range(4)]
         examples.append(dict(ctx=some_words(20, 70), endings=endings, label=rng.randrange(4)))
     write_lines(folder / "hellaswag.jsonl", examples)
     documents = [json.dumps(dict(text=some_words(50, 1500))) + "\n" for _ in range(1000)]
     with open(folder / "english.jsonl", "w", encoding="utf-8") as file:
-        while file.tell() < 700 * 10**6:  # more tokens than a shard has
+        while file.tell() < 700 * 10**6:  # more tokens than one shard contains
             file.writelines(rng.choices(documents, k=1000))
     # A few characters are frequent, as in a real text, and nothing separates words.
     characters = [chr(0x4E00 + i) for i in range(3000)]
@@ -322,7 +325,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="show the names")
+    parser.add_argument("--list", action="store_true", help="show the names of the rows")
     arguments = parser.parse_args()
     for name in {*arguments.names} - READ.keys():
         parser.error(f"{name}: must be one of {', '.join(READ)}")

@@ -74,10 +74,10 @@ def mean_loss(model, x, y):
 
 
 def effect_of_later_tokens(model, x):
-    """Returns how much later tokens change the logits before them, relative to the largest logit.
+    """Returns how much later tokens change earlier logits, relative to the largest logit.
 
-    x: (n, T). Changes all tokens from a position on, for each position, or for 128 evenly spaced
-    positions if T is larger than 128.
+    x: (n, T). For each position, changes the tokens at this and all later positions, and compares
+    the logits of the earlier positions. If T is above 128, tests only 128 evenly spaced positions.
     """
     T = x.size(1)
     effect = 0.0

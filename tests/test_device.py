@@ -202,8 +202,8 @@ def test_on_mps_only_the_main_thread_makes_batches():
         ("LOCAL_RANK=1", "LOCAL_RANK is 1, but WORLD_SIZE is 1; use torchrun, or unset LOCAL_RANK"),
         ("WORLD_SIZE=2", "WORLD_SIZE is 2, but RANK is missing; use torchrun, or unset WORLD_SIZE"),
         ("WORLD_SIZE=0", "WORLD_SIZE is 0; use torchrun, or unset WORLD_SIZE"),
-        ("RANK=x", "RANK is 'x', not an integer; use torchrun, or unset it"),
-        ("RANK=", "RANK is '', not an integer; use torchrun, or unset it"),
+        ("RANK=x", "RANK is 'x', not an integer; use torchrun, or unset RANK"),
+        ("RANK=", "RANK is '', not an integer; use torchrun, or unset RANK"),
         ("RANK=0 WORLD_SIZE=2", "the processes cannot join (Error initializing "),
     ],
 )

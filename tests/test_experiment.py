@@ -585,7 +585,7 @@ def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeyp
         (["--sizes", "64", "100", "--", "--seed", "3"], "--sizes: give at least two multiples"),
         (
             ["--sizes", "64", "96", "--", "--n_embd", "64"],
-            "--n_embd: --sizes sets this value; remove",
+            "--n_embd: --sizes already sets this value; remove --n_embd",
         ),
     ],
 )

@@ -25,7 +25,8 @@ class UserError(Exception):
 def run_program(main):
     """Calls main(). Prints a UserError as one line; any other error keeps its traceback.
 
-    An OSError in REMEDIES is also one line, because it names the file and only the user can help.
+    An OSError in REMEDIES is also printed as one line, because its text names the file, and only
+    the user can remove the cause.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print

@@ -75,7 +75,10 @@ def open_output(path):
 
 
 def lock(directory, flag, remedy="wait for it"):
-    """Locks a directory until the returned file descriptor is closed. Raises UserError."""
+    """Locks a directory until the returned file descriptor is closed.
+
+    Raises UserError if another process holds the lock. flag, remedy: words for this error.
+    """
     # This locks the directory itself, so there is no lock file. Windows cannot open a directory.
     descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
     try:

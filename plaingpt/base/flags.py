@@ -1,6 +1,6 @@
 """Command-line flags: the fields of dataclasses.
 
-A field has a type. The arguments of `flag` are its default, its help text and its range:
+A field has a type. The arguments of `flag` are the field's default, help text and range:
 
   max_lr: float = flag(6e-4, "peak learning rate", above=0)
   tp: int = flag(1, "tensor parallel processes", above=0)
@@ -16,7 +16,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from plaingpt.base.errors import UserError
 
-# Our flags, each with its names in nanoGPT, build-nanogpt, llm.c or Hugging Face's Trainer.
+# {our flag: its names in nanoGPT, build-nanogpt, llm.c or Hugging Face's Trainer}
 OTHER_NAMES = {
     "--batch_size": ["per_device_train_batch_size"],
     "--total_batch_size": ["gradient_accumulation_steps"],
@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "--prompt": ["start"],
     "code in model.py": ["beta1", "beta2", "bias"],
 }
-# No program needs larger numbers, and they may overflow as a float or as a time.
+# No program needs larger numbers, and larger numbers may overflow as a float or as a time.
 LARGEST = 1e12
 
 
@@ -95,7 +95,7 @@ def write_bound(bound):
 
 
 def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
-    """Returns the flags in argv (default: sys.argv) as a dict, without the flags' defaults.
+    """Returns {name: value} of the flags in argv (default: sys.argv). Does not add defaults.
 
     doc: the description in --help. configs: dataclasses whose fields are the flags. rest: the name
     of the positional arguments, if the program has any. groups: {first flag of a group: title of
@@ -147,7 +147,7 @@ def read_version():
 
 
 def advise(text, flags):
-    """Returns an unknown argument, with a hint what to use instead.
+    """Returns an unknown argument, with a hint about what to use instead.
 
     flags: the flags of this program.
     """
@@ -198,7 +198,7 @@ def problems_of_values(configs, given):
 
 
 def pick(kind, values):
-    """Creates an instance of the dataclass `kind` from a dict. Ignores keys that are no fields."""
+    """Creates an instance of the dataclass `kind` from a dict. Ignores all other keys."""
     names = {field.name for field in dataclasses.fields(kind)} & values.keys()
     return kind(**{name: values[name] for name in names})
 
@@ -209,11 +209,12 @@ def flags_of(config):
 
 
 def types_of(config):
-    """Returns {name: type} of a dataclass's fields, even if its file postpones annotations.
+    """Returns {name: type} of the fields of a dataclass, even if their types are still strings.
 
-    With `from __future__ import annotations`, dataclasses.fields returns annotations as strings.
+    `from __future__ import annotations` postpones the evaluation of annotations. The types that
+    dataclasses.fields returns are then strings.
     """
-    # Without localns, the field `list` of experiment.py would hide the type.
+    # Without localns={}, the field `list` of experiment.py would hide the type `list`.
     return get_type_hints(config, localns={})
 
 
@@ -240,5 +241,5 @@ def make_options(kind, flag, default):
 
 
 def read_line_breaks(text):
-    """Replaces each backslash with an n by a line break, which is hard to type in a shell."""
+    r"""Replaces a backslash and an n (\n) with a line break, which is hard to type in a shell."""
     return text.replace(r"\n", "\n")

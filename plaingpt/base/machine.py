@@ -36,8 +36,8 @@ def count_gpus():
 def read_ranks():
     """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size). Raises UserError.
 
-    Without these variables, the program runs in one process. Without LOCAL_RANK, one process runs
-    on each machine.
+    If these variables are missing, the program runs in one process. If only LOCAL_RANK is missing,
+    one process runs on each machine.
 
     Only rank 0 prints and saves, so a run in which the ranks are wrong may save nothing.
     """
@@ -65,4 +65,6 @@ def read_number(name, default):
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name} is {text!r}, not an integer; use torchrun, or unset it") from None
+        raise UserError(
+            f"{name} is {text!r}, not an integer; use torchrun, or unset {name}"
+        ) from None

@@ -1,4 +1,4 @@
-"""Signals that ask a program to stop: it saves a checkpoint and ends, or it ends at once."""
+"""Signals that stop a program: the program saves a checkpoint and ends, or it ends at once."""
 
 import contextlib
 import math
@@ -9,7 +9,7 @@ import time
 
 
 class Stopped(Exception):
-    """Raised after a signal, to end a validation, a benchmark or a sample without a result."""
+    """Raised after a signal, to end validation, a benchmark or generation without a result."""
 
 
 class StopRequest:
@@ -26,7 +26,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, max_minutes=None):
-        """Context manager: a signal only requests that the run saves a checkpoint and ends.
+        """Context manager: a signal does not kill the run, but makes it save a checkpoint and end.
 
         The signals are SIGTERM, SIGINT and SIGHUP. A signal may arrive several times: a closing
         terminal often sends SIGHUP twice, and torchrun forwards a signal that a service manager has

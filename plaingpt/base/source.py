@@ -10,9 +10,8 @@ from plaingpt.base.errors import UserError, explaining, first_line
 from plaingpt.base.terminal import print0
 
 CLONE = Path(__file__).parents[2]
-# These options override the user's git settings. The settings may select colors, other prefixes, an
-# external diff program, less context, an order of the files, or a text instead of a diff, so that
-# `git apply` could not read the patch.
+# These options override the user's git settings. `git apply` could not read a patch with colors,
+# different prefixes, fewer context lines or the output of an external diff program.
 DIFF = (
     "--binary",
     "--no-color",
@@ -25,8 +24,8 @@ DIFF = (
     "-O/dev/null",
     "--submodule=short",
 )
-# `git apply` must apply a patch unchanged. Without the first setting, it may reject or remove white
-# space at the end of a line.
+# `git apply` must apply a patch unchanged. Without the first setting, git may reject or remove
+# white space at the end of a line.
 SETTINGS = ("-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no")
 # git must use the repository in the current directory. Without these options, git may use the
 # repository of a parent directory or of GIT_DIR, and refuses a repository that another user owns.
@@ -60,8 +59,8 @@ def diff_since(commit):
 def read_git():
     """Returns the state of this clone in git: (commit, names of untracked files, changes).
 
-    All three are empty if the directory is no clone, or if git fails. If git fails, this function
-    prints a note.
+    All three are empty if the directory is not a clone, or if git fails. If git fails, this
+    function prints a note.
     """
     commit = b""
     untracked = b""
@@ -87,7 +86,7 @@ def hash_of_files(paths):
 
 
 def hash_of_program():
-    """Returns a hash of the files of this clone that the program has imported."""
+    """Returns a hash of all Python files that the program has imported from this clone."""
     library = Path(os.__file__).parent
     files = set()
     for module in list(sys.modules.values()):

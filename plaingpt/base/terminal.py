@@ -38,5 +38,5 @@ def shorten_line(line):
 def show_progress(done, total, text):
     """Shows a progress bar in the last line of a terminal, until the next print0."""
     if sys.stdout.isatty():
-        bar = "#" * (20 * done // total)  # 20 characters at the end
+        bar = "#" * (20 * done // total)  # the full bar has 20 characters
         print0(shorten_line(f"{done}/{total} [{bar:<20}] {text}"), end="")

@@ -11,7 +11,8 @@ from plaingpt.base.source import CLONE, diff_since, run_git
 def changes_of_clone(commit):
     """Returns the changes in this clone since a commit: (patch, names of untracked .py files)."""
     found = run_git("ls-files", "-z", "--others", "--exclude-standard", "*.py")
-    # Emacs locks model.py with a link whose name also ends with .py, but whose target is no file.
+    # Emacs locks model.py with a link whose name also ends with .py, but whose target is not a
+    # file.
     files = [name for name in os.fsdecode(found).split("\0") if (CLONE / name).is_file()]
     return diff_since(commit), files
 
@@ -20,9 +21,9 @@ def make_copy(place, commit, changes=b"", files=()):
     """Copies a commit, then applies a patch and adds files to the copy. Raises UserError.
 
     place: path of the copy. changes: the patch. If the history contains the file version from which
-    the patch was made, git merges the patch with later changes of this file. files: paths in this
-    clone of the files to add. A worktree has its own HEAD, so if a run is started in the copy, its
-    changes.patch contains the changes.
+    the patch was made, git merges the patch with later changes of this file. files: paths of the
+    files to add, relative to the clone. A worktree has its own HEAD, so if the copy trains a run,
+    the run's changes.patch contains the changes.
     """
     shutil.rmtree(place, ignore_errors=True)
     run_git("worktree", "add", "--force", "--detach", place, commit)

@@ -20,8 +20,8 @@ from tqdm import tqdm
 LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a link to a larger disk
 VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
-# The key of a program omits these fields of run.json. They do not change the loss, or the key
-# contains them in a different form: the hash of the code, and the fingerprint of the data.
+# The key of a program omits these fields of run.json: a field does not change the loss, or the key
+# contains it in a different form, such as the hash of the code or the fingerprint of the data.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started gpu_memory_gb".split()}
 
 
@@ -86,8 +86,8 @@ def train(jobs, at_once, may_fail=False):
         command = [sys.executable, LAB / program.name / "score.py", VALIDATION, *device]
         command += [*program.flags, *more, *QUIET, place]
         with open(place / "output.txt", "w") as output:
-            # In its own session, the run does not receive the terminal's Ctrl-C, only the signal
-            # below.
+            # In its own session, the run does not receive the terminal's Ctrl-C, only the SIGTERM
+            # from terminate() below.
             run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             processes.append(run)
             status = run.wait()
@@ -126,7 +126,7 @@ def probe(programs):
         start = Path(facts["init_from"] or "/nowhere")
         files = sorted(file for file in (start, *start.glob("*")) if file.is_file())
         key = hash_of([code["hash"], known, checksum_of_places([VALIDATION, *files])])
-        # The first step is slow, and is not counted. With torch.compile, it may be the only one.
+        # The first step is slow, and is not counted. With torch.compile, it may be the only step.
         tokens_per_second = [*read_streams(place / "log.txt")["tok_s"].values()][1:]
         n_tokens = facts["max_steps"] * facts["total_batch_size"]
         speed = max(tokens_per_second, default=0) * count_flops(facts) / n_tokens

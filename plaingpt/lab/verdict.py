@@ -31,7 +31,7 @@ def welch(base, changed):
 def compare_losses(base, changed, delta):
     """Compares two groups of losses -> the facts of a verdict.
 
-    delta: smaller differences in loss do not matter.
+    delta: differences in loss below this value do not matter.
     """
     difference, half, p_value = welch(base, changed)
     if abs(difference) + half <= delta:
@@ -52,11 +52,12 @@ def compare_losses(base, changed, delta):
 
 
 def worth(i, flops, losses, difference):
-    """Returns the factor in compute by which the base would lower its loss as much as the change.
+    """Returns the factor in compute with which the base would reach the loss of the change.
 
-    The factor 1.2 means 20 % more compute. i: index of the size. flops, losses: of the base at each
-    size. difference: in loss, at size i. The slope of the loss over the logarithm of compute is
-    estimated from the neighboring sizes. Returns None if the loss does not fall with compute.
+    The factor 1.2 means 20 % more compute. i: index of the size. flops, losses: FLOPs and mean
+    losses of the base at each size. difference: the difference in loss at size i. The slope of the
+    loss over the logarithm of compute is estimated from the neighboring sizes. Returns None if the
+    loss does not fall with compute.
     """
     n_ends = min(2, len(flops) - 1)  # how many neighbors determine the slope at either end
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
@@ -130,7 +131,9 @@ def choose_seeds(keys, config, ledger):
     if config.confirm:
         same = [entry for entry in ledger if {*keys} & {*entry.get("keys", ())}]
         if not any("p_value" in entry and {*keys} <= {*entry["keys"]} for entry in same):
-            raise UserError("--confirm: this change has no verdict; first run without --confirm")
+            raise UserError(
+                "--confirm: this change has no verdict; first run the experiment without --confirm"
+            )
         first += max(entry.get("last_seed", 0) for entry in same)
     n_base = max(config.base_seeds, config.seeds)
     return range(first, first + n_base), range(first, first + config.seeds)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-MOST_PARAMETERS = 1_000_000  # these need 5 MB in a page
+MOST_PARAMETERS = 1_000_000  # this many parameters take 5 MB in a page
 LONGEST_CONTEXT = 1024  # when a page opens, it compares this many losses in about a second
 # The hidden states are multiplied by these factors. With 30, the logits are so large that a
 # soft-cap changes the losses.
@@ -40,9 +40,10 @@ LINES = {
 
 
 def find_reason(model, tokenizer, n_runs):
-    """Returns why a page cannot run the model, as the end of a sentence, or "" if it can.
+    """Returns the reason why a page cannot run the model, or "" if the page can run the model.
 
-    model: the GPT of the last checkpoint. n_runs: how many runs the page shows.
+    The reason is the end of a sentence. model: the GPT of the last checkpoint. n_runs: how many
+    runs the page shows.
     """
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
@@ -96,8 +97,8 @@ def pack_model(model, ids):
     c = model.config
     # named_parameters yields a tied weight once, so the page stores it once.
     weights = {name: pack_array(p.detach(), "<f4") for name, p in model.named_parameters()}
-    # The page's text may be shorter than a sliding window of the attention, so the page also
-    # compares the losses of random ids that fill the context.
+    # Sliding-window attention changes the losses only of texts that are longer than its window.
+    # The page therefore also compares the losses of random ids that fill the context.
     other = np.random.default_rng(0).integers(c.vocab_size, size=c.block_size + 1).tolist()
     checks = []
     for text in (ids, other):
@@ -116,7 +117,7 @@ def losses_of(model, ids, factor):
 
 
 def find_lines(GPT):
-    """Returns {part: [line number, line]} of model.py. Omits parts that this model.py lacks."""
+    """Returns {part: [line number, line]} of model.py. Omits parts that are not in it."""
     source = inspect.getsource(sys.modules[GPT.__module__]).splitlines()
     lines = {}
     for part, words in LINES.items():

@@ -2,8 +2,8 @@
 
 page.html contains the elements of the page, and page.css their style. page.js draws the recorded
 numbers. If the page contains the weights of a small model, gpt.js runs the model on a text that the
-reader types. The page stores arrays as base64: losses and weights in float32, and attention weights
-in 8 bits, which is enough for a picture.
+reader types. The page stores arrays as Base64 strings: losses and weights in float32, and attention
+weights in 8 bits, which is enough for a picture.
 """
 
 import base64
@@ -17,7 +17,8 @@ from plaingpt.look.record import AttentionCall, BlockOutput, Record
 
 import numpy as np
 
-# If the attention weights of all snapshots need more bytes, the page stores those of the last one.
+# If the attention weights of all snapshots take more bytes than this limit, the page contains only
+# the attention weights of the last snapshot.
 LIMIT = 2**24
 SCRIPTS = ("gpt.js", "live.js", "page.js", "play.js")  # in the order in which they run
 
@@ -49,7 +50,7 @@ def split_text(ids, tokenizer):
 
 
 def name_token(i, tokenizer):
-    """Returns the string of a single id. Bytes that are no complete character look like <E4>."""
+    """Returns the string of an id. Bytes that are not valid UTF-8 become, for example, <E4>."""
     data = bytes_of(i, tokenizer)
     name = name_of_special(i, tokenizer)
     if name is not None:
@@ -71,7 +72,7 @@ def name_of_special(i, tokenizer):
 
 
 def bytes_of(i, tokenizer):
-    """Returns the bytes of an id; b"" for special ids and for ids beyond the vocabulary."""
+    """Returns the bytes of an id; b"" for a special id, or an id outside the vocabulary."""
     is_text = i < tokenizer.n_vocab and i not in tokenizer.special.values()
     return tokenizer.token_bytes[i] if is_text else b""
 
@@ -163,7 +164,7 @@ def find_ids(text, snapshots):
 
 
 def size_of_calls(record):
-    """Returns how many bytes the attention weights of a Record need in a page, before base64."""
+    """Returns how many bytes the attention weights of a Record take in a page, before Base64."""
     size = 0
     for call in record.calls:
         if call.weights is not None:
@@ -187,7 +188,7 @@ def pack_look(look, with_attention):
 
 
 def pack_prediction(prediction):
-    """Prediction -> dict of arrays in base64."""
+    """Prediction -> dict for JSON, with the arrays as Base64 strings."""
     return dict(
         losses=pack_array(prediction.losses, "<f4"),
         ranks=pack_array(prediction.ranks, "<u4"),
@@ -210,7 +211,7 @@ def pack_call(call: AttentionCall):
     if call.fault:
         return dict(block=call.block + 1, fault=call.fault)
     weights = (call.weights.cpu().numpy() * 255).round().astype(np.uint8)  # (nh, T, T)
-    # A causal mask leaves only the lower triangle, which is stored row by row.
+    # With a causal mask, only the lower triangle is not 0. The page stores it row by row.
     rows, columns = np.tril_indices(weights.shape[1])
     is_causal = weights.sum(dtype=np.int64) == weights[:, rows, columns].sum(dtype=np.int64)
     stored = weights[:, rows, columns] if is_causal else weights
@@ -219,5 +220,5 @@ def pack_call(call: AttentionCall):
 
 
 def pack_array(values, dtype):
-    """Converts an array to this dtype, and returns its bytes, row by row, as a base64 string."""
+    """Converts an array to this dtype, and returns its bytes, row by row, as a Base64 string."""
     return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()

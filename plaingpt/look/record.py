@@ -1,4 +1,4 @@
-"""Runs a model on a text, and records the predictions, the attention weights and the blocks.
+"""Runs a model on a text, and records predictions, attention weights and outputs of the blocks.
 
 The attention weights are computed from the arguments of F.scaled_dot_product_attention. A changed
 model, for example with rotary positions or a different mask, calls the same function, so the record
@@ -192,7 +192,8 @@ def watching(model, watch):
 def describe_block(model, i, stream, targets):
     """Predicts the next tokens from the residual stream after block i -> BlockOutput.
 
-    i: from 1; 0 means the embedding. stream: the output of the block. targets: (n).
+    i: number of the block, from 1; 0 means the embedding. stream: the output of the block, or the
+    embedding. targets: (n).
     """
     name = f"block {i}" if i else "embedding"
     n = len(targets)
@@ -220,7 +221,7 @@ def predict(model, x, targets, k):
 
 
 def complete_calls(calls, n_layer):
-    """Adds an AttentionCall with a fault for each block without a call. Returns all, by block."""
+    """Adds a faulty AttentionCall for each block without a call. Returns all calls, by block."""
     seen = {call.block for call in calls}
     for i in range(n_layer):
         if i not in seen:

@@ -48,7 +48,7 @@ class ChunkedCrossEntropy(torch.nn.Module):
             losses, mean = fused_losses(x, head, targets, counted)
         else:
             losses = recomputed_losses(x, head, targets, self.vocab_size)
-            mean = losses.sum() / counted.sum().clamp(min=1)  # without targets, it is 0
+            mean = losses.sum() / counted.sum().clamp(min=1)  # 0 if no target is counted
         return mean if reduction == "mean" else losses.view(shape)
 
 
@@ -141,10 +141,10 @@ class LinearCrossEntropy(torch.autograd.Function):
                     p.scatter_add_(1, y, -local.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the logits
                 dx[start : start + rows] = p @ w
-                # += first converts its operand to float32, which needs less memory in parts.
+                # += first converts its operand to float32. In parts, this copy needs less memory.
                 for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
                     total += part
-        n = counted.sum().clamp(min=1)  # without targets, the mean is 0
+        n = counted.sum().clamp(min=1)  # the mean is 0 if no target is counted
         if with_gradient:
             ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V], n)
         ctx.mark_non_differentiable(losses)

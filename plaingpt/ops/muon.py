@@ -15,15 +15,16 @@ class Muon(torch.optim.Optimizer):
     """Like torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but fast on every device and in
     several processes.
 
-    torch.optim.Muon always uses bfloat16. On a device without instructions for bfloat16, this takes
-    about ten times as long as float32, so this class uses float32 there. The class also stacks
+    torch.optim.Muon always uses bfloat16. If a device has no instructions for bfloat16, bfloat16 is
+    about ten times as slow as float32, so this class uses float32 there. The class also stacks
     matrices of the same shape, because on a GPU, launching a multiplication of small matrices takes
     longer than computing it.
 
     params: as for any optimizer of PyTorch: parameters, pairs of a name and a parameter, or groups.
     All parameters must be matrices. n_stacked is the number of matrices that are stacked by rows in
     each parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
-    matrices separately. All processes must create a Muon, because its constructor communicates.
+    matrices separately. All processes must create a Muon, because its constructor calls a
+    collective operation.
 
     With DDP, each process orthogonalizes its share of the matrices and sends the results to the
     other processes, because orthogonalization takes most of Muon's time. Each process stores the
@@ -89,7 +90,8 @@ def count_copies(groups):
     """Returns the number of processes that store the same parameters: all with DDP, otherwise 1."""
     if not dist.is_initialized():
         return 1
-    # Pipeline stages have parameters with different names. Without names, this assumes one copy.
+    # Pipeline stages have parameters with different names. If the names are unknown, this function
+    # assumes that each process stores different parameters.
     own = [group.get("param_names") for group in groups]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, own)

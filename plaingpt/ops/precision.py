@@ -19,7 +19,7 @@ def stream_dtype(x):
 
 
 def has_bfloat16(device):
-    """Returns whether the device has instructions for bfloat16. GPUs before Ampere emulate it."""
+    """Returns whether the device has instructions for bfloat16. Older GPUs emulate bfloat16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has = torch.cpu.get_capabilities()  # {name of an instruction set extension: bool}

@@ -31,9 +31,9 @@ class KVCache:
         self.buffers = None  # keys and values: (B, nh, max_length, hs) each
 
     def extend(self, k, v):
-        """Appends the keys and values of new tokens, and returns those of all tokens so far.
+        """Appends the keys and values of new tokens. k, v: (B, nh, T, hs).
 
-        k, v: (B, nh, T, hs). Returns [k, v] of all tokens: (B, nh, length, hs) each.
+        Returns [keys, values] of all tokens so far: (B, nh, length, hs) each.
         """
         if self.buffers is None:
             B, nh, _, hs = k.shape
@@ -61,7 +61,8 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)  # (B, vocab_size)
-        # Drops a token if the probabilities of likelier tokens add up to p. The first token stays.
+        # Drops a token if the probabilities of likelier tokens add up to p or more. The likeliest
+        # token always stays.
         drop = probs.cumsum(dim=-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)

@@ -13,16 +13,18 @@ import numpy as np
 
 @dataclass
 class Example:
-    """One question. Its pairs are all endings of the first context, then of the second, and so on.
+    """One question. Each context and each ending form a pair that receives a score.
 
-    Only core.py uses the fields kind and shots.
+    The pairs are in this order: the first context with all endings, then the second context with
+    all endings, and so on. Only core.py uses the fields kind and shots.
     """
 
     contexts: list[str]
     endings: list[str]  # each includes the white space before it
     label: int = 0  # index of the right pair
     # If a pair is longer than the model's context, it is scored in windows. The stride is the
-    # number of tokens that each window scores (0: no overlap; inf: only the last window).
+    # number of tokens that each window scores. Special values: 0 means that windows do not overlap,
+    # and inf means that only the last window is scored.
     stride: float = math.inf
     facts: dict = field(default_factory=dict)  # other values that report() needs or --json writes
     kind: str = ""  # kind of task
@@ -38,8 +40,8 @@ def prompt_ids(example, tokenizer):
     Raises UserError if an ending has no ids.
     """
     for context in example.contexts:
-        # White space at the end of the context moves to the ending. The ids of the ending are the
-        # ids of context + ending, without the first len(ids) ids.
+        # White space at the end of the context moves to the ending. The tokenizer encodes the
+        # context and the ending together. The ending has all ids after the ids of the context.
         ids = tokenizer.encode(context.rstrip())
         endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
         for own, ending in zip(endings, example.endings):
@@ -75,7 +77,7 @@ class Benchmark:
     columns: tuple = ()  # the fields that `examples` reads; only these are decoded. (): all fields
     proportions: tuple = ()  # the metrics to print with the standard error of a proportion
     options: tuple = ()  # dataclasses with the benchmark's own flags
-    input_options: tuple = ()  # names of these flags whose values are input files or directories
+    input_options: tuple = ()  # names of the flags in options that take input files or directories
     load: Callable | None = None  # if examples is None: (path, limit, **options) -> Examples
     prompt_ids: Callable = prompt_ids  # (example, tokenizer) -> ids of contexts and endings
     spare: int = 0  # number of positions at the end of the model's context that stay unused
@@ -108,7 +110,7 @@ def perplexity(nats):
 
 
 def get_fields(record, **kinds):
-    """Returns the values of these fields of a record. kinds: {name: type}. Raises UserError."""
+    """Returns the values of fields of a record. kinds: {field: its type}. Raises UserError."""
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise bad_record(record, f"field {name!r} is missing or has a wrong type")

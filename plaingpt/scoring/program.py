@@ -20,9 +20,9 @@ class EvalConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest checkpoint in log/]")
     model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
     data: str | None = flag(
-        None, ".jsonl, .csv, .parquet or text file [data set on the hub, if any]"
+        None, ".jsonl, .csv, .parquet or text file [data set on Hugging Face's hub, if any]"
     )
-    limit: int = flag(0, "number of examples; 0: all", at_least=0)
+    limit: int = flag(0, "number of examples to score; 0 means all", at_least=0)
     tokens_per_forward: int | None = flag(
         None, "number of tokens per forward pass [16384; CPU: 2048]", at_least=1
     )

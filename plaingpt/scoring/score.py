@@ -162,16 +162,16 @@ def forward(model, rows, L, device):
 
 
 def rows_alone(rows):
-    """Returns the same endings, each in a row of its own."""
+    """Returns new rows: each row contains a single ending of these rows, with its context."""
     return [Row(row.context, [ending]) for row in rows for ending in row.endings]
 
 
 def mixes_endings(model, rows, process):
-    """Returns whether endings get different log-likelihoods in one row than alone.
+    """Returns whether an ending's log-likelihood changes if other endings are in the same row.
 
     In GPT-2, attention follows `mask`, and the position embedding follows `pos`. A changed model.py
     may ignore one of the two, or read the previous position, as a convolution does. This function
-    compares the endings of the row with the longest endings.
+    tests the row whose endings contain the most tokens.
     """
     shared = [row for row in rows if len(row.endings) > 1]
     if not shared:
@@ -217,10 +217,10 @@ def score(model, examples, rows, process, tokens_per_forward):
     sums = process.sum(torch.from_numpy(sums)).cpu().numpy()
     return SimpleNamespace(
         log_likelihood=sums[0],  # log-likelihood of the ending, in nats
-        tokens=sums[1].astype(int),  # number of scored tokens: the whole ending, unless truncated
+        tokens=sums[1].astype(int),  # number of scored tokens of the ending
         bytes=count_bytes(examples),  # number of bytes of the ending and the space before it
         greedy=sums[2] == sums[1],  # whether every token of the ending is the likeliest token
-        last_greedy=sums[3] > 0,  # whether the last token is the likeliest after the right tokens
+        last_greedy=sums[3] > 0,  # whether the last token of the ending is the likeliest
     )
 
 
