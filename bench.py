@@ -4,7 +4,7 @@
   torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
   python bench.py --batch_size 4 --peer transformers plain
 
-In this help, [x] is the default of a flag. The preset may set a different value.
+In this help, [x] is the default of a flag. A preset may set a different value.
 
 --peer also times the training step of other implementations of GPT-2, with
 AdamW. The models take turns, for 3 rounds of --steps steps, so that another

@@ -30,12 +30,11 @@ The exit status is the verdict:
   7  failed     the patch does not apply, or a run failed
 
 --sizes repeats the experiment at several model sizes, given in channels. Each
-size has heads of 32 channels, --tokens_per_weight training tokens per parameter,
-and a peak learning rate of 1.5 / channels. The values of --rates are for the
-smallest size; for larger sizes, they are scaled by 1 / channels. The verdict is
-about the largest size.
-"Worth x1.2 in compute" means that the base needs 20 % more compute to reach the
-same loss as the change.
+size has heads of 32 channels, a peak learning rate of 1.5 / channels, and
+--tokens_per_weight training tokens per parameter. The values of --rates are for
+the smallest size; larger sizes scale them by 1 / channels. The verdict is about
+the largest size. "Worth x1.2 in compute" means that the base needs 20 % more
+compute to reach the same loss as the change.
 
 Each experiment adds a line to the list of experiments, the ledger:
 log/experiments/ledger.jsonl. The program needs scipy (pip install scipy).

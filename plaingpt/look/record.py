@@ -221,7 +221,7 @@ def predict(model, x, targets, k):
 
 
 def complete_calls(calls, n_layer):
-    """Adds a faulty AttentionCall for each block without a call. Returns all calls, by block."""
+    """Adds an AttentionCall with a fault for each block without a call. Sorts calls by block."""
     seen = {call.block for call in calls}
     for i in range(n_layer):
         if i not in seen:
