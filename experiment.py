@@ -6,8 +6,8 @@
   python experiment.py -- --optimizer adamw       tests your changes, and the
                                                   flags after --
   python experiment.py --base HEAD~3              tests all changes since HEAD~3
-  python experiment.py --rates 2e-3 4e-3 8e-3     compares each program at its
-                                                  best learning rate
+  python experiment.py --rates 2e-3 4e-3 8e-3     compares both programs, each
+                                                  at its best learning rate
   python experiment.py --confirm                  repeats the experiment with
                                                   new random seeds
   python experiment.py --sizes 64 96 128 160 --flags "--data my.txt"

@@ -1,9 +1,9 @@
 """Shows what your own model does with a text, in one HTML file.
 
-  python look.py log/baby                               on a generated text
+  python look.py log/baby                             the model generates a text
   python look.py log/baby --text "MARLOW: The boats came home."
-  python look.py log/baby log/wide --text held.txt      two runs, the same text
-  python look.py log/sums --text pairs.jsonl            prompts and responses
+  python look.py log/baby log/wide --text held.txt    two runs, the same text
+  python look.py log/sums --text pairs.jsonl          prompts and responses
   python look.py --model gpt2 --text "Hello, I'm a language model,"
 
 The page opens in any browser, without a network. The page shows the loss of
@@ -60,7 +60,7 @@ N_OWN_TEXT = 40  # without --text, the model generates this many tokens
 
 @dataclass
 class LookConfig:
-    text: str | None = flag(None, "text, text file or file with pairs [generated]")
+    text: str | None = flag(None, "text, text file or file with pairs [the model generates a text]")
     model: str | None = flag(None, "GPT-2 from Hugging Face: name or directory")
     output: str | None = flag(None, "file to write [look.html in the directory of the first run]")
     max_tokens: int = flag(256, "show at most this many tokens of the text", at_least=1)
