@@ -144,8 +144,8 @@ def choose_rates(programs, rates, at_once):
 def compare(programs, rates, config, ledger, entry):
     """Trains the missing runs, and adds the facts of the verdict to the entry of the ledger.
 
-    programs: [base, change], as `probe` returns them. rates: learning rates to try, or None. entry:
-    a dict. If this function raises UserError, the entry keeps the facts that were already added.
+    programs: [base, change], as `probe` returns them. rates: learning rates to try, or None. If
+    this function raises UserError, the dict `entry` keeps the facts that were already added.
     """
     if rates:
         programs = choose_rates(programs, rates, config.at_once)

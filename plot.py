@@ -62,7 +62,7 @@ LOSSES = {"train": "training", "val": "validation"}  # the streams of the panel 
 @dataclass
 class PlotConfig:
     output: str = flag("plot.png", "picture to write: .png, .svg or .pdf")
-    x: Literal["steps", "tokens"] = flag("steps", "horizontal axis")
+    x: Literal["steps", "tokens"] = flag("steps", "what the horizontal axis shows")
     panels: list[str] | None = flag(None, "panels to draw, such as loss, norm or hella [all]")
 
 

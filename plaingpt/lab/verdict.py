@@ -41,7 +41,7 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        # With this half-width of the interval, there is a verdict if the difference stays the same.
+        # If the difference stays the same, the interval decides once its half-width is this small.
         goal = max(abs(difference), delta - abs(difference))
         n = np.arange(len(changed) + 1, 1001)  # runs per program, if the variances stay the same
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)

@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_mul_(parameters, decays)
         for (p, group), part in zip(members, stack.split([len(each) for each in matrices])):
             # The mean square of an orthogonal matrix is 1 / its longer side, so the root mean
-            # square of this update is 0.2 lr, as large as AdamW's.
+            # square of this update is 0.2 lr, about as large as that of AdamW's updates.
             alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
             p.add_(from_matrices(part, p), alpha=alpha)
 

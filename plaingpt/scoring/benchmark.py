@@ -50,7 +50,7 @@ def prompt_ids(example, tokenizer):
 
 
 def check_ending(ids, context, ending):
-    """Raises UserError if an ending has no ids, because every model would predict it perfectly.
+    """Raises UserError if an ending has no ids: every model would score it with probability 1.
 
     This happens if the tokenizer omits the characters of the ending, or merges the whole ending
     with the end of the context into one token.
