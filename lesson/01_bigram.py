@@ -1,6 +1,6 @@
 """Lesson 1: a bigram model. A table predicts the next byte from the current byte.
 
-The table contains a row for each byte. The row contains a score for each byte that may come next.
+The table contains a row for each byte. Each row contains a score for each byte that may come next.
 Training changes the scores until they fit the text. docs/lesson.md explains all programs of the
 lesson. Run them in the root directory of the repository, which contains input.txt:
 
@@ -34,7 +34,7 @@ val = tokens[cut:]
 def random_batch():
     """Reads B sequences from random places in the training text. Returns x, y: (B, T) each."""
     starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
-    # (B, 1) + (T+1) broadcasts to (B, T+1): each row contains T+1 successive indices.
+    # (B, 1) + (T+1) broadcasts to (B, T+1): each row contains T+1 consecutive indices.
     rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
     return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
@@ -109,7 +109,7 @@ for step in range(max_steps):
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # reset the gradient, because backward adds to it
+    optimizer.zero_grad()  # resets all gradients, because backward adds to them
     loss = loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:

@@ -37,7 +37,7 @@ val = tokens[cut:]
 def random_batch():
     """Reads B sequences from random places in the training text. Returns x, y: (B, T) each."""
     starts = torch.randint(len(train) - block_size, (batch_size, 1))  # (B, 1)
-    # (B, 1) + (T+1) broadcasts to (B, T+1): each row contains T+1 successive indices.
+    # (B, 1) + (T+1) broadcasts to (B, T+1): each row contains T+1 consecutive indices.
     rows = train[starts + torch.arange(block_size + 1)]  # (B, T+1)
     return rows[:, :-1], rows[:, 1:]  # the target of each token is the next token
 
@@ -57,7 +57,7 @@ def cross_entropy(logits, targets):
 
 
 class CausalSelfAttention(nn.Module):
-    """For each position, computes a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this position and earlier ones.
 
     The query of a position says what the position looks for, its key says what the position offers,
     and its value is what the position passes on.
@@ -90,7 +90,7 @@ class MLP(nn.Module):
         # c_fc computes 4C features per position, and c_proj mixes these features. The first
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
         # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
@@ -178,7 +178,7 @@ for step in range(max_steps):
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # reset the gradient, because backward adds to it
+    optimizer.zero_grad()  # resets all gradients, because backward adds to them
     loss = loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:

@@ -70,7 +70,7 @@ class DataLoaderLite:
 
 
 class CausalSelfAttention(nn.Module):
-    """For each position, computes a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this position and earlier ones.
 
     The query of a position says what the position looks for, its key says what the position offers,
     and its value is what the position passes on.
@@ -106,7 +106,7 @@ class MLP(nn.Module):
         # c_fc computes 4C features per position, and c_proj mixes these features. The first
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
         # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
@@ -168,18 +168,18 @@ class GPT(nn.Module):
     def configure_optimizers(self):
         """Returns AdamW. Weight decay shrinks matrices by the fraction lr * weight_decay per step.
 
-        Weights that the gradient does not keep large shrink toward 0, which should reduce
-        overfitting. (By default, AdamW applies a weight decay of 0.01 to all parameters.)
+        If the gradient does not keep a weight large, the weight shrinks toward 0. This should
+        reduce overfitting. (By default, AdamW applies a decay of 0.01 to all parameters.)
         """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        # Vectors do not decay: biases are too few to overfit, LayerNorm weights must not shrink.
+        # Vectors do not decay: biases are too few to overfit, and LayerNorms must not shrink.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine over how many steps AdamW averages: 0.9 about 10, and 0.95 about 20.
+        # AdamW averages the gradients over about 10 steps (beta 0.9), and their squares over about
+        # 20 steps (beta 0.95). Then it divides the first average by the root of the second.
         # eps avoids 0 / 0. fused=True: one kernel updates all parameters, instead of several
         # kernels per parameter.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
@@ -231,9 +231,9 @@ def sample(max_new_tokens):
 
 
 def get_lr(step):
-    """Returns the learning rate of a step, which rises linearly, then falls linearly to 0.
+    """Returns the learning rate of a step. It first rises linearly, and then falls linearly to 0.
 
-    The first steps are small, because the initial weights are small and AdamW's running means
+    The first steps are small, because the initial weights are small and AdamW's running averages
     contain few gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
@@ -269,13 +269,13 @@ for step in range(max_steps):
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # detach frees the memory of the graph
     # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
-    # very large gradient would otherwise stay in AdamW's means for many steps.
+    # very large gradient would otherwise stay in AdamW's running averages for many steps.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()  # moves each parameter a little, against its gradient
-    optimizer.zero_grad()  # reset the gradient, because backward adds to it
+    optimizer.zero_grad()  # resets all gradients, because backward adds to them
     loss = mean_loss.item()
     times.append(time.perf_counter() - began)
     if step % 50 == 0:

@@ -6,7 +6,7 @@
 Ctrl-C ends all processes, even in the middle of a step.
 
 With the same settings on a CPU, a resumed run reproduces the losses of an uninterrupted run to the
-last digit. (On a GPU, the order of additions may differ from run to run.) To train the model of
+last digit. (On a GPU, the order of additions varies, so losses may differ.) To train the model of
 README.md, set max_steps to 2700, warmup_steps to 100 and max_lr to 8e-3.
 
 After 300 steps, the validation loss is 1.843.
@@ -47,7 +47,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # the rank on this machine
 if world_size > 1:
-    # The processes connect to each other. nccl sends tensors between GPUs, gloo between CPUs.
+    # The processes connect to each other. nccl sends tensors between GPUs, and gloo between CPUs.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # On a GPU, matrix multiplications are several times as fast in bfloat16, which has 2 to 3 decimal
 # digits. autocast casts their inputs to bfloat16. Parameters, LayerNorms and the loss stay float32.
@@ -94,11 +94,11 @@ class DataLoaderLite:
 
 
 class Muon(torch.optim.Optimizer):
-    """SGD with momentum that makes each update a nearly orthogonal matrix (Jordan et al. 2024).
+    """SGD with momentum, but each update is made nearly orthogonal (Jordan et al. 2024).
 
-    The gradient of a matrix is strong in a few directions, and weak in most. The weak directions
-    come from rare patterns in the text. Rare patterns are also useful, so Muon makes an update
-    equally strong in all directions.
+    The gradient of a matrix is strong in a few directions, and weak in most directions. The weak
+    directions come from rare patterns in the text. Rare patterns are also useful, so Muon makes an
+    update equally strong in all directions.
     """
 
     def __init__(self, params, lr):
@@ -110,13 +110,13 @@ class Muon(torch.optim.Optimizer):
         for p in group["params"]:
             if not self.state[p]:  # a dict, which is empty in the first step
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            # a.lerp(b, w) is a + w (b - a), so momentum is a running mean of the gradients of about
-            # the last 20 steps. Nesterov momentum gives the current gradient a little more weight.
+            # a.lerp(b, w) is a + w (b - a), so momentum is a running average of the gradients of
+            # about the last 20 steps. Nesterov momentum gives the current gradient more weight.
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonalize(p.grad.lerp(momentum, 0.95))
             p.mul_(1 - group["lr"] * weight_decay)
             # The numbers in this update have a size of about 1. The numbers in AdamW's update have
-            # a size of about 0.2, because gradients with different signs cancel in a running mean.
+            # a size of about 0.2, because gradients of different signs cancel in an average.
             # The factor 0.2 lets both optimizers use the same learning rate (Liu et al. 2025).
             p.add_(update, alpha=-0.2 * group["lr"])
 
@@ -137,7 +137,7 @@ def orthogonalize(x):
         # x is U S V.T: U and V contain its singular vectors, and S its singular values s. So gram
         # is U S^2 U.T, gram @ x is U S^3 V.T, and gram @ gram @ x is U S^5 V.T. The next line
         # keeps U and V, and replaces each s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al.
-        # chose these numbers so that five rounds bring all s but tiny ones between 0.7 and 1.2.
+        # chose these numbers so that after five rounds, all s except tiny ones are 0.7 to 1.2.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
     # The squared numbers of a matrix have the same sum as its squared singular values. x has `rows`
     # singular values of about 1, so this sum is about `rows`, and the mean of the rows x columns
@@ -146,7 +146,7 @@ def orthogonalize(x):
 
 
 class CausalSelfAttention(nn.Module):
-    """For each position, computes a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this position and earlier ones.
 
     The query of a position says what the position looks for, its key says what the position offers,
     and its value is what the position passes on.
@@ -182,7 +182,7 @@ class MLP(nn.Module):
         # c_fc computes 4C features per position, and c_proj mixes these features. The first
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
         # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
@@ -249,14 +249,14 @@ class GPT(nn.Module):
         """
         of_muon = [p for p in self.h.parameters() if p.dim() == 2]
         matrices = [self.wte.weight, self.wpe.weight]
-        # Vectors do not decay: biases are too few to overfit, LayerNorm weights must not shrink.
+        # Vectors do not decay: biases are too few to overfit, and LayerNorms must not shrink.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # AdamW divides a running mean of gradients by the root of a running mean of their squares.
-        # The betas determine over how many steps AdamW averages: 0.9 about 10, and 0.95 about 20.
+        # AdamW averages the gradients over about 10 steps (beta 0.9), and their squares over about
+        # 20 steps (beta 0.95). Then it divides the first average by the root of the second.
         # eps avoids 0 / 0. fused=True: one kernel updates all parameters, instead of several
         # kernels per parameter.
         adamw = torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
@@ -310,9 +310,9 @@ def sample(max_new_tokens):
 
 
 def get_lr(step):
-    """Returns the learning rate of a step, which rises linearly, then falls linearly to 0.
+    """Returns the learning rate of a step. It first rises linearly, and then falls linearly to 0.
 
-    The first steps are small, because the initial weights are small and AdamW's running means
+    The first steps are small, because the initial weights are small and AdamW's running averages
     contain few gradients. The last steps are small, so that they do not jump over the minimum.
     """
     if step < warmup_steps:
@@ -354,8 +354,8 @@ model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
     # DDP averages the gradients over all processes, so all processes take the same step. DDP sends
     # the gradients of the last layers while backward still computes gradients of earlier layers.
-    # Call torch.compile before DDP: the compiler runs in the first step, and splits its kernels at
-    # the points where DDP sends gradients.
+    # Call torch.compile before DDP. The model is compiled later, in the first step. The compiler
+    # then knows about DDP, and splits its kernels at the points where DDP sends gradients.
     model = nn.parallel.DistributedDataParallel(model)
 optimizers = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
@@ -390,15 +390,15 @@ for step in range(first_step, max_steps):
         loss.backward()  # computes the gradient: how each parameter changes the loss
         mean_loss += loss.detach()  # detach frees the memory of the graph
     # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
-    # very large gradient would otherwise stay in AdamW's means for many steps. All processes
-    # now have the same gradients, so all processes scale the gradients by the same factor.
+    # very large gradient would otherwise stay in AdamW's running averages for many steps. All
+    # processes now have the same gradients, so they all scale them by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()  # moves each parameter a little, against its gradient
-        optimizer.zero_grad()  # reset the gradient, because backward adds to it
+        optimizer.zero_grad()  # resets all gradients, because backward adds to them
     if world_size > 1:
         dist.all_reduce(mean_loss)  # mean_loss becomes the sum over the processes
     loss = mean_loss.item() / world_size

@@ -38,8 +38,8 @@ def load_encoding():
     the merges from a large amount of text: again and again, the most frequent pair of adjacent
     tokens became a new token. To encode text, tiktoken first splits the text with the regular
     expression pat_str into words (with the space before the word), numbers, punctuation and white
-    space. In each piece, tiktoken then merges adjacent tokens, in the order in which OpenAI learned
-    the merges, which is the order of their ids.
+    space. In each of these pieces, tiktoken then merges adjacent tokens, in the order in which
+    OpenAI learned the merges. The ids of the merged tokens are in the same order.
     """
     ids = {}
     with open("plaingpt/data/gpt2.tiktoken", "rb") as file:
@@ -65,9 +65,9 @@ def load_encoding():
 def ids_of_texts(paths):
     """Yields the ids of each text file: first the id of <|endoftext|>, then the ids of the text.
 
-    Training reads sequences from one long row of ids, so a sequence may contain parts of two texts.
-    <|endoftext|> tells the model that a new text begins. To generate a new text, use <|endoftext|>
-    as the prompt.
+    Training reads sequences from one long row of ids, so a sequence may contain parts of two text
+    files. <|endoftext|> tells the model that a new text begins. To generate a text from its start,
+    use <|endoftext|> as the prompt.
     """
     for path in paths:
         with open(path, encoding="utf-8", newline="") as file:

@@ -56,12 +56,12 @@ def load_weights(name):
     weights = {}
     for key, tensor in load_file(path).items():
         key = key.removeprefix("transformer.")  # only some files use this prefix
-        # OpenAI's linear layers compute x @ weight, nn.Linear computes x @ weight.T.
+        # OpenAI's linear layers compute x @ weight, but nn.Linear computes x @ weight.T.
         if key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
             tensor = tensor.T
         if not key.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks, not weights
             weights[key] = tensor
-    weights["lm_head.weight"] = weights["wte.weight"]  # the shared matrix is only once in the file
+    weights["lm_head.weight"] = weights["wte.weight"]  # the file contains the matrix once
     # The shapes of the weights do not show the number of heads. OpenAI's heads have 64 channels.
     return weights, weights["wte.weight"].size(1) // 64
 
@@ -106,7 +106,7 @@ else:
 
 
 class CausalSelfAttention(nn.Module):
-    """For each position, computes a weighted mean of the values at this and earlier positions.
+    """For each position, computes a weighted mean of the values at this position and earlier ones.
 
     The query of a position says what the position looks for, its key says what the position offers,
     and its value is what the position passes on.
@@ -142,7 +142,7 @@ class MLP(nn.Module):
         # c_fc computes 4C features per position, and c_proj mixes these features. The first
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
-        # GELU is a smooth version of max(0, x), which GPT-2 approximates with tanh. Without GELU,
+        # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
         # the two linear layers would equal one layer: the product of two matrices is a matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
@@ -189,7 +189,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=0.8, top_k=50):
         """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens).
         A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens can
-        be sampled. Each other token is unlikely, but their total probability is not small.
+        be sampled. Each of the other tokens is unlikely, but their total probability is not small.
         """
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
