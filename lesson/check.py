@@ -43,7 +43,7 @@ def expect_tensor(x, shape, what="the function"):
 
 
 def is_close(x, y, tolerance=1e-5):
-    """Returns whether two tensors or lists of tensors agree. The tolerance is relative to |y|."""
+    """Returns whether two tensors or lists of tensors agree. tolerance: relative to max |y|."""
     if isinstance(x, (list, tuple)):
         return all(is_close(a, b, tolerance) for a, b in zip(x, y, strict=True))
     limit = tolerance * max(1e-3, y.abs().max().item())
@@ -51,7 +51,10 @@ def is_close(x, y, tolerance=1e-5):
 
 
 def expect_none_of(x, mistakes):
-    """Raises Wrong if x is the result of a usual mistake. mistakes: {sentence: result}."""
+    """Raises Wrong if x equals the wrong result of a common mistake.
+
+    mistakes: {sentence that explains the mistake: its wrong result}.
+    """
     for sentence, result in mistakes.items():
         expect(not is_close(x, result), sentence)
 
@@ -115,7 +118,7 @@ def check_cross_entropy(task):
     expect(
         is_close(loss, expected, 1e-3),
         f"with logits near 1000 at position 0 and near -1000 at position 1, the loss is {loss:.4f} "
-        f"and not {expected:.4f}: subtract from each position its own maximum, not a common one",
+        f"and not {expected:.4f}: subtract from each position its own maximum, not a shared one",
     )
     logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)  # (1, 1, 2)
     loss = task.cross_entropy(logits * 1, torch.tensor([[0]]))
@@ -398,7 +401,7 @@ class Layers(nn.Module):
 
 
 def make_gpt(n_layer, C=64):
-    """Builds the layers of a GPT-2, with the lesson's parameter names and without forward."""
+    """Builds the layers of a GPT-2. Parameters are named as in the lesson. There is no forward."""
     blocks = []
     for _ in range(n_layer):
         blocks.append(
@@ -491,7 +494,7 @@ HYPERPARAMETERS = dict(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1
 
 
 def adamw(p, grad, m, v, step, mistake=None):
-    """Takes one step of AdamW, with a mistake unless mistake is None. Returns (p, m, v)."""
+    """Takes one step of AdamW, with the given mistake, if any. Returns (p, m, v)."""
     lr, beta1, beta2, eps, decay = HYPERPARAMETERS.values()
     if mistake == "l2" and p.dim() == 2:
         grad = grad + decay * p
@@ -926,7 +929,7 @@ DX_MISTAKES = {
 
 
 def check_dx(dx, x_hat, std, weight, dy):
-    """Raises Wrong if dx is the result of a usual mistake."""
+    """Raises Wrong if dx is the result of a common mistake."""
 
     def mistaken(of_mean, of_variance, dx_hat):
         along_mean = dx_hat.mean(dim=2, keepdim=True)  # (B, T, 1)
@@ -1025,7 +1028,7 @@ def check_orthogonalize(task):
                     "is the square root of the sum of all squares"
                 )
             inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
-            found = inside.diagonal()  # the singular values, if the directions are kept
+            found = inside.diagonal()  # the singular values, if the singular vectors are kept
             off = (inside - found.diag()).abs().max() + (y - u @ inside @ v.T).abs().max()
             expect(
                 off < 0.1 * max(1.0, y.abs().max().item()),
@@ -1179,7 +1182,7 @@ def check_cache(task):
 
 
 def check_cache_mistakes(y, q, k, v, first, last_size, place):
-    """Raises Wrong if y is the result of a usual mistake.
+    """Raises Wrong if y is the result of a common mistake.
 
     q: (B, n, C), the new queries. k, v: (B, T, C), all keys and values. first: the number of tokens
     of earlier calls. last_size: the number of tokens of the previous call.
@@ -1249,7 +1252,7 @@ def find(folder, number):
 
 
 def check(number, text, path):
-    """Checks an answer. Returns None if right, "open" if not yet written, or what is wrong.
+    """Checks an answer. Returns None if it is right, "open" if not written, or what is wrong.
 
     text: the program that contains the function. path: the file of this program, for messages.
     """
@@ -1273,7 +1276,7 @@ def check(number, text, path):
 
 
 def place_of(error, path):
-    """Returns a sentence with the line of an answer that raises an error, and Python's message."""
+    """Returns a sentence: the line of the answer that raised the error, and Python's message."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     what = f"{type(error).__name__}: {error}".rstrip(".")
     if not lines:  # the error is in the check, which used the result of the answer

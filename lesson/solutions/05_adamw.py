@@ -2,7 +2,7 @@
 
 
 def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
-    """Returns the parameter and its two running means after a step: (p, m, v)."""
+    """Returns the parameter and its two running averages after a step: (p, m, v)."""
     if p.dim() == 2:
         p = p * (1 - lr * weight_decay)
     m = beta1 * m + (1 - beta1) * grad

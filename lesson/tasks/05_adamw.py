@@ -7,15 +7,15 @@ import torch
 
 
 def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
-    """Returns the parameter and its two running means after a step: (p, m, v).
+    """Returns the parameter and its two running averages after a step: (p, m, v).
 
     p: a parameter, which is a matrix or a vector. grad: the gradient of p, of the same shape.
-    m: the running mean of the gradients. v: the running mean of the squared gradients. Before the
-    first step, m and v are 0. step: the number of this step, counted from 1. The other arguments
-    are hyperparameters, which are numbers. A step consists of three parts:
+    m: the running average of the gradients. v: the running average of the squared gradients.
+    Before the first step, m and v are 0. step: the number of this step, counted from 1. The other
+    arguments are hyperparameters, which are numbers. A step consists of three parts:
 
       decay    if p is a matrix, multiply p by 1 - lr * weight_decay
-      means    m = beta1 * m + (1 - beta1) * grad
+      average  m = beta1 * m + (1 - beta1) * grad
                v = beta2 * v + (1 - beta2) * grad^2
       update   subtract lr * m_hat / (sqrt(v_hat) + eps) from p
 

@@ -1,7 +1,7 @@
 """Micro-batches with different numbers of targets.
 
-In data of prompts and responses, only the tokens of the responses count in the loss. All other
-targets are -100, so micro-batches of the same shape contain different numbers of targets.
+In data that consists of prompts and responses, only the tokens of the responses count in the loss.
+All other targets are -100, so micro-batches of the same shape contain different numbers of targets.
 
 Check it with: python lesson/check.py 06
 """

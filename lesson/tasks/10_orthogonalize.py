@@ -9,7 +9,7 @@ import torch
 def orthogonalize(x):
     """Returns a matrix with the singular vectors of x, and singular values between 0.6 and 1.3.
 
-    x: (rows, columns), with any scale. The smallest singular value of x is at least a thirtieth of
+    x: (rows, columns), of any scale. The smallest singular value of x is at least a thirtieth of
     the largest singular value. Do not compute a singular value decomposition, which is slow on
     GPUs.
 
