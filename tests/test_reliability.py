@@ -422,8 +422,8 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         assert "resumed from step 5 " in out and read_log(tmp_path / "run") == read_log(whole)
 
 
-# Row: a field of `meta.json`, `run.json`, `core.yaml` or of the model in a checkpoint is missing,
-# or has the wrong type | error message that names the file
+# Row: in `meta.json`, `run.json`, `core.yaml` or the model of a checkpoint, a field is missing or
+# has the wrong type | error message that names the file
 
 
 @pytest.mark.slow
@@ -566,8 +566,8 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
-# Row: an input of `fineweb.py` has changed, but not its name or size | error message; the old
-# shards remain ²
+# Row: an input file of `fineweb.py` has changed, but its name and size are the same | error
+# message; the old shards remain ²
 
 
 @pytest.mark.slow
@@ -709,7 +709,7 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: a text file is not UTF-8 | a note with the share of invalid bytes; with `--tokenizer`, error
+# Row: a text file is not UTF-8 | a note says the share of invalid bytes; with `--tokenizer`, error
 # message
 
 
