@@ -587,8 +587,8 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     assert "out is complete" in out
 
 
-# Row: RANK is not less than WORLD_SIZE, or WORLD_SIZE is set without RANK | error message; nothing
-# is written
+# Row: RANK is not less than WORLD_SIZE, or WORLD_SIZE is set and RANK is not | error message;
+# nothing is written
 
 
 @pytest.mark.slow
