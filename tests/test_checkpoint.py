@@ -110,7 +110,7 @@ def test_keep_best_first_given_at_a_resume(tmp_path):
     flags = ["--data", "my.txt", "--log_dir", "run", "--val_every", 2]
     train(*flags, "--max_steps", 12, cwd=tmp_path)
     out, _ = train(*flags, "--max_steps", 16, "--resume", "--keep_best", cwd=tmp_path)
-    assert "note: --keep_best only compares the steps from 12 on\n" in out
+    assert "note: --keep_best compares only validation losses from step 12 on\n" in out
     step = torch.load(tmp_path / "run/model_best.pt")["step"]
     losses = read_streams(tmp_path / "run/log.txt")["val"]
     assert min(losses.values()) < losses[step] == min(losses[i] for i in (12, 14, 16))
@@ -138,7 +138,8 @@ def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
     assert capsys.readouterr().out.count(note) == 1
     torch.save(checkpoint(copy, 10) | {"model": {}}, path)
     with pytest.raises(
-        UserError, match="restore that model.py; its run may contain a changes.patch"
+        UserError,
+        match="restore the model.py of that run; its directory may contain a changes.patch",
     ):
         load_model(path, GPT)
 

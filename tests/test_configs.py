@@ -170,7 +170,7 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
             "--optimizer adamw --muon_lr 1",
             "--muon_lr: needs --optimizer muon; give both, or remove",
         ),
-        ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or remove this flag"),
+        ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or remove --decay"),
         ("--schedule constant --min_lr 0", "--min_lr: needs a --schedule other than constant"),
         ("--rampup_batch_size 64", "--rampup_batch_size: needs --rampup_steps; give both"),
         (
@@ -345,8 +345,8 @@ def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
         ),
         (
             dict(total_batch_size=500),
-            "--total_batch_size 500: give a multiple of 64 (--block_size 64 x 1 "
-            "processes), at most the data's 64000000 tokens",
+            "--total_batch_size 500: must be a multiple of 64 (--block_size 64 x 1 "
+            "processes) and at most 64000000, the number of training tokens",
         ),
     ],
 )

@@ -371,8 +371,8 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     "flags, message",
     [
         ("--name x", "--name: belongs to --dataset; remove --name or --input"),
-        ("--end_of_text </s>", "--end_of_text: gpt2 has its own token; remove this flag"),
-        ("--end_of_text \n --tokenizer bytes", "--end_of_text: bytes has its own token; remove"),
+        ("--end_of_text </s>", "--end_of_text: gpt2 has its own end-of-text token; remove this"),
+        ("--end_of_text \n --tokenizer bytes", "--end_of_text: bytes has its own end-of"),
     ],
 )
 def test_flags_that_would_do_nothing(tmp_path, flags, message):

@@ -464,7 +464,7 @@ def test_own_code(run, tmp_path):
     facts = dict(git_commit=f"{commit.stdout.strip()}-dirty")
     (directory / "run.json").write_text(json.dumps(facts))
     shutil.copy(ROOT / "experiments/rotary.patch", directory / "changes.patch")
-    with pytest.raises(UserError, match="restore that model.py"):
+    with pytest.raises(UserError, match="restore the model.py of that run"):
         look_at(directory, "--text", TEXT)
     look_at(directory, "--text", TEXT, "--own_code")
     (packed,) = read_page(directory / "look.html")["snapshots"][0]["looks"]

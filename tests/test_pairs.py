@@ -279,6 +279,6 @@ def test_long_pairs(tmp_path, capsys):
         read_pairs(write_pairs(path, pairs), BYTES, 16, 0.01)
     read_pairs(path, BYTES, 64, 0.01)
     with pytest.raises(
-        UserError, match="too few pairs for a training part; give more pairs, or --val"
+        UserError, match="too few pairs for a training part; give more pairs, or change --val"
     ):
         read_pairs(write_pairs(path, [("a", "b")]), BYTES, 16, 0.1)

@@ -67,7 +67,7 @@ def test_the_first_damaged_row_of_csv_ends_the_file(tmp_path):
     found = [("line 2", "one"), ("line 3", "two\nlines"), ("line 5", long), ("line 7", "three")]
     assert documents_of(path) == found
     for row, problem in (
-        ("Who came, and when?,Ada\n", "3 fields for 2 names"),
+        ("Who came, and when?,Ada\n", "3 fields for 2 column names"),
         ('"a" b,Ada\n', "',' expected after '\"'"),
         ('"never closed,Ada\nfour,Ada\n', "unexpected end of data"),
     ):

@@ -717,7 +717,7 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
 def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     (tmp_path / "gbk.txt").write_bytes((b"a" * 60 + "中文".encode("gbk") * 10) * 50)
     out, _ = train("--data", "gbk.txt", "--val_tokens", 64, "--max_steps", 1, cwd=tmp_path)
-    assert "note: gbk.txt: 40.0% of its bytes are not UTF-8; convert it\n" in out
+    assert "note: gbk.txt: 40.0% of its bytes are not UTF-8; convert the file to UTF-8\n" in out
     _, err = train("--data", "gbk.txt", "--tokenizer", "gpt2", cwd=tmp_path, status=2)
     assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it to UTF-8\n", err)
 
@@ -750,7 +750,7 @@ def test_damaged_rows_of_csv(tmp_path):
     assert "error: a.csv: cannot be read (line 3: unexpected end of data); check it\n" in err
     (tmp_path / "b.csv").write_text("prompt,response\nWho came, and when?,Ada\n")
     _, err = train("--data", "b.csv", cwd=tmp_path, status=2)
-    assert err == "error: b.csv: cannot be read (line 2: 3 fields for 2 names); check it\n"
+    assert err == "error: b.csv: cannot be read (line 2: 3 fields for 2 column names); check it\n"
 
 
 # Row: a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16 |
@@ -938,7 +938,7 @@ CASES = {
         ),
         (
             "TINY --resume --optimizer muon",
-            "used a different --optimizer; give all its flags again",
+            "used a different --optimizer; give all flags of that run again",
         ),
         ("TINY --resume --max_steps 1", "is at step 2; give a larger --max_steps"),
         ("TINY --resume --n_layer 3 --n_embd 64", "n_layer is 2, not 3 ... n_embd is 32, not 64"),

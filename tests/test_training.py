@@ -96,11 +96,11 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
         "run_program(lambda: train_gpt2.main([*sys.argv[5:], *sys.argv[i - 1:i + 1]]))\n"
     )
     for flag, message in (
-        (["--data", "my.txt"], "--data: the processes have different data; give all the same"),
-        (["--max_lr", 1.0], "the processes have different flags; give all the same"),
+        (["--data", "my.txt"], "--data: the processes have different data; give all processes"),
+        (["--max_lr", 1.0], "the processes have different flags; give all processes"),
         (
             ["--log_dir", "other"],
-            "the processes have different checkpoints; give all processes one",
+            "the processes have different checkpoints; use the same --log_dir",
         ),
     ):
         _, err = program(

@@ -331,8 +331,8 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path):
         make_shards(d, tmp_path / name, *choice)
     program(*TINY, "--max_steps", 1, "--data", "en", "--log_dir", "a", cwd=tmp_path)
     for flags, *messages in (
-        ("--data zh --init_from a", "--data: needs token ids of gpt2"),
-        ("--data zh --resume --log_dir a", "--data: needs token ids of gpt2"),
+        ("--data zh --init_from a", "--data: the weights need token ids of gpt2"),
+        ("--data zh --resume --log_dir a", "--data: the weights need token ids of gpt2"),
         (f"--data en --tokenizer {d}/zh.json", "en: contains tokens of gpt2; remove --tokenizer"),
         ("--data zh=0.5 en=0.5", "--data: zh uses tokenizer.json (", ", en uses gpt2; "),
     ):

@@ -102,7 +102,10 @@ def encode_text(path, tokenizer):
         data = data.removeprefix(codecs.BOM_UTF8)
         n_bad = len(data) - len(data.decode("utf-8", "ignore").encode())
         if n_bad:
-            print0(f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert it")
+            print0(
+                f"note: {path}: {n_bad / len(data):.1%} of its bytes are not UTF-8; convert the "
+                "file to UTF-8"
+            )
         return np.frombuffer(data, np.uint8)
     with explaining(f"--data {path}: is not UTF-8", "convert it to UTF-8", UnicodeDecodeError):
         documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
@@ -142,10 +145,10 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
 
     path: a text file, which is encoded with `tokenizer`; a directory with shards; or X for
-    Megatron's files X.bin and X.idx. The validation data are the val shards. Without val shards,
-    the last part of the data is held out: val_fraction of the tokens, by default a tenth of a text
-    file and a hundredth of other data. vocab_size: vocabulary size of the model; by default the
-    vocabulary size of the tokenizer.
+    Megatron's files X.bin and X.idx. The validation data are the val shards. If there are no val
+    shards, the last part of the data is held out: val_fraction of the tokens, by default a tenth of
+    a text file and a hundredth of other data. vocab_size: vocabulary size of the model; by default
+    the vocabulary size of the tokenizer.
     """
     path = Path(path)
     vocab_size = vocab_size or tokenizer.n_vocab
@@ -242,8 +245,8 @@ def find_common_tokenizer(paths, place):
 def find_tokenizer(data, place=None):
     """Returns the Tokenizer of a data set.
 
-    If the data set names no tokenizer, returns the tokenizer of the flag --tokenizer. Without this
-    flag, the default is gpt2 for shards, and bytes for a text file. place: value of --tokenizer.
+    If the data set names no tokenizer, returns the tokenizer of the flag --tokenizer. If this flag
+    is not given, returns gpt2 for shards, and bytes for a text file. place: value of --tokenizer.
     Raises UserError if the data do not exist, or if the tokenizer of the data differs from the
     tokenizer of the flag.
     """

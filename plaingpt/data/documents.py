@@ -1,8 +1,8 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Reading a large file needs only a few megabytes of memory. But the memory must hold each of these as
-a whole: a JSON array, a single line, a .csv or .tsv file, the text file of a benchmark, and a
-document in a .txt file, unless the caller allows cutting documents.
+Reading a large file needs only a few megabytes of memory. But these must fit in memory as a whole:
+a JSON array, a single line, a .csv or .tsv file, and the text file of a benchmark. A document in a
+.txt file must also fit in memory, but if the caller allows it, the document is cut instead.
 
 Parsers yield (where, item). `where` is a place in the file, such as "line 7". An item is a dict, or
 JSON as bytes. If a line of JSON is damaged, only one record is damaged. After any other damage,
@@ -28,7 +28,7 @@ BLOCK = 2**20  # bytes to read at a time
 TABLES = (".parquet", ".arrow")
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of an array of objects
 OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # an object of several lines
-MOST_CHARACTERS = 2**31 - 1  # Windows accepts no larger limit
+MOST_CHARACTERS = 2**31 - 1  # of a CSV field; Windows accepts no larger limit
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
@@ -120,7 +120,7 @@ def read_array(file):
 
 
 def read_csv(file, delimiter, columns):
-    """Yields (where, dict) for the rows of CSV, whose first row contains the names.
+    """Yields (where, dict) for the rows of a CSV file; its first row contains the names.
 
     Raises ValueError. columns: names of the columns that the caller may read, or ().
     """
@@ -135,7 +135,7 @@ def read_csv(file, delimiter, columns):
                 choose_columns(names, columns)
             elif row:  # skips empty lines
                 if any(row[len(names) :]):
-                    raise csv.Error(f"{len(row)} fields for {len(names)} names")
+                    raise csv.Error(f"{len(row)} fields for {len(names)} column names")
                 yield f"line {line}", dict(zip(names, row))
             line = reader.line_num + 1
     except csv.Error as error:
@@ -294,8 +294,8 @@ def read_records(paths, columns=()):
 def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
 
-    patient: if False, and the Hugging Face Hub does not answer in five seconds, uses only the
-    cache. Otherwise, `datasets` would wait for minutes. Raises UserError.
+    patient: whether to wait for minutes if the Hugging Face Hub does not answer. If False, waits
+    only five seconds, then uses only the cache. Raises UserError.
     """
     datasets = require("datasets")
     if not (patient or datasets.config.HF_HUB_OFFLINE):

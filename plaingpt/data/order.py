@@ -17,13 +17,13 @@ class Turns:
     """
 
     def __init__(self, shares):
-        # The order of the turns repeats after one period: [(0, 0), (0, 1), (1, 0)] for the shares
-        # 2/3 and 1/3, or [(0, 0)] for a single data set.
+        # The order of the turns repeats after one period. For the shares 2/3 and 1/3, a period is
+        # [(0, 0), (0, 1), (1, 0)]; for a single data set, a period is [(0, 0)].
         self.order = order_of_sets(shares)
         self.per_period = [int(share * len(self.order)) for share in shares]
 
     def find(self, position):
-        """Returns the index of the data set at a position, and its number of earlier sequences."""
+        """Returns the index of the data set at a position, and the number of its earlier turns."""
         periods, turn = divmod(position, len(self.order))
         k, earlier = self.order[turn]
         return k, periods * self.per_period[k] + earlier
@@ -85,7 +85,7 @@ def hash_numbers(*numbers):
 
 
 def prefetch(batches, device):
-    """Yields the same batches. While the caller uses a batch, a background thread reads the next.
+    """Yields the batches. While the caller uses a batch, a background thread reads the next batch.
 
     On MPS, there is no background thread.
     """

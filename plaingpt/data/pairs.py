@@ -52,7 +52,7 @@ def read_pairs(path, tokenizer, T, val_fraction):
     ids, counted: (n,), sequences of T tokens one after the other. n is a multiple of T, plus 1.
     counted: bool, whether a token is a target.
 
-    Shuffles the pairs with a fixed random seed. The last pairs, val_fraction of all, are for
+    Shuffles the pairs with a fixed random seed. The last val_fraction of the pairs are for
     validation. The split depends only on the file and val_fraction, so runs with a different
     tokenizer or T validate on the same pairs. Raises UserError.
     """
@@ -89,7 +89,7 @@ def check_lengths(path, pairs, T):
     longest_of_99_percent = sizes[math.ceil(len(sizes) * 99 / 100) - 1]
     message = (
         f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are "
-        f"skipped; --block_size {larger_context(T, longest_of_99_percent)} keeps 99% of them"
+        f"skipped; --block_size {larger_context(T, longest_of_99_percent)} keeps 99% of all pairs"
     )
     if n_long == len(pairs):
         raise UserError(message)
@@ -104,7 +104,7 @@ def check_part(path, name, pairs, T):
     """
     if not pairs:
         raise UserError(
-            f"{path}: too few pairs for a {name} part; give more pairs, or --val_fraction"
+            f"{path}: too few pairs for a {name} part; give more pairs, or change --val_fraction"
         )
     shortest = min(count_tokens(*pair) for pair in pairs)
     if shortest > T:

@@ -86,7 +86,10 @@ def find_meta(directory):
 
 
 def read_meta(directory):
-    """Returns the contents of meta.json or progress.json, or {} without them. Raises UserError."""
+    """Returns the contents of meta.json or progress.json. Raises UserError.
+
+    Returns {} if neither file exists.
+    """
     return read_json(find_meta(directory))
 
 
@@ -100,7 +103,7 @@ def check_complete(directory, n_tokens):
     if n_tokens < n or (n_tokens > n and not is_running):
         raise UserError(
             f"{directory}: its shards contain {n_tokens:,} tokens, but meta.json says {n:,}; "
-            "restore the shards, or put those to train on into a directory without meta.json"
+            "restore the shards, or move the shards to use into a directory without meta.json"
         )
 
 

@@ -59,7 +59,7 @@ class Tokenizer:
         )
 
     def encode(self, text):
-        """Encodes a text -> list of ids. The string "<|endoftext|>" is encoded as ordinary text.
+        """Encodes a string -> list of ids. "<|endoftext|>" is encoded as ordinary text.
 
         Raises UserError if there are so many consecutive spaces that tiktoken would crash.
         """
@@ -67,7 +67,7 @@ class Tokenizer:
         return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
-        """Encodes texts -> ids, (n,), with end_of_text before each text. Releases the GIL."""
+        """Encodes strings -> ids, (n,), with end_of_text before each string. Releases the GIL."""
         if self.json:
             ids = []
             for own in self.json.encode(texts):
@@ -77,10 +77,10 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
 
     def count_unknown(self, texts):
-        """Returns (number of unknown tokens, number of all tokens) of texts.
+        """Returns (number of unknown tokens, number of all tokens) in a list of strings.
 
         An unknown token represents text that the vocabulary lacks. If the tokenizer omits such
-        text, each omitted character, or byte, counts as an unknown token.
+        text, each omitted character (or byte) counts as an unknown token.
         """
         return self.json.count_unknown(texts) if self.json else (0, 0)
 
@@ -93,7 +93,7 @@ class Tokenizer:
         return self.json.unknown if self.json else None
 
     def count_lost(self, texts):
-        """Returns how many characters, or bytes, of some texts the tokenizer omits."""
+        """Returns how many characters (or bytes) the tokenizer omits when it encodes strings."""
         leaves_out = self.unknown == self.n_vocab
         return self.count_unknown(texts)[0] if leaves_out else 0
 
@@ -105,9 +105,9 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """Returns the number of bytes of text per id, (vocab_size,) int64. It is 0 for special ids.
+        """Returns the number of bytes of text per id, (vocab_size,) int64; 0 for special ids.
 
-        It is 0 for all ids if the bytes of a text may differ from the bytes of its tokens. For
+        All numbers are 0 if the bytes of a text may differ from the bytes of its tokens. For
         example, WordPiece omits spaces, SentencePiece adds a space, and a normalizer replaces
         characters.
         """
@@ -126,7 +126,7 @@ class Tokenizer:
 
 
 def note_unknown(tokenizer, texts, what):
-    """Prints the share of unknown tokens in some texts, if any. what: name of the texts."""
+    """Prints the share of unknown tokens, if there are any. what: name of the texts."""
     if tokenizer.unknown is None:  # the tokenizer can encode any text
         return
     n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
@@ -165,7 +165,7 @@ def get_tokenizer(source):
 def read_gpt2_tokens():
     """Returns the bytes of GPT-2's tokens, without the last token, end_of_text."""
     token_bytes = []
-    # A line contains a token in base64, a space, and its id. The ids are the line numbers, from 0.
+    # A line contains a token in Base64, a space, and its id. The ids are the line numbers, from 0.
     for line in MERGES.read_bytes().splitlines():
         base64_token, _ = line.split()
         token_bytes.append(base64.b64decode(base64_token))
@@ -181,7 +181,9 @@ def load_tokenizer(place, end_of_text=None):
     if place in ("gpt2", "bytes"):
         known = get_tokenizer(place)
         if end_of_text and end_of_text not in known.special:
-            raise UserError(f"--end_of_text: {place} has its own token; remove this flag")
+            raise UserError(
+                f"--end_of_text: {place} has its own end-of-text token; remove this flag"
+            )
         return known
     # Errors of the network and of `tokenizers` have no common class.
     with explaining(f"--tokenizer {place}: not usable", "give another tokenizer, or --end_of_text"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from plaingpt.base.errors import explaining, require
 from plaingpt.base.files import read_json
 
-# Usual names of the end-of-text token. find_end_name uses the first one in the vocabulary.
+# Common names of the end-of-text token. find_end_name uses the first name in the vocabulary.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 # A byte-level vocabulary writes each byte as a character: visible bytes as themselves, and the
 # other bytes as the characters from U+0100 on.
@@ -22,11 +22,11 @@ SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
 
 
 class TokenizerJson:
-    """A tokenizer.json: its vocabulary, which needs no package, and its tokenizers.Tokenizer.
+    """A tokenizer.json: its vocabulary, read without a package, and its tokenizers.Tokenizer.
 
     source: the contents of the file. Only plainGPT uses the key "end_of_text": the name of the
-    end-of-text token, if it is not in END_NAMES. Raises ValueError, or KeyError if the JSON is not
-    a tokenizer.
+    end-of-text token, if it is not in END_NAMES. Raises ValueError or KeyError if the JSON is not a
+    usable tokenizer.
     """
 
     def __init__(self, source):
@@ -84,7 +84,7 @@ class TokenizerJson:
         return make_library(add_unknown_token(settings, str(uuid.uuid4()), self.unknown))
 
     def encode(self, texts):
-        """Encodes texts -> a list of ids per text."""
+        """Encodes strings -> a list of ids per string."""
         return [encoding.ids for encoding in encode_with(self.library, texts)]
 
     def count_unknown(self, texts):
@@ -113,7 +113,7 @@ def make_library(settings):
 
 
 def encode_with(library, texts):
-    """Encodes texts -> list of tokenizers.Encoding. Raises UserError."""
+    """Encodes strings -> list of tokenizers.Encoding. Raises UserError."""
     with explaining("tokenizer.json: not usable", "give another file"):
         # The library fails, for example, if the unknown token is missing.
         return library.encode_batch_fast(texts, add_special_tokens=False)
@@ -158,7 +158,7 @@ def has_all_bytes(settings):
 
 
 def steps_of(part):
-    """Returns the steps of a normalizer, pre-tokenizer or decoder. A Sequence has several steps."""
+    """Returns the steps of a normalizer, pre-tokenizer or decoder. Only a Sequence has several."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -206,7 +206,7 @@ def joins_bytes(settings):
 
 
 def keeps_text(settings):
-    """Returns whether the tokens of a text always have exactly the bytes of the text.
+    """Returns whether the bytes of the tokens are always exactly the bytes of the encoded text.
 
     The result is False if a normalizer changes the text, if a pre-tokenizer or an added token may
     add or omit spaces, or if the vocabulary lacks some text.

@@ -13,20 +13,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
-    """Returns the plan of a run: (n, B) for each step of the ramp, then (n, B) for all later steps.
+    """Returns a plan: (n, B) for each step of the batch-size ramp, then (n, B) for later steps.
 
     n: number of sequences per step, on all processes together. In the ramp, n rises linearly to
     total_batch_size / T, and is always a multiple of the first n.
 
-    B: number of sequences per micro-batch of one process. B is batch_size, or smaller if a process
-    has too few sequences per step: fewer than one micro-batch of this size, or with --pp fewer than
-    pp micro-batches. During the ramp, n grows, but B does not change, so that torch.compile
-    compiles only one shape.
+    B: number of sequences per micro-batch of one process. A step needs at least pp micro-batches,
+    so B is smaller than batch_size if a process has fewer than pp x batch_size sequences per step.
+    During the ramp, n grows, but B does not change, so that torch.compile compiles only one shape.
 
     n_sequences: number of sequences in the training data. keeps_batch_size: whether the user has
-    given --batch_size. If so, it must divide the number of sequences per process and step. If not,
-    B is lowered to the next divisor. Raises UserError unless every process reads whole
-    micro-batches.
+    given --batch_size. If so, B must divide the number of sequences per process and step. If not,
+    B is lowered to the next divisor of this number. Raises UserError unless every process reads
+    whole micro-batches.
     """
     limits = (T, n_sequences, dp_size, keeps_batch_size)
     n, B = step_size(config, "total_batch_size", *limits)
@@ -56,8 +55,8 @@ def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
     unit = T * dp_size  # tokens of one sequence on every process
     if size % unit or not unit <= size <= n_sequences * T:
         raise UserError(
-            f"--{flag} {size}: give a multiple of {unit} (--block_size {T} x {dp_size} processes), "
-            f"at most the data's {n_sequences * T} tokens"
+            f"--{flag} {size}: must be a multiple of {unit} (--block_size {T} x {dp_size} "
+            f"processes) and at most {n_sequences * T}, the number of training tokens"
         )
     share = size // unit  # sequences per process
     explanation = (
@@ -91,9 +90,9 @@ def fit_batch_size(training, config, T, plan, process):
         return config.batch_size, plan
     candidates = halved_batch_sizes(plan, process.dp_size)
     found = 0  # index in candidates
-    # torch.compile takes a minute per size, so the first search runs in eager mode. Compiled code
-    # needs less memory, so the second search begins with the last size that did not fit in eager
-    # mode.
+    # torch.compile takes a minute per micro-batch size, so the first search runs in eager mode.
+    # Compiled code needs less memory, so the second search begins with the last size that did not
+    # fit in eager mode.
     for stance in ("force_eager", "default") if config.compile else ("default",):
         found = max(0, found - 1)
         with torch.compiler.set_stance(stance):
@@ -121,8 +120,8 @@ def halved_batch_sizes(plan, dp_size):
     """Returns the micro-batch sizes B to try, from the largest to the smallest.
 
     plan: from plan_steps. The first B is the largest B of `plan`. Each later B is the largest
-    number that is at most half of the previous B and divides the sequences per process of every
-    step.
+    number that is at most half of the previous B and divides the number of sequences per process
+    in every step.
     """
     found = []
     B = max(B for _, B in plan)
@@ -157,9 +156,9 @@ def has_memory(training, B, T, process):
         batch_size_advice(B),
         torch.random.fork_rng(range(torch.cuda.device_count())),
     ):
-        # AdamW's moments need 8 bytes per parameter. In a run, the first step allocates the moments
-        # between activations. This leaves gaps that are too small for other tensors: up to 2 bytes
-        # per parameter in our measurements.
+        # AdamW's moments need 8 bytes per parameter. In a run, the first step places the moments at
+        # addresses between activations. This fragments the memory: in our measurements, gaps that
+        # were too small for other tensors took up to 2 bytes per parameter in total.
         moments = [
             p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
         ]

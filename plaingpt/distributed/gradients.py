@@ -16,7 +16,7 @@ def grad_scaler(process):
         return torch.amp.GradScaler(process.device.type, enabled=is_float16)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    # If one process finds an overflow in its gradients, all processes lower their scale.
+    # If one process finds an overflow in its gradients, all processes lower their scale factor.
     return ShardedGradScaler(process.device.type)
 
 
@@ -50,8 +50,8 @@ class GradientClipper:
         parameters = [p for p in model.parameters() if p.grad is not None]
         for p in parameters:
             # RowwiseParallel returns a gradient with all rows, but this process holds only some
-            # rows of the parameter. With torch 2.11, the gradient of a process may also be a
-            # partial sum, whose total is the sum over the TP group.
+            # rows of the parameter. With torch 2.11, a process may also hold only a partial
+            # sum: the full gradient is the sum over the TP group.
             if is_dtensor(p) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         if isinstance(model, Pipeline):
@@ -67,7 +67,7 @@ class GradientClipper:
 
 
 def norm_of(parameters):
-    """Returns the total gradient norm of these parameters, with all parts of DTensors."""
+    """Returns the total gradient norm of these parameters, including all parts of DTensors."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     return norm.full_tensor() if is_dtensor(norm) else norm
 
@@ -76,7 +76,7 @@ def sum_tied_gradients(model):
     """Adds the gradients of the two copies of the tied matrix in a Pipeline, in place.
 
     The first stage uses the matrix as its embedding, and the last stage uses its copy as its head.
-    Afterwards, both copies have the sum of both gradients.
+    Afterwards, the gradient of each copy is the sum of both gradients.
     """
     if model.has_tied:
         tied = model.part.transformer.wte.weight

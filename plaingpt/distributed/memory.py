@@ -10,14 +10,14 @@ from plaingpt.base.errors import UserError
 # These are the numbers of two options in glibc's malloc.h. Both options are in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-MOST = 2**31 - 1  # the largest int
+MOST = 2**31 - 1  # the largest C int
 
 
 def set_malloc(keep_memory):
     """Sets whether glibc keeps large freed blocks.
 
     By default, glibc returns such blocks to the operating system, which zeroes memory before a
-    process can use it again. This takes a third of the time of a step, so glibc should keep the
+    process can use it again. Zeroing takes a third of the time of a step, so glibc should keep the
     blocks. FSDP is an exception: FSDP often frees whole tensors, and kept blocks would fragment the
     memory.
     """
@@ -30,7 +30,7 @@ def set_malloc(keep_memory):
         libc.mallopt(M_TRIM_THRESHOLD, MOST)
         libc.mallopt(M_MMAP_THRESHOLD, MOST)
     else:
-        # This is the default value. Setting it stops glibc from raising the threshold later.
+        # This is the default value. If it is set, glibc does not raise it later.
         libc.mallopt(M_MMAP_THRESHOLD, 2**17)
 
 

@@ -28,7 +28,7 @@ def by_heads(name, tensor, tp, tp_plan, back=False):
     """Reorders the rows of a "qkv" layer for TP. Returns the tensors of other layers unchanged.
 
     In the layer, all q come first, then all k, then all v. The result consists of tp parts, each
-    with q, k and v of its own heads. back: whether to do the inverse.
+    with q, k and v of its own heads. back: whether to restore the original order instead.
     """
     is_qkv = any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
     if not is_qkv or tp == 1:
@@ -55,10 +55,10 @@ def map_tensors(value, function):
 
 
 def gather(model, parts, process):
-    """The inverse of slice_like: {name: part} -> {name: whole tensor} on rank 0, {} on other ranks.
+    """Gathers tensors, the inverse of slice_like: {name: part} -> {name: whole tensor}.
 
-    Instead of a part, the dict may contain any value that map_tensors accepts. The tensors in such
-    a value are only moved to the CPU.
+    Only rank 0 returns the tensors; other ranks return {}. Instead of a part, the dict may contain
+    any value that map_tensors accepts. The tensors in such a value are only moved to the CPU.
 
     To save memory, gathers one split tensor at a time on the device, and moves this tensor to the
     CPU before it gathers the next tensor. All processes must call this function.
@@ -144,8 +144,8 @@ def make_other_values(meta_gpt, weights, seed, device):
     """Returns the parameters and buffers that GPT.initial_values does not initialize.
 
     Returns {name: tensor}. Only the constructors of modules can initialize these tensors. If there
-    are any, this function creates the whole GPT once, as a run with one process does. weights: as
-    in fill_split_model.
+    are such tensors, this function creates the whole GPT once, as a run with one process does.
+    weights: as in fill_split_model.
     """
     names = [name for name, _ in meta_gpt.named_buffers()]
     if not weights:
@@ -155,7 +155,8 @@ def make_other_values(meta_gpt, weights, seed, device):
     if not names:
         return {}
     with memory_advice(
-        f"{names[0]} is not in GPT-2 and does not fit into memory; one GPU or DDP needs less memory"
+        f"{names[0]} is not in GPT-2, so each process first creates the whole model, which does "
+        "not fit into memory; use one GPU or DDP"
     ):
         torch.manual_seed(seed)
         with torch.device(device):

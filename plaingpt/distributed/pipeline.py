@@ -63,7 +63,7 @@ class Pipeline(nn.Module):
         zero = torch.zeros((), device=x.device)
         scaler.scale(zero)  # creates the scale factor, which stages without a loss also need
         size = (n_micro, B, T)
-        if size != self.size:  # in a ramp, the batch size grows
+        if size != self.size:  # during the batch-size ramp, n_micro grows
             self.schedule = None  # frees the buffers of the old schedule
             self.schedule = self.make_schedule(n_micro, B, T, scaler)
             self.size = size
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
     def on_stage(self, index, shape, method, *args, **kwargs):
-        """Calls a method of one stage. Returns the result on all stages. shape: of the result."""
+        """Calls a method of one stage -> its result, on all stages. shape: shape of the result."""
         if index == self.index:
             result = self.stage.call(method, *args, **kwargs).float().contiguous()
         else:
@@ -143,7 +143,7 @@ class Stage(nn.Module):
         self.part = part
         self.process = process
         self.is_last = is_last
-        self.more = []  # [third value of the last call of GPT.forward], or [] without it
+        self.more = []  # [third value that GPT.forward returns], or [] if it returns two
 
     def forward(self, x, targets=None):
         """Runs the forward pass of training."""
@@ -163,9 +163,9 @@ class Stage(nn.Module):
 def add_metrics(metrics, loss, more, weight, n_micro):
     """Adds the loss and the metrics of a micro-batch to the means of its step.
 
-    metrics: {name: mean}, changed in place. more: [third value of GPT.forward], which is {name:
-    scalar tensor}, or [] without it. weight: the weight of the micro-batch. n_micro: the number of
-    micro-batches per step.
+    metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
+    GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the
+    micro-batch. n_micro: the number of micro-batches per step.
     """
     extra = more[0] if more else {}
     for name, value in dict(train=loss, **extra).items():
@@ -180,8 +180,8 @@ def own_gpt(model):
 def from_stage(stage, value, model):
     """Sends a value from one stage to all stages of a Pipeline -> the value.
 
-    stage: the index of the stage that sends its value, or -1 for the last stage. Other stages
-    ignore their own argument. A tensor arrives on the device of each process. All stages must call
+    stage: the index of the stage that sends its value, or -1 for the last stage. The values on
+    other stages are ignored. A tensor arrives on the device of each process. All stages must call
     this function. If `model` is not a Pipeline, returns the value unchanged.
     """
     if not isinstance(model, Pipeline):
@@ -244,7 +244,8 @@ def check_stages(model, n_stages):
             whole = type(model)(replace(config, **shape))
             for p in whole.parameters():
                 nn.init.normal_(p, std=0.3)  # large weights; small weights would hide an edit
-            parts = [copy.deepcopy(whole) for _ in range(n_stages)]  # forward may store tensors
+            # Copies the model first, because forward may store tensors that deepcopy rejects.
+            parts = [copy.deepcopy(whole) for _ in range(n_stages)]
             expected = metrics_of_forward(whole, x, y)
         # An edited model.py may need the whole GPT, but a stage contains only a part.
         with explaining("--pp: model.py cannot run in stages", "remove --pp"):

@@ -72,7 +72,7 @@ class Process:
     def check_stop(self):
         """Raises Stopped on all processes if one process has received a signal.
 
-        During validation, benchmarks and sampling, all processes call this before each batch.
+        All processes call this method before each batch of validation, benchmarks and sampling.
         """
         if self.sum(torch.tensor(float(self.stop.has_signal))).item() > 0:
             raise Stopped
@@ -139,8 +139,8 @@ def join_processes(rank, world_size, device):
             timeout=timeout,
         )
     # Both functions run at exit, even after an error, in reverse order. gloo's threads need some
-    # time after destroy_process_group. Without the sleep, these threads may crash
-    # (pytorch/pytorch#179291).
+    # time after destroy_process_group. If the program ended without this sleep, these threads might
+    # crash (pytorch/pytorch#179291).
     atexit.register(time.sleep, 0.5)
     atexit.register(dist.destroy_process_group)
 

@@ -1,7 +1,7 @@
 """Splits a model over processes. PyTorch does the work; model.py stays unchanged.
 
-  --parallel fsdp  A process keeps a shard of each tensor and all-gathers one block at a time:
-                   ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
+  --parallel fsdp  A process keeps a shard of each tensor, and all-gathers the weights of one
+                   block at a time: ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
   --tp N           Tensor parallelism: N processes split the heads, the width of the MLP and the
                    vocabulary (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
   --pp N           Pipeline parallelism: each of N processes holds some of the blocks. The schedule
@@ -75,7 +75,7 @@ def cut_model(model, config, process):
         check_stages(model, config.pp)
     if config.tp > 1:
         check_heads(model, config.tp)
-        for name, _ in model.named_buffers():  # with fewer heads, a buffer may need other values
+        for name, _ in model.named_buffers():  # its values may be wrong for fewer heads
             raise UserError(
                 f"--tp: {name} is a buffer, which --tp cannot split; use one GPU or DDP"
             )
@@ -123,7 +123,7 @@ def check_shared(model, config, process):
     for name, p in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(p, name)
         in_two_stages = config.pp > 1 and name not in (first, "lm_head.weight")
-        # FSDP averages the gradients of a split model. It accepts a parameter only in one block.
+        # FSDP, which averages the gradients of a split model, accepts no parameter in two blocks.
         in_two_blocks = process.dp_size > 1 and len(blocks_of.get(p, [])) > 1
         # TP replaces the parameters of each layer, so two layers no longer share a parameter.
         in_two_layers = config.tp > 1 and len(layers_of[p]) > 1 and name != "lm_head.weight"
@@ -151,9 +151,9 @@ def check_heads(model, tp):
 def silence_warnings():
     """Turns off three warnings of PyTorch that are harmless here.
 
-    The first says that FSDP and TP gather a tensor in two steps. The second says that training does
-    not call lm_head: loss_fn reads its weight instead. The third says that a module returns a view:
-    this would matter only if GPT changed the view in place.
+    The first warning says that FSDP and TP gather a tensor in two steps. The second warning says
+    that training does not call lm_head: loss_fn reads the weight of lm_head instead. The third
+    warning says that a module returns a view, which matters only if GPT changes the view in place.
     """
     for name in ("tensor._redistribute", "fsdp.fully_shard"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.ERROR)
@@ -161,7 +161,10 @@ def silence_warnings():
 
 
 def apply_fsdp(root, blocks, mesh, is_fsdp, process):
-    """Applies FSDP. Without --parallel fsdp, FSDP works like DDP, and shards nothing."""
+    """Wraps a model in FSDP. With --parallel fsdp, FSDP shards the parameters.
+
+    With --parallel ddp, FSDP shards nothing, and only averages the gradients, as DDP does.
+    """
     import torch.distributed.fsdp as fsdp
 
     mesh = mesh["dp_shard"] if is_fsdp else mesh["dp_replicate", "dp_shard"]
@@ -176,9 +179,9 @@ def apply_fsdp(root, blocks, mesh, is_fsdp, process):
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
     # Embeddings, final norm and head are one group, in float32. After a forward pass, the group
     # stays unsharded, because logits and loss need these layers. Therefore, named_parameters()
-    # returns whole tensors until a backward pass ends.
+    # returns the whole tensors of this group until a backward pass ends.
     fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=False)
-    # Validation and generation call this method instead of forward.
+    # Validation and generation call the method named here instead of forward.
     fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")
 
 
@@ -187,7 +190,8 @@ def split_layers(model, mesh):
 
     The forward pass of a block has two all-reduces: one after attention, one after the MLP. The
     processes of a TP group draw the same random numbers, because their dropout masks for the
-    residual stream must be the same. Therefore, their attention heads also have the same masks.
+    residual stream must be the same. Therefore, heads on different processes also use the same
+    masks.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "weight"):

@@ -15,8 +15,8 @@ from plaingpt.weights.checkpoint import find_checkpoints, step_of
 import torch
 
 # Each line of log.txt belongs to a stream, such as "train". A training step writes these streams
-# after the evaluations at the same step. All later lines with this step, such as metrics that an
-# edit adds, also belong to the training step.
+# after the evaluations at the same step. All later lines with the same step number, such as
+# metrics that an edit adds, also belong to the training step.
 STEP_STREAMS = {"train", "lr", "norm", "tok_s", "tokens"}
 RUN_FILES = (
     "log.txt",

@@ -91,9 +91,9 @@ def check_loss(model, loader, process):
     with attention_for_many_shapes():  # no training step has this shape
         with process.autocast:
             x = model.hidden(idx)  # (1, n, C)
-        # In float32, without autocast, rounding stays below the threshold, so only an edit exceeds
-        # it. Large hidden states also reveal an edit that changes only large logits, such as a
-        # soft-cap.
+        # In float32, without autocast, rounding errors stay below the threshold, so only an edit
+        # can exceed the threshold. Large hidden states also reveal an edit that changes only large
+        # logits, such as a soft-cap.
         torch.set_float32_matmul_precision("highest")
         x = 30 * x.float()
         losses = model.loss(x, idx, reduction="none")[0]  # (n)
@@ -120,7 +120,7 @@ def find_untrained(gpt, x, targets):
     """Returns the names of the parameters that GPT.logits uses, but GPT.loss does not.
 
     Training would not change such a parameter. If the parameter is a bias of zero or a scale of
-    one, it has no effect on the logits yet, so a comparison of losses does not find it. gpt: the
+    one, it does not change the logits yet, so a comparison of losses cannot reveal it. gpt: the
     GPT of this process. x: hidden states, (1, n, C). targets: (1, n).
     """
     if gpt.lm_head is None:  # another stage of the pipeline holds the head
@@ -146,7 +146,7 @@ def draw_samples(model, data, config, process):
     """
     model.eval()
     with process.autocast, attention_for_many_shapes():
-        texts = answer_prompts(model, data, process)  # [] without pairs
+        texts = answer_prompts(model, data, process)  # [] if the data contain no pairs
         if not texts:
             tokenizer = data.tokenizer
             idx = torch.full((2, 1), tokenizer.end_of_text, device=process.device)  # (2, 1)
@@ -159,10 +159,10 @@ def draw_samples(model, data, config, process):
 
 
 def answer_prompts(model, data, process):
-    """Returns two strings, each with an answer and the expected response, or [] without pairs.
+    """Answers two prompts -> two strings, each with an answer and the expected response.
 
-    Uses the first prompt of each of the first two sequences with pairs. All processes must call
-    this function.
+    Uses the first prompt of each of the first two sequences with pairs. Returns [] if the data
+    contain no pairs. All processes must call this function.
     """
     T = model.config.block_size
     texts = []

@@ -31,8 +31,8 @@ import torch
 class TensorBoard:
     """Writes event files into the run directory.
 
-    step: where the run starts. Values that the run wrote earlier for this step and later steps are
-    removed.
+    step: where the run starts. Removes the values of this step and of all later steps, which an
+    earlier part of the run may have written.
     """
 
     def __init__(self, directory, step):
@@ -137,7 +137,7 @@ class Progress:
         """Returns how many seconds the steps after `step` will take. n_tokens: tokens in `step`."""
         total = self.config.total_batch_size
         steps_left = self.config.max_steps - step - 1
-        # In a ramp, steps read fewer tokens than total_batch_size; the number grows linearly.
+        # In the batch-size ramp, the number of tokens per step grows linearly to `total`.
         ramp_left = min(steps_left, max(0, self.config.rampup_steps - step - 1))
         tokens_left = total * steps_left - ramp_left * (total - n_tokens) / 2
         return statistics.median(self.seconds_per_token) * tokens_left
@@ -161,7 +161,7 @@ class Progress:
                 loss = rest.pop(f"val_{name}")
                 bits = rest.pop(f"bpb_{name}")
                 parts.append(f"{name}: loss {loss:.4f}, {bits:.4f} bits, epoch {epoch:.2f}")
-        # The rest are metrics that an edit adds.
+        # The remaining values are metrics that an edit adds.
         parts += [f"{name} {value:.4f}" for name, value in rest.items()]
         print0(" | ".join(parts))
         if val > self.last_val:
@@ -285,7 +285,7 @@ class RunLog:
             self.sinks.append(TensorBoard(directory, step))
         if self.config.wandb:
             self.sinks.append(WandB(directory, self.config, gpt_config))
-        # TensorBoard has removed the values of this step, so the values from log.txt are sent.
+        # TensorBoard has removed the values of this step, so they are sent again, from log.txt.
         self.publish(step, known)
 
     def __enter__(self):

@@ -107,7 +107,7 @@ def read_file(path, GPT):
 
 
 def map_file(path):
-    """Reads a file of torch.save. With mmap, all processes of a machine share the memory.
+    """Reads a file of torch.save. With mmap, all processes on a machine share the memory.
 
     Raises exceptions of many kinds if the file is damaged.
     """
@@ -125,7 +125,7 @@ def check_file(path, GPT, remedy):
     code = hash_of_model(GPT)
     if checkpoint.get("model_code", code) != code:
         print0(f"note: {path} was written by a different model.py")
-        remedy = "restore that model.py; its run may contain a changes.patch"
+        remedy = "restore the model.py of that run; its directory may contain a changes.patch"
     with reading(path, remedy, what):
         config = GPT.config_class(**checkpoint["model_config"])
         check_weights(checkpoint["model"], config, GPT)
@@ -151,19 +151,19 @@ def hash_of_model(GPT):
 
 
 def find_checkpoints(directory):
-    """Lists the checkpoints of a run directory, oldest first, without model_best.pt."""
+    """Lists the checkpoints of a run directory, oldest first, except model_best.pt."""
     paths = [path for path in Path(directory).glob("model_*.pt") if step_of(path) is not None]
     return sorted(paths, key=step_of)
 
 
 def step_of(path):
-    """Returns the step in a file name, such as 500 for model_000500.pt, or None without a step."""
+    """Returns the step in a file name: 500 for model_000500.pt, None if there is no step."""
     step = path.stem.removeprefix("model_")
     return int(step) if step.isdecimal() else None
 
 
 def list_model_files(source):
-    """Lists a checkpoint and the other files of its run or export. No output may replace them.
+    """Lists a checkpoint and the other files of its run or export, which no output may replace.
 
     source: from find_newest_model, or a name on the Hugging Face Hub. Returns [] for such a name.
     """
@@ -180,7 +180,7 @@ def list_model_files(source):
 def load_newest(directory, GPT):
     """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
     paths = find_checkpoints(directory)
-    check_equal(paths, "the processes have different checkpoints; give all processes one --log_dir")
+    check_equal(paths, "the processes have different checkpoints; use the same --log_dir for all")
     if not paths:
         print0(f"nothing to resume in {directory}: starting a new run")
         return None

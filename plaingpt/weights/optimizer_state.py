@@ -1,4 +1,4 @@
-"""Saves and restores an optimizer: its state, and the values of its groups that a step changes.
+"""Saves and restores an optimizer: its state, and the values in its groups that steps change.
 
 Each value has a key, which consists of the name of a parameter and the name of the value, such as
 "transformer.wte.weight.exp_avg". The values of a parameter group are saved for each parameter of
@@ -25,7 +25,7 @@ class OptimizerState:
     """The state of one optimizer, for a checkpoint.
 
     optimizer: an optimizer before its first step. model: the GPT of this process. Raises UserError
-    if the optimizer defines its own state_dict, such as a wrapper around another optimizer.
+    if the optimizer defines its own state_dict, as a wrapper around another optimizer does.
     """
 
     def __init__(self, optimizer, model):
@@ -81,8 +81,8 @@ class OptimizerState:
         is_split = is_dtensor(p) and ".group:" not in key and ".shared:" not in key
         if is_split and tensors and not is_whole:
             raise UserError(
-                f"{self.kind} has {key}, whose shape differs from its parameter's, so a split "
-                "model cannot save it; use --parallel ddp without --tp"
+                f"{self.kind} has {key}, whose shape differs from the shape of its parameter, so "
+                "a split model cannot save this value; use --parallel ddp without --tp"
             )
 
     def restore(self, saved):

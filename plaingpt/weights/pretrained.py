@@ -20,7 +20,7 @@ import torch
 
 # OpenAI's Conv1D stores these weights as (in, out), and nn.Linear as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPT-2 uses these settings. A model with other settings would load, but compute wrong logits.
+# GPT-2 uses these settings. A model with different settings would load, but compute wrong logits.
 GPT2 = dict(
     model_type="gpt2",
     activation_function="gelu_new",
@@ -80,13 +80,13 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         raise UserError(
             "model.py no longer computes GPT-2 as transformers does; use generate.py instead"
         )
-    hf.generation_config.max_length = block_size  # transformers has no sliding window
+    hf.generation_config.max_length = block_size  # transformers cannot slide the context window
     with explaining(f"{directory}: cannot write", "free some space"):
         # The weights are written into one file. With several shards, a shard of an earlier export
         # could remain next to the new shards.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
-    for path in Path(directory).glob("*.safetensors"):  # so far, only the owner may read it
+    for path in Path(directory).glob("*.safetensors"):  # so far, only the owner may read this file
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
@@ -105,7 +105,7 @@ def make_hf_config(config, tokenizer):
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         # The pipelines of transformers put the prefix before a prompt, as generate.py does. With
-        # byte tokens, no token ends a text. After training on pairs ("lines"), a line break does.
+        # byte tokens, no token ends a text, but in pairs ("lines"), a line break ends the text.
         bos_token_id=end,
         eos_token_id=None if tokenizer.source == "bytes" else end,
         prefix=tokenizer.decode([end]),
@@ -137,7 +137,7 @@ def save_tokenizer(tokenizer, directory, block_size):
     reads the key "end_of_text".
     """
     if tokenizer.json:
-        settings = tokenizer.json.settings  # in these settings, end_of_text has its own name
+        settings = tokenizer.json.settings  # with end_of_text's own name, not json.mark
     else:
         settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
     library = make_library(settings)
@@ -184,8 +184,8 @@ def read_weights(name, GPT):
         path = paths[-1]
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
-        if "model_args" in checkpoint:  # from nanoGPT; build-nanogpt's GELU is like ours
-            print0("note: nanoGPT's GELU is exact, ours uses tanh: logits may differ by 0.01")
+        if "model_args" in checkpoint:  # from nanoGPT; build-nanogpt's GELU uses tanh
+            print0("note: nanoGPT's GELU is exact, plainGPT's uses tanh; logits may differ by 0.01")
         return unpack(checkpoint, GPT)
     if name in ("scratch", "resume"):  # values of --init_from in nanoGPT
         raise UserError(f"--init_from {name}: remove it for a new run; --resume continues a run")

@@ -27,10 +27,11 @@ class Saver:
         self.config = config
         self.process = process
         check_equal(
-            data.fingerprints, "--data: the processes have different data; give all the same files"
+            data.fingerprints,
+            "--data: the processes have different data; give all processes the same files",
         )
         flags = {**asdict(config), **asdict(self.model.config)}
-        check_equal(flags, "the processes have different flags; give all the same flags")
+        check_equal(flags, "the processes have different flags; give all processes the same flags")
         self.optimizers = []  # an OptimizerState for each optimizer
         for optimizer in training.optimizers:
             self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
@@ -67,7 +68,8 @@ class Saver:
         """
         model, process = self.model, self.process
         # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
-        # returns the shards. The dict contains a tied matrix twice, so only the first is gathered.
+        # returns the shards. The dict contains a tied matrix under two names, so this method
+        # gathers the matrix only under its first name.
         own = own_gpt(model).state_dict()
         firsts = {name: own[name] for name in own if self.saved_names[name] == name}
         gathered = gather(model, firsts, process)
@@ -130,10 +132,11 @@ class Saver:
             self.write("model_best.pt", step, position, val=val)
 
     def restore(self, checkpoint):
-        """Loads the optimizers and the scaler -> (step, position); (0, 0) without a checkpoint.
+        """Loads the optimizers and the scaler -> (step, position).
 
-        checkpoint: from load_newest. Prints which settings have changed. Raises UserError if the
-        run used different data or a different optimizer, or if the checkpoint is beyond max_steps.
+        checkpoint: from load_newest. If it is None, returns (0, 0). Prints which settings have
+        changed. Raises UserError if the run used different data or a different optimizer, or if the
+        checkpoint is beyond max_steps.
         """
         if checkpoint is None:
             return 0, 0
@@ -157,7 +160,7 @@ class Saver:
         self.saved = step
         print0(f"resumed from step {step} in {place}")
         if config.keep_best and self.best_val == math.inf:
-            print0(f"note: --keep_best only compares the steps from {step} on")
+            print0(f"note: --keep_best compares only validation losses from step {step} on")
         settings = {**config.settings_of_losses(), **asdict(self.model.config)}
         for name, now in settings.items():
             if before.get(name, now) != now:
@@ -167,8 +170,8 @@ class Saver:
     def restore_optimizers(self, saved):
         """Restores the state of the optimizers from a checkpoint.
 
-        saved: {"adamw": {key: value}}. Each process restores the values of its own parameters. If
-        a run has two AdamW optimizers, a parameter may have moved from one optimizer to the other.
+        saved: {"adamw": {key: value}}. Each process restores the values of its own parameters. A
+        parameter may move from one AdamW optimizer to a second AdamW optimizer.
         """
         values = {}  # {name of a parameter: {name of a value: value}}
         kinds = {}  # {name of a parameter: class of its optimizer}
@@ -183,15 +186,15 @@ class Saver:
                 if kinds.get(name, optimizer.kind) != optimizer.kind:
                     raise UserError(
                         f"the run in {self.config.log_dir} used a different --optimizer; "
-                        "give all its flags again"
+                        "give all flags of that run again"
                     )
             optimizer.restore(values)
 
 
 def read_best_val(directory):
-    """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
+    """Returns the validation loss of model_best.pt in a run directory, or inf if there is no file.
 
-    log.txt may contain a lower loss, from an earlier part of the run without --keep_best.
+    log.txt may contain a lower loss, if an earlier part of the run did not use --keep_best.
     """
     path = directory / "model_best.pt"
     if not path.is_file():
