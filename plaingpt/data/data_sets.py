@@ -233,7 +233,7 @@ class Sources:
 
 def find_common_tokenizer(paths, place):
     """Returns the Tokenizer of all data sets. place: value of --tokenizer."""
-    # In a mixture with shards, text files are encoded with the tokenizer of the shards.
+    # If a mixture contains shards, text files are encoded with the tokenizer of the shards.
     paths = [path for path in paths if not is_text_file(path)] or paths
     found = [find_tokenizer(path, place) for path in paths]
     if len({tokenizer.name for tokenizer in found}) > 1:
@@ -308,8 +308,8 @@ class Data:
         self.n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)
         self.tokenizer = tokenizer
         if tokenizer.name == "bytes":
-            # In data with pairs, a line break ends a text. In other data, a line break is ordinary
-            # text, even if the weights of --init_from were trained on pairs.
+            # If the data contain pairs, a line break ends a text. Otherwise, a line break is
+            # ordinary text, even if the weights of --init_from were trained on pairs.
             has_pairs = any(tokens.has_pairs for tokens in self.val)
             self.tokenizer = get_tokenizer("lines" if has_pairs else "bytes")
         self.names = log_names(sources.shares)

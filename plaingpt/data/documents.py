@@ -231,7 +231,7 @@ def kind_of(path):
 
 
 def decompress(path, file):
-    """Returns an open file with the uncompressed contents of an open binary file."""
+    """Returns an open file with the decompressed contents of an open binary file."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
@@ -379,8 +379,8 @@ def split_text(file, cut=False):
             line += piece[0].count(b"\n")
             rest = rest[piece.end() :]
             begins = False
-        # After each block, the whole document is scanned again, so longer documents without cuts
-        # are read in larger blocks.
+        # After each block, this loop scans the whole document again. If long documents are not
+        # cut, it therefore reads larger blocks.
         block = file.read(max(BLOCK, len(rest)))
     if rest.strip() or not n_separators or not begins:
         yield line, rest, True

@@ -58,7 +58,7 @@ def permute(i, n, seed, epoch):
     """Returns the image of i under a random permutation of range(n).
 
     The permutation needs no memory, even for large n. A Feistel network with six rounds permutes
-    the two digits of i in base ceil(sqrt(n)). A result outside range(n) passes through the network
+    the two digits of i in base ceil(sqrt(n)). A result outside range(n) goes through the network
     again, which is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
     Domains").
     """

@@ -53,8 +53,8 @@ def read_pairs(path, tokenizer, T, val_fraction):
     counted: bool, whether a token is a target.
 
     Shuffles the pairs with a fixed random seed. The last val_fraction of the pairs are for
-    validation. The split depends only on the file and val_fraction, so runs with a different
-    tokenizer or T validate on the same pairs. Raises UserError.
+    validation. The split depends only on the file and val_fraction, so runs with different
+    tokenizers or T validate on the same pairs. Raises UserError.
     """
     if path.stat().st_size > 2**26:  # pairs need up to 40 times as much memory as disk space
         raise UserError(f"--data {path}: is larger than 64 MiB; give fewer pairs")

@@ -163,7 +163,7 @@ def get_tokenizer(source):
 
 
 def read_gpt2_tokens():
-    """Returns the bytes of GPT-2's tokens, without the last token, end_of_text."""
+    """Returns the bytes of each GPT-2 token, except the last token, end_of_text."""
     token_bytes = []
     # A line contains a token in Base64, a space, and its id. The ids are the line numbers, from 0.
     for line in MERGES.read_bytes().splitlines():

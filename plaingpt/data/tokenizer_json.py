@@ -120,7 +120,7 @@ def encode_with(library, texts):
 
 
 def ids_of_model(model):
-    """Returns {token: id} of the vocabulary in a tokenizer.json, without its added tokens."""
+    """Returns {token: id} of the vocabulary in a tokenizer.json, except its added tokens."""
     if isinstance(model["vocab"], list):  # [[token, score], ...]; the index is the id
         return {token: i for i, (token, _) in enumerate(model["vocab"])}
     return {**model["vocab"]}
@@ -129,8 +129,8 @@ def ids_of_model(model):
 def find_unknown(settings, ids):
     """Returns the id of the unknown token, or None if the tokenizer can encode any text.
 
-    BPE without an unknown token omits text that the vocabulary lacks. The result is then the first
-    free id, which encoded text never contains. ids: {token: id}.
+    If BPE has no unknown token, it omits text that the vocabulary lacks. This function then returns
+    the first free id, which encoded text never contains. ids: {token: id}.
     """
     model = settings["model"]
     if has_all_bytes(settings):
@@ -293,7 +293,7 @@ def build_tokenizer_json(token_bytes, special):
     for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
         names.append("".join(map(letters.get, token)))
         if len(token) > 1:
-            # BPE with only the earlier tokens splits this token into the two tokens that it merges.
+            # With only the earlier tokens, BPE splits this token into the two tokens of its merge.
             left, right = bpe_encode(ranks, token, visualise=None)
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)

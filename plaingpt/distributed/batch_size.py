@@ -82,9 +82,9 @@ def fit_batch_size(training, config, T, plan, process):
 
     All processes must call this function before the first step. plan: from plan_steps. Returns the
     same plan, but with at most B sequences per micro-batch. The search begins with the largest B of
-    `plan`, and halves B until the micro-batch fits. On a CPU, or with a split model, the function
-    returns batch_size and `plan` unchanged: if one process of a split model ran out of memory, the
-    other processes would wait for it. Raises UserError if even one sequence does not fit.
+    `plan`, and halves B until the micro-batch fits. Raises UserError if even one sequence does not
+    fit. On a CPU, or if the model is split, this function returns batch_size and `plan` unchanged:
+    if one process of a split model ran out of memory, the other processes would wait for it.
     """
     if process.device.type != "cuda" or is_split(config, process):
         return config.batch_size, plan
@@ -112,7 +112,7 @@ def fit_batch_size(training, config, T, plan, process):
 
 
 def limit_plan(plan, B):
-    """Returns the same plan with at most B sequences per micro-batch."""
+    """Returns the same plan, but with at most B sequences per micro-batch."""
     return [(n, min(B, planned)) for n, planned in plan]
 
 

@@ -1,8 +1,8 @@
 """Chooses the device of a process, its dtype, and whether to use torch.compile.
 
 The dtypes have these numbers of bits for sign, exponent and mantissa: FP32 1+8+23, TF32 1+8+10,
-BF16 1+8+7, FP16 1+5+10. FP16 has a small range, so small gradients underflow unless a
-gradient scaler multiplies the loss by a large factor.
+BF16 1+8+7, FP16 1+5+10. FP16 has a small range, so small gradients underflow unless a gradient
+scaler multiplies the loss by a large factor.
 
 This file also finds the name and the peak FLOP/s of the hardware.
 """

@@ -99,8 +99,8 @@ def norm_of_pipeline(model, parameters):
 def compare_gradients(model):
     """Raises UserError if the processes have different gradients of a parameter that is not split.
 
-    With TP, each process holds a copy of such a parameter. With an edited model.py, the gradients
-    of the copies can differ, and the copies would drift apart.
+    With TP, each process holds a copy of such a parameter. If a user edits model.py, the gradients
+    of the copies may differ, and the copies would then drift apart.
     """
     norms = []  # [(name, gradient norm)] on this process
     for name, p in model.named_parameters():

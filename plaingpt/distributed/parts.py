@@ -37,7 +37,7 @@ def by_heads(name, tensor, tp, tp_plan, back=False):
 
 
 def map_tensors(value, function):
-    """Returns the value with function(tensor) in place of each tensor.
+    """Replaces each tensor in the value by function(tensor) -> the new value.
 
     value: a tensor, a number, a string, None, or a list, tuple or dict of these. Raises TypeError
     if the value is, or contains, anything else.

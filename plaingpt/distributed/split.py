@@ -24,7 +24,7 @@ If --parallel ddp is combined with --tp or --pp, FSDP averages the gradients, bu
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process holds a
 part. full_tensor() returns the whole tensor. If only some processes call full_tensor(), they wait
-forever. With PP, each process holds a Pipeline, which contains a GPT with some of the blocks.
+forever. With PP, each process holds a Pipeline, which contains a GPT with only some blocks.
 """
 
 import logging
@@ -62,7 +62,7 @@ def split_model(GPT, gpt_config, weights, config, process):
 
 
 def cut_model(model, config, process):
-    """Splits a GPT on the meta device in place -> this GPT, or with --pp a Pipeline around it."""
+    """Splits a GPT on the meta device, in place -> this GPT, or with --pp a Pipeline with it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if config.pp > model.config.n_layer:

@@ -142,7 +142,7 @@ def draw_samples(model, data, config, process):
     """Generates two samples -> list of strings. All processes must call this function.
 
     If the data contain pairs, the model answers prompts of the validation split, and each sample
-    also contains the expected response. Raises Stopped after a signal, as run_evals does.
+    also contains the expected response. Like run_evals, raises Stopped after a signal.
     """
     model.eval()
     with process.autocast, attention_for_many_shapes():
@@ -186,9 +186,10 @@ def write_tokens(model, idx, n_tokens, process, **options):
 
 
 def answer(model, x, y, tokenizer, process):
-    """Answers the first prompt of a sequence of pairs -> string with answer and expected response.
+    """Answers the first prompt in a sequence of pairs -> string with both responses.
 
-    x, y: inputs and targets, (T,) each. The answer has as many tokens as the expected response.
+    The string contains the answer of the model, then the expected response. Both have the same
+    number of tokens. x, y: inputs and targets, (T,) each.
     """
     first = int((y != -100).argmax())  # this position predicts the first token of the response
     last = y.tolist().index(tokenizer.end_of_text, first)  # a response ends with end_of_text

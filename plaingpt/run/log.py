@@ -324,8 +324,8 @@ class RunLog:
     def write_step(self, step, n_tokens, seconds, metrics):
         """Writes the metrics of a step, and prints them every log_every steps.
 
-        metrics: as in show_step. Raises UserError after ten consecutive steps without a finite
-        gradient.
+        metrics: as in show_step. Raises UserError after ten consecutive steps with a
+        non-finite gradient.
         """
         self.write(step, **metrics)
         self.progress.show_step(step, n_tokens, seconds, metrics)

@@ -107,12 +107,12 @@ def read_file(path, GPT):
 
 
 def map_file(path):
-    """Reads a file of torch.save. With mmap, all processes on a machine share the memory.
+    """Reads a file of torch.save. mmap lets all processes on a machine share the memory.
 
     Raises exceptions of many kinds if the file is damaged.
     """
-    # With weights_only=True, the file cannot run code. Windows cannot delete or move a file that is
-    # mapped into memory.
+    # weights_only=True prevents the file from running code. Windows cannot delete or move a file
+    # that is mapped into memory.
     return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
 
 

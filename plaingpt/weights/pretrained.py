@@ -82,8 +82,8 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         )
     hf.generation_config.max_length = block_size  # transformers cannot slide the context window
     with explaining(f"{directory}: cannot write", "free some space"):
-        # The weights are written into one file. With several shards, a shard of an earlier export
-        # could remain next to the new shards.
+        # Writes all weights into one file. If there were several files, a file of an earlier export
+        # could remain next to the new files.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
     for path in Path(directory).glob("*.safetensors"):  # so far, only the owner may read this file

@@ -117,15 +117,15 @@ class Saver:
         keys = set()
         for optimizer in self.optimizers:
             keys.update(optimizer.values())
-        # Steps without a finite gradient are skipped, so the first steps may create no state.
+        # Steps with a non-finite gradient are skipped, so the first steps may create no state.
         self.is_checked = len(keys) > 0 and keys == self.keys
         self.keys = keys
 
     def save_best(self, val, step, position):
-        """With --keep_best, saves model_best.pt if val is the lowest loss so far, except at step 0.
+        """With --keep_best, saves model_best.pt if val is the lowest validation loss so far.
 
-        The trainer calls this method before it writes val to log.txt. Therefore, if the disk is
-        full, a resumed run measures val again and saves the file.
+        At step 0, this method saves nothing. The trainer calls it before it writes val to log.txt.
+        Therefore, if the disk is full, a resumed run measures val again and saves the file.
         """
         if self.config.keep_best and step and val < self.best_val:
             self.best_val = val
