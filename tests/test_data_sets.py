@@ -134,7 +134,7 @@ def test_large_ids_are_refused(tmp_path):
         write_megatron(tmp_path / "x", [[1] * 500, [id] * 500], "<i4", 4)
         assert Sources([str(tmp_path / name)]).tokenizer is GPT2  # these files name none
         _, err = program(*TINY, "--data", name, cwd=tmp_path, status=2)
-        assert f" id {shown} is too large; check --tokenizer and --vocab_size\n" in err
+        assert f" id {shown} is outside the vocabulary; check --tokenizer and --vocab_size\n" in err
 
 
 @pytest.mark.parametrize("fraction, of_text", [(None, 101), (0.1, 101), (0.07, 71)])
@@ -272,7 +272,7 @@ def test_a_mixture_trains_the_same_on_any_number_of_processes_and_resumed(sets):
     run("two", "--resume")  # from step 6, with one process
     assert_close_logs(sets / "one", sets / "two", rel=1e-4)
     _, err = run("two", "--resume", data="a=0.4 b=0.4 c=0.2", status=2)
-    assert "error: two used different data: " in err and "2/5 of 2,000 tokens" in err
+    assert "error: the run in two used different data: " in err and "2/5 of 2,000 tokens" in err
 
 
 def test_the_log_can_have_the_name_of_every_file():

@@ -177,7 +177,7 @@ def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
 def test_a_shard_in_two_formats_is_refused(shards):
     """Its tokens would be trained on twice."""
     write_bin(shards / "a_train_000002.bin", np.load(shards / "a_train_000002.npy"))
-    sentence = "a_train_000002.bin and a_train_000002.npy are the same shard; move one away"
+    sentence = "a_train_000002.bin and a_train_000002.npy are the same shard; move one of them away"
     with pytest.raises(UserError, match=sentence):
         open_splits(shards, get_tokenizer("bytes"))
 
@@ -223,7 +223,7 @@ def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
     np.save(tmp_path / "x_train_000000.npy", tokens)
     assert fingerprint(tmp_path, vocab_size=65536) == f"196,608 tokens with CRC-32 {known}"
     with pytest.raises(
-        UserError, match="id 65535 is too large; check --tokenizer and --vocab_size"
+        UserError, match="id 65535 is outside the vocabulary; check --tokenizer and --vocab_size"
     ):
         fingerprint(tmp_path, vocab_size=65535)
 

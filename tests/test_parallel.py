@@ -210,7 +210,7 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
     "flags, message",
     [
         (TP, "--tp 2 does not divide the 3 heads of transformer.h.0.attn.c_attn; give a divisor"),
-        (PP, "--pp 2 is more than the model's 1 blocks; give fewer stages"),
+        (PP, "--pp 2: is above --n_layer 1; give fewer stages"),
     ],
     ids=["tp", "pp"],
 )

@@ -527,8 +527,8 @@ def test_resumed_with_other_data(tmp_path, shards):
     np.save(longer, np.append(np.load(longer), np.uint16(7)))
     _, err = program(*flags, "--data", "other", "--max_steps", 4, cwd=tmp_path, status=2)
     assert re.fullmatch(
-        r"error: run used different data: the training split was 3,381 tokens with CRC-32 "
-        r"[0-9a-f]{8} and is now 3,382 tokens with CRC-32 [0-9a-f]{8}; use --init_from, not "
+        r"error: the run in run used different data: the training split was 3,381 tokens with "
+        r"CRC-32 [0-9a-f]{8} and is now 3,382 tokens with CRC-32 [0-9a-f]{8}; use --init_from, not "
         r"--resume\n",
         err,
     ), err
@@ -927,7 +927,7 @@ CASES = {
             "--data own",
             "own: tokenizer.json is not the tokenizer of the shards, bytes; move the file away",
         ),
-        ("--data meta", "unknown tokenizer '[7]'; add its tokenizer.json to the shards"),
+        ("--data meta", "unknown tokenizer '[7]'; copy its tokenizer.json next to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
         ("--init_from scratch", "--init_from scratch: remove it for a new run"),

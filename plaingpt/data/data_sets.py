@@ -86,7 +86,7 @@ def is_pairs_file(path):
 def encode_text(path, tokenizer):
     """Returns the token ids of a text file: (n,) uint16 or uint32, or uint8 for byte tokens.
 
-    If the file contains <|endoftext|>, the ids are the same as those from fineweb.py, with
+    If the file contains <|endoftext|>, the ids are the same as in shards of fineweb.py, with
     end_of_text before each document. Otherwise, the ids contain no end_of_text. With byte tokens,
     the ids are always the bytes of the file, without a BOM. Raises UserError.
     """
@@ -287,7 +287,7 @@ def check_gpt2_ids(path):
         if len(ids) and ids.max() < 256:
             raise UserError(
                 f"--data {path}: its ids are below 256, like ids of bytes or characters; give "
-                "--tokenizer bytes, or --tokenizer gpt2 if they are GPT-2's"
+                "--tokenizer bytes, or --tokenizer gpt2 if they are ids of GPT-2"
             )
 
 

@@ -326,8 +326,8 @@ class Document:
 def read_documents(paths, text_key="text", cut=False):
     """Yields the Documents of the files, in order. Raises UserError.
 
-    text_key: field or column that contains the text. cut: whether to yield a document of a .txt
-    file in pieces if it is larger than 4 MB. With GPT-2's tokenizer, all pieces together have the
+    text_key: field or column that contains the text. cut: whether to yield large documents of a
+    .txt file (above 4 MB) in pieces. With GPT-2's tokenizer, all pieces together have the
     same tokens as the whole document.
     """
     n_before = 0  # bytes of all files before `path`
@@ -379,15 +379,15 @@ def split_text(file, cut=False):
             line += piece[0].count(b"\n")
             rest = rest[piece.end() :]
             begins = False
-        # After each block, this loop scans the whole document again. If long documents are not
-        # cut, it therefore reads larger blocks.
+        # After each block, this loop scans the whole document again. Therefore, the next block of a
+        # long document is larger.
         block = file.read(max(BLOCK, len(rest)))
     if rest.strip() or not n_separators or not begins:
         yield line, rest, True
 
 
 def make_document(where, item, text_key, begins=True):
-    """Turns an item of read_items into a Document with its text, or its problem if damaged."""
+    """Turns an item of read_items into a Document, which has a problem if the item is damaged."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:

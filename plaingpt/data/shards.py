@@ -73,7 +73,8 @@ def find_shards(path, split):
         elif shard_name.search(file.name) and not find_index(file):
             if found and found[-1].stem == file.stem:  # a run would read its tokens twice
                 raise UserError(
-                    f"{path}: {found[-1].name} and {file.name} are the same shard; move one away"
+                    f"{path}: {found[-1].name} and {file.name} are the same shard; move one of "
+                    "them away"
                 )
             found.append(file)
     return found
@@ -145,7 +146,7 @@ def open_bin(path):
     if path.name not in ("train.bin", "val.bin"):
         raise ValueError("its header does not begin with llm.c's magic number and version")
     if path.with_name("meta.pkl").exists():
-        raise UserError(f"{path}: contains ids of characters; give the input.txt as --data")
+        raise UserError(f"{path}: contains ids of characters; give the file input.txt as --data")
     ids = np.memmap(path, "<u2", "r")
     # Read as uint16, an id of 32 or 64 bits becomes two or four ids, and every second of these ids
     # is nearly 0.

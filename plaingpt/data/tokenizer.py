@@ -150,7 +150,9 @@ def get_tokenizer(source):
         token_bytes.append(END_OF_TEXT.encode())
         return Tokenizer("gpt2", source, token_bytes, {END_OF_TEXT: end}, end)
     if not source.startswith("{"):
-        raise UserError(f"unknown tokenizer {source[:50]!r}; add its tokenizer.json to the shards")
+        raise UserError(
+            f"unknown tokenizer {source[:50]!r}; copy its tokenizer.json next to the shards"
+        )
     found = TokenizerJson(source)
     token_bytes, end = found.token_bytes, found.end_of_text
     for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):

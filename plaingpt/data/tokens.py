@@ -69,7 +69,8 @@ class Tokens:
         top = ids.max(initial=0)
         if top >= self.vocab_size:
             raise UserError(
-                f"{self.name}: id {top} is too large; check --tokenizer and --vocab_size"
+                f"{self.name}: id {top} is outside the vocabulary; check --tokenizer and "
+                "--vocab_size"
             )
         return ids
 

@@ -149,7 +149,7 @@ def has_memory(training, B, T, process):
     n_fit = torch.zeros(())  # 1 if this process has enough memory
     set_gradient_sync(training.model, False)  # if one process fails, no other waits for it
     if isinstance(training.model, DDP):
-        training.model.require_forward_param_sync = False  # and DDP broadcasts no buffers
+        training.model.require_forward_param_sync = False  # DDP then broadcasts no buffers
     # batch_size_advice turns an out-of-memory error into a UserError.
     with (
         contextlib.suppress(UserError),

@@ -50,8 +50,8 @@ class GradientClipper:
         parameters = [p for p in model.parameters() if p.grad is not None]
         for p in parameters:
             # RowwiseParallel returns a gradient with all rows, but this process holds only some
-            # rows of the parameter. With torch 2.11, a process may also hold only a partial
-            # sum: the full gradient is the sum over the TP group.
+            # rows of the parameter. With torch 2.11, the gradient may also be a partial sum: the
+            # full gradient is the sum over the TP group.
             if is_dtensor(p) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         if isinstance(model, Pipeline):
@@ -88,7 +88,7 @@ def norm_of_pipeline(model, parameters):
     """Returns the global gradient norm over all stages. parameters: parameters of this stage."""
     if model.has_tied and model.is_last:
         # The copies of the tied matrix on the first and the last stage have the same gradient. Only
-        # the first stage includes it in the norm.
+        # the first stage includes this gradient in the norm.
         tied = model.part.transformer.wte.weight
         parameters = [p for p in parameters if p is not tied]
     squares = norm_of(parameters) ** 2

@@ -7,7 +7,7 @@ import sys
 
 from plaingpt.base.errors import UserError
 
-# These are the numbers of two options in glibc's malloc.h. Both options are in bytes.
+# These are the numbers of two options in glibc's malloc.h. The values of both options are in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest C int
@@ -30,7 +30,7 @@ def set_malloc(keep_memory):
         libc.mallopt(M_TRIM_THRESHOLD, MOST)
         libc.mallopt(M_MMAP_THRESHOLD, MOST)
     else:
-        # This is the default value. If it is set, glibc does not raise it later.
+        # This is the default value. If a program sets it, glibc no longer raises it.
         libc.mallopt(M_MMAP_THRESHOLD, 2**17)
 
 

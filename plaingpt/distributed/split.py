@@ -23,7 +23,7 @@ read different data. This is what each process holds and reads:
 If --parallel ddp is combined with --tp or --pp, FSDP averages the gradients, but shards nothing.
 
 FSDP and TP change a GPT in place: its parameters become DTensors, of which each process holds a
-part. full_tensor() returns the whole tensor. If only some processes call full_tensor(), they wait
+part. full_tensor() returns the whole tensor. If only some processes call full_tensor(), these wait
 forever. With PP, each process holds a Pipeline, which contains a GPT with only some blocks.
 """
 
@@ -62,20 +62,19 @@ def split_model(GPT, gpt_config, weights, config, process):
 
 
 def cut_model(model, config, process):
-    """Splits a GPT on the meta device, in place -> this GPT, or with --pp a Pipeline with it."""
+    """Splits a GPT on the meta device, in place -> this GPT, or with --pp its Pipeline."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if config.pp > model.config.n_layer:
         raise UserError(
-            f"--pp {config.pp} is more than the model's {model.config.n_layer} blocks; "
-            "give fewer stages"
+            f"--pp {config.pp}: is above --n_layer {model.config.n_layer}; give fewer stages"
         )
     check_shared(model, config, process)
     if config.pp > 1:
         check_stages(model, config.pp)
     if config.tp > 1:
         check_heads(model, config.tp)
-        for name, _ in model.named_buffers():  # its values may be wrong for fewer heads
+        for name, _ in model.named_buffers():  # a buffer may depend on the number of heads
             raise UserError(
                 f"--tp: {name} is a buffer, which --tp cannot split; use one GPU or DDP"
             )
@@ -95,8 +94,8 @@ def cut_model(model, config, process):
     if config.tp > 1:
         split_layers(model, mesh["tp"])
     if is_tied and model.lm_head is not None:
-        # TP has split embedding and head separately. The next line ties them again. On the last
-        # stage of a pipeline, the tied matrix then has the same name as on the first stage.
+        # TP has split embedding and head separately. The next line ties their weights again. On the
+        # last stage of a pipeline, the tied matrix then has the same name as on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
     if config.compile:
         for module in (*model.blocks(), model.loss_fn):
@@ -144,7 +143,8 @@ def check_heads(model, tp):
             n_heads = len(module.weight) // hs // (3 if word == "qkv" else 1)
             if n_heads % tp:
                 raise UserError(
-                    f"--tp {tp} does not divide the {n_heads} heads of {name}; give a divisor"
+                    f"--tp {tp} does not divide the {n_heads} heads of {name}; give a divisor of "
+                    f"{n_heads}"
                 )
 
 

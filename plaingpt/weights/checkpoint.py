@@ -163,7 +163,7 @@ def step_of(path):
 
 
 def list_model_files(source):
-    """Lists a checkpoint and the other files of its run or export, which no output may replace.
+    """Lists files that no output may replace: a checkpoint, and the rest of its run or export.
 
     source: from find_newest_model, or a name on the Hugging Face Hub. Returns [] for such a name.
     """

@@ -149,8 +149,8 @@ class Saver:
         for split, now in self.data.fingerprints.items():
             if before.get(split, now) != now:
                 raise UserError(
-                    f"{place} used different data: the {split} was {before[split]} and is now "
-                    f"{now}; use --init_from, not --resume"
+                    f"the run in {place} used different data: the {split} was {before[split]} and "
+                    f"is now {now}; use --init_from, not --resume"
                 )
         self.restore_optimizers(checkpoint["optimizer"])
         if checkpoint["scaler"]:  # {} unless the dtype was float16
