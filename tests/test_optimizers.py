@@ -247,7 +247,7 @@ def test_a_state_of_another_shape_is_refused_for_a_split_model(tmp_path, way):
     )
     _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=2)
     assert "schedulefree has transformer.wte.weight.seen, whose shape differs from the shape" in err
-    assert "so a split model cannot save it; use --parallel ddp without --tp" in err
+    assert "so a split model cannot save this value; use --parallel ddp without --tp" in err
     assert not names(tmp_path / "run", "*.pt")
 
 
