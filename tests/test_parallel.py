@@ -211,7 +211,8 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
     [
         (
             TP,
-            "--tp 2 does not divide the 3 heads of transformer.h.0.attn.c_attn; give a divisor of 3",
+            "--tp 2 does not divide the 3 heads of transformer.h.0.attn.c_attn; "
+            "give a divisor of 3",
         ),
         (PP, "--pp 2: is above --n_layer 1; give fewer stages"),
     ],
