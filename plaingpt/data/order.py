@@ -59,7 +59,7 @@ def permute(i, n, seed, epoch):
 
     The permutation needs no memory, even for large n. A Feistel network with six rounds permutes
     the two digits of i in base ceil(sqrt(n)). A result outside range(n) goes through the network
-    again, which is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
+    again. This is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
     Domains").
     """
     base = math.isqrt(n - 1) + 1

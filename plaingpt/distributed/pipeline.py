@@ -228,8 +228,8 @@ def check_stages(model, n_stages):
     """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
 
     A stage passes only the residual stream to the next stage, and only the last stage calls
-    GPT.forward, but an edited model.py may need more. Therefore, this function creates a small GPT,
-    and compares its training loss with the loss of its stages, all in this process.
+    GPT.forward. An edited model.py may need more than this. Therefore, this function creates a
+    small GPT, and compares its training loss with the loss of its stages, all in this process.
 
     model: the GPT to split, of which this function uses only the class and the config.
     """
