@@ -277,7 +277,7 @@ def receive(pipe):
 
 
 def serve(name, given, pipe):
-    """Runs in a worker: takes timed steps when `compare` requests a round, then sends the row."""
+    """Runs in a worker: times steps when `compare` requests a round, then sends the results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, then this worker
     try:
         subject = make_subject(name, given)

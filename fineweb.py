@@ -54,7 +54,7 @@ SHOWN = 5  # number of damaged records that are shown
 
 @dataclass
 class ShardConfig:
-    input: list[str] | None = flag(None, "your own text: files or quoted globs")
+    input: list[str] | None = flag(None, "your own text: files, or patterns in quotation marks")
     dataset: str = flag(FINEWEB, "data set on the hub: Hugging Face or HF_ENDPOINT", either=True)
     name: str | None = flag(None, "configuration of --dataset [FineWeb-Edu: sample-10BT]")
     text_key: str = flag("text", "field or column that contains the text")

@@ -568,7 +568,7 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
             "line 2: AnswerRightEnding '0': must be 1 or 2;",
         ),
         ("lambada", "x.jsonl", {"text": "ends so "}, "line 2: no word at the end of 'ends so '"),
-        ("wikitext", "x.txt", "", "contains no example"),
+        ("wikitext", "x.txt", "", "no examples"),
     ],
 )
 def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_path):

@@ -925,7 +925,7 @@ CASES = {
         ("--data text.txt=0", "text.txt=0: give a weight above 0, such as 0.5"),
         (
             "--data own",
-            "own: tokenizer.json is not the tokenizer of the shards, bytes; move the file away",
+            "own: tokenizer.json is not bytes, which made the shards; move this file away",
         ),
         ("--data meta", "unknown tokenizer '[7]'; copy its tokenizer.json next to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),

@@ -279,7 +279,9 @@ def test_an_ending_without_tokens_of_its_own_is_refused(name):
     lost = Example(["red"], ["中文"], kind="language_modeling")
     prompt_ids = dict(harness=harness_ids, answers=answers.prompt_ids, core=core.prompt_ids)[name]
     config = GPTConfig(block_size=16)
-    with pytest.raises(UserError, match="the ending '中文' after 'red' has no tokens of its own; "):
+    with pytest.raises(
+        UserError, match="the ending '中文' after 'red' adds no tokens to the context; "
+    ):
         make_rows([lost], load(characters()), config, prompt_ids)
     # "red hat" is one token, as "red" is.
     joined = Example(["red"], [" hat"], kind="language_modeling")
@@ -296,5 +298,5 @@ def test_evals_of_a_run_skip_a_benchmark_that_the_tokenizer_cannot_score(capsys)
     benchmark = replace(lambada.BENCHMARK, load=lambda *_: [Example(["red"], ["中文"])])
     assert load_evals([(benchmark, "")], load(characters()), GPTConfig()) == []
     assert "note: lambada is skipped: the ending '中文' after 'red'" in capsys.readouterr().out
-    with pytest.raises(UserError, match="has no tokens of its own"):
+    with pytest.raises(UserError, match="adds no tokens to the context"):
         load_evals([(benchmark, "mine.jsonl")], load(characters()), GPTConfig())

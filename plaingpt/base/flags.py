@@ -99,8 +99,8 @@ def parse_flags(doc, *configs, argv=None, rest=None, groups=None):
 
     doc: the description in --help. configs: dataclasses whose fields are the flags. rest: the name
     of the positional arguments, if the program has any. groups: {first flag of a group: title of
-    the group}, in the order of --help. Raises one UserError that lists all problems, up to the
-    first argument that argparse cannot read.
+    the group}, in the order of --help. Raises one UserError that lists all problems. If
+    argparse cannot read an argument, the list ends there.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",

@@ -265,7 +265,7 @@ def find_tokenizer(data, place=None):
             own = get_tokenizer(str(name))
     if own and name and own.name != name:
         raise UserError(
-            f"{data}: tokenizer.json is not the tokenizer of the shards, {name}; move the file away"
+            f"{data}: tokenizer.json is not {name}, which made the shards; move this file away"
         )
     if own and given and own.name != given.name:
         raise UserError(f"{data}: contains tokens of {own.name}; remove --tokenizer {place}")

@@ -40,7 +40,7 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     plan = []
     for step in range(config.rampup_steps):
         more = (n - first) * step // config.rampup_steps
-        more -= more % first  # n stays a multiple of the first n
+        more -= more % first  # so that first + more is a multiple of first
         plan.append((first + more, first_B))
     plan.append((n, B))
     return plan

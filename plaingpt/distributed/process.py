@@ -84,7 +84,7 @@ class Process:
 
 
 def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
-    """Prepares PyTorch, and joins the processes of a program -> Process. Raises UserError.
+    """Prepares PyTorch, and creates the process group -> Process. Raises UserError.
 
     Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
     float32 matrix multiplications, and how glibc frees memory. Checks that all processes run the

@@ -78,7 +78,7 @@ def entry_as_line(entry):
 
 
 def worth_as_text(entry):
-    """Returns, in words, how much compute the difference in an entry is worth."""
+    """Returns a text: the change in compute that would change the loss as much as the idea."""
     if None in entry["worth"]:
         return "worth in compute is unknown: the loss of the base does not fall with the size"
     return "worth x{:.2f} [{:.2f}, {:.2f}] in compute".format(*entry["worth"])

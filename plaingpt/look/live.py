@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 MOST_PARAMETERS = 1_000_000  # this many parameters take 5 MB in a page
-LONGEST_CONTEXT = 1024  # when a page opens, it compares this many losses in about a second
+LONGEST_CONTEXT = 1024  # to compare the losses of one such text, a page takes about a second
 # The hidden states are multiplied by these factors. With 30, the logits are so large that a
 # soft-cap changes the losses.
 FACTORS = (1, 30)

@@ -346,7 +346,7 @@ class RunLog:
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
 
     def write_end(self, step, is_complete):
-        """Prints how the run has ended. Adds the memory that the run used on a GPU to run.json.
+        """Prints how the run has ended. Writes to run.json how much GPU memory the run used.
 
         is_complete: False if a signal or a time limit has stopped the run.
         """

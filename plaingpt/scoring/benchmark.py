@@ -57,7 +57,7 @@ def check_ending(ids, context, ending):
     """
     if not ids:
         raise UserError(
-            f"the ending {ending!r} after {context[-20:]!r} has no tokens of its own; remove this "
+            f"the ending {ending!r} after {context[-20:]!r} adds no tokens to the context; remove this "
             "example, or use a model with another tokenizer"
         )
 
@@ -146,5 +146,5 @@ def load_examples(benchmark, path=None, limit=0, **options):
     examples = benchmark.examples(records, **options)
     examples = list(itertools.islice(examples, limit or None))  # reads only `limit` examples
     if not examples:
-        raise UserError(f"{path or benchmark.name}: contains no example; see the program's --help")
+        raise UserError(f"{path or benchmark.name}: no examples; see the format in --help")
     return examples
