@@ -40,6 +40,7 @@ LIMITS = {
     "inverse-sqrt": 8,
     "lion": 25,
     "mixture-of-experts": 45,
+    "modern": 57,
     "multi-token": 25,
     "muon-joint": 2,
     "no-bias": 8,
@@ -66,6 +67,7 @@ LAYOUTS = {
     "inverse-sqrt": ["pp"],  # each stage has a rate
     "lion": ["fsdp"],  # the optimizer has shards
     "mixture-of-experts": ["fsdp"],  # each of two processes has four experts of a matrix
+    "modern": ["tp", "pp"],  # a norm without a weight, or in the first stage alone
     "multi-token": ["fsdp", "pp"],  # its block is not in transformer.h
     "muon-joint": ["fsdp"],
     "no-bias": ["tp"],
