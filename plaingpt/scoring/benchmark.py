@@ -57,8 +57,8 @@ def check_ending(ids, context, ending):
     """
     if not ids:
         raise UserError(
-            f"the ending {ending!r} after {context[-20:]!r} adds no tokens to the context; remove this "
-            "example, or use a model with another tokenizer"
+            f"the ending {ending!r} after {context[-20:]!r} adds no tokens to the context; remove "
+            "this example, or use a model with another tokenizer"
         )
 
 
