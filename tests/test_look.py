@@ -566,7 +566,7 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
     look_at(run, "--text", evil, "--output", tmp_path / "a.html")
     tokens = read_page(tmp_path / "a.html")["tokens"]
     seen = set()
-    for snapshot, token in ((0, 3), (1, 7), (2, len(tokens) - 2)):
+    for snapshot, token in ((0, 3), (1, 7), (2, len(tokens) - 1)):
         fragment = f"token={token}&snapshot={snapshot}&head=0.1.0"
         dom = open_page(browser, tmp_path / "a.html", fragment)
         gpt, _ = model.GPT.load(run / f"model_{(5, 10, 20)[snapshot]:06d}.pt")
@@ -583,7 +583,7 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
         for block in record.blocks:
             assert f"{block.prediction.losses[token - 1]:.4f}" in blocks
             assert f"{block.norms[token - 1]:.2f}" in blocks
-        largest = record.calls[1].weights[0, token].max().item()
+        largest = record.calls[1].weights[0, token - 1].max().item()
         found = re.search(r"the largest weights are: ([\d.]+) token", text_of(dom, "head"))
         assert abs(float(found[1]) - largest) < 0.5 / 255 + 1e-3
         seen.add(card)
@@ -785,18 +785,32 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
     browser.run("byId('next').children[1].click()")
     assert browser.run("play.ids") == [*ids_of(text), probs.topk(2).indices[1].item()]
     looks = browser.run("byId('looks').textContent")
-    assert looks.startswith("To predict the token after token 10 ") and looks.count("head ") == 4
+    assert looks.startswith("The model predicts token 10 ") and looks.count("head ") == 4
     browser.run("byId('write').click()")
     assert browser.run("byId('write').textContent") == "stop"
     browser.run("byId('write').click()")
     assert browser.run("byId('write').textContent") == "write" and browser.run("timer") is None
     browser.run("document.querySelector('#path button').focus()")
     assert "model.py, line " in browser.run("byId('part').textContent")
+    # The focus in the text box leaves the chosen token.
+    browser.run("choose({ token: 3 }); typed.focus()")
+    assert browser.run("state.token") == 3
+    # Riddle 2 accepts letters only, and riddle 4 a temperature without top-k.
+    answer = """
+    (i) => {
+      const riddle = byId("riddles").children[i];
+      riddle.querySelector("button").click();
+      return riddle.querySelector("output").textContent;
+    }"""
+    browser.run("typed.value = textOf(data.ids).replace('R', '!'); type()")
+    assert "one letter replaced by another letter" in browser.run(f"({answer})(1)")
+    assert browser.run(f"({answer})(3)").startswith("Set top-k to “all”")
     # One answer to each riddle is right. The third letter is changed, and the temperature is low.
     browser.run("""
     typed.value = textOf(data.ids).replace("R", "Q");
     type();
-    byId("temperature").value = 0.05;""")
+    byId("temperature").value = 0.05;
+    byId("top_k").value = 0;""")
     for i in range(5):
         answers = browser.run(f"""
         (() => {{
@@ -816,16 +830,31 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
             assert answers == [f"{start} {100 * p:.1f} %."]
             continue
         assert sum(answer.startswith("✓ Right.") for answer in answers) == 1, answers
-    # Another text has no answers yet, and no word. A check needs a choice.
+    # Of another text, the riddles stay solved, with the text of the answer. A check needs a choice.
+    quoted = f"The text was “{TEXT.replace('R', 'Q').replace(chr(10), '⏎')}”."
     browser.run("typed.value = '1 2'; typed.dispatchEvent(new Event('input'))")
     answers = (
         "Array.from(byId('riddles').querySelectorAll('output'), (output) => output.textContent)"
     )
-    assert browser.run(answers) == [""] * 5
+    for shown in browser.run(answers):
+        assert shown == "" or shown.startswith("✓ Right.") and shown.endswith(quoted)
+    assert browser.run(answers)[1] != "" and browser.run(answers)[3] == ""
+    solved = "Array.from(byId('riddles').children, (riddle) => riddle.className)"
+    assert browser.run(solved) == ["solved"] * 3 + ["", "solved"]
     assert "the letters of a word? Type a word" in browser.run("byId('riddles').textContent")
     select = "byId('riddles').querySelector('select')"
     browser.run(f"{select}.value = ''; {select}.closest('li').querySelector('button').click()")
     assert browser.run(answers)[0] == "Choose an answer first."
+    # An empty text, and a text of one long word on a small screen.
+    browser.run("typed.value = ''; type()")
+    assert "The text contains no tokens to score." in browser.run("byId('facts').textContent")
+    assert "NaN" not in browser.run("document.querySelector('main').textContent")
+    screen = dict(width=390, height=800, deviceScaleFactor=1, mobile=True)
+    browser.send("Emulation.setDeviceMetricsOverride", **screen)
+    browser.run("typed.value = 'a'.repeat(64); type()")
+    assert browser.run("document.documentElement.scrollWidth") == 390
+    browser.send("Emulation.clearDeviceMetricsOverride")
+    browser.run("typed.value = '1 2'; type()")
     # An earlier checkpoint is as it was stored.
     browser.run("byId('slider').value = 0; byId('slider').dispatchEvent(new Event('input'))")
     assert "can run only the model of step 20." in browser.run("byId('live').textContent")
@@ -857,8 +886,8 @@ def test_a_part_that_is_off_looks_nowhere(browser, run, tmp_path):
     assert browser.run(f"{inside}.disabled") is True
     browser.run(f"{head}.click(); choose({{ head: [0, 1, 0] }})")
     assert list(browser.run(styles)) == ["block 2, head 2"]
-    assert browser.run("document.querySelector('.heads button').textContent") == "head 1–"
-    assert "this head attends to no token." in browser.run("byId('head').textContent")
+    assert browser.run("document.querySelector('.heads button').textContent") == "head 1off"
+    assert "This head is off." in browser.run("byId('head').textContent")
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ function unpack(text, Type) {
 
 const isCounted = (i) => i > 0 && (!shown.counted || shown.counted[i]);  // whether its loss counts
 const countedTokens = () => shown.tokens.map((_, i) => i).filter(isCounted);
+const chosenRow = () => state.token - 1;  // of the attention weights: where the model predicts the chosen token
 
 /** Returns the recorded numbers of a snapshot, with the tokens of the recorded text. */
 function recorded(snapshot) {
@@ -126,6 +127,8 @@ function tokenOf(text) {
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
 const percent = (p) => (p && p < 0.0005 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
 const nameOf = (i) => shown.tokens[i] || "·";  // a byte that continues a character
+const describe = (i) => [`token ${i} `, tokenOf(nameOf(i))];
+const NOT_PREDICTED = "No token precedes this token, so it is not predicted.";
 
 /** Makes a table. rows: lists of texts, numbers as texts, or elements. */
 function makeTable(titles, rows) {
@@ -203,15 +206,20 @@ function sides(makeOne) {
   });
 }
 
+/** Returns the name of the tokens whose losses count. */
+function nameOfCounted() {
+  const n = countedTokens().length;
+  return shown.counted ? `${n} tokens of the responses` : `tokens 1 to ${n}`;
+}
+
+const NO_TOKENS = "The text contains no tokens to score.";
+
 function drawFacts() {
-  const what = `${countedTokens().length} tokens${shown.counted ? " of the responses" : ""}`;
   const rows = shown.looks.map((look, run) => {
     const mean = meanOf(look.prediction);
-    return make("p", {
-      text: `${data.runs[run]}: ${look.facts}. `
-        + `Mean loss ${mean.toFixed(4)} nats per token over ${what}, `
-        + `which is a perplexity of ${formatLarge(Math.exp(mean))}.`,
-    });
+    const score = `Mean loss ${mean.toFixed(4)} nats per token over ${nameOfCounted()}, `
+      + `which is a perplexity of ${formatLarge(Math.exp(mean))}.`;
+    return make("p", { text: `${data.runs[run]}: ${look.facts}. ${countedTokens().length ? score : NO_TOKENS}` });
   });
   if (data.note) rows.push(make("p", { className: "note", text: data.note }));
   byId("facts").replaceChildren(...rows);
@@ -225,10 +233,11 @@ function drawSnapshot() {
 }
 
 function drawLosses() {
-  shown.looks.forEach((look, run) => {
-    const { losses } = look.prediction;
-    colour(texts[run], (i) => (isCounted(i) ? losses[i - 1] / GUESS : 0));
-  });
+  shown.looks.forEach((look, run) => colourByLoss(texts[run], look));
+}
+
+function colourByLoss(element, { prediction }) {
+  colour(element, (i) => (isCounted(i) ? prediction.losses[i - 1] / GUESS : 0));
 }
 
 /** Makes a list of the likeliest tokens with their probabilities. */
@@ -239,15 +248,12 @@ function listLikeliest(likeliest) {
 
 /** Shows what the models predict for token i. */
 function drawCard(i) {
-  const from = i ? "Predicted from the tokens before: " : "";
-  const title = make("div", {}, [`${from}token ${i} `, tokenOf(nameOf(i))]);
-  if (!shown.tokens[i]) {
-    title.append(" belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)));
-  }
   if (i === 0) {
-    byId("card").replaceChildren(title, "This token precedes the text, and is not predicted.");
+    byId("card").replaceChildren(make("div", {}, describe(i)), NOT_PREDICTED);
     return;
   }
+  const whole = shown.tokens[i] ? [] : [", which belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)), ","];
+  const title = make("div", {}, ["How ", ...describe(i), ...whole, " was predicted, from the tokens before it:"]);
   const parts = sides((look) => {
     const { loss, wholeLoss, rank, likeliest } = look.prediction.at(i);
     const before = wholeLoss === undefined ? "" : ` (with all parts on: ${wholeLoss.toFixed(4)})`;
@@ -259,10 +265,10 @@ function drawCard(i) {
 
 function drawBlocks() {
   for (const element of document.querySelectorAll(".chosen")) {
-    element.replaceChildren(`token ${state.token} `, tokenOf(nameOf(state.token)));
+    element.replaceChildren(...describe(state.token));
   }
   if (state.token === 0) {
-    byId("blocks").replaceChildren("No token precedes this token, so it is not predicted.");
+    byId("blocks").replaceChildren(NOT_PREDICTED);
     return;
   }
   const titles = ["after", "likeliest", "right", "loss", "mean loss", "norm of x"];
@@ -276,7 +282,7 @@ function rowOfBlock(block) {
   if (block.fault) return [block.name, `not shown: ${block.fault}`];
   const { loss, likeliest } = block.prediction.at(state.token);
   const mean = meanOf(block.prediction);
-  const norm = block.norms[state.token - 1];
+  const norm = block.norms[chosenRow()];
   const numbers = [percent(Math.exp(-loss)), loss.toFixed(4), mean.toFixed(2), norm.toFixed(2)];
   return [block.name, listLikeliest(likeliest), ...numbers];
 }
@@ -309,19 +315,19 @@ function makeHead({ T }, call, place) {
   const weights = call.heads[head];
   const button = make("button", { "aria-label": `block ${call.block}, head ${head + 1}` });
   const seen = make("div");
-  button.append(drawMatrix(weights, T, 96, -1), `head ${head + 1}`, seen);
+  button.append(...(weights ? [drawMatrix(weights, T, 96, -1)] : []), `head ${head + 1}`, seen);
   button.addEventListener("click", () => choose({ head: place }));
   heads.push({ button, seen, weights, place, T });
   return button;
 }
 
-/** Shows, below each head, the token that the chosen token attends to most. Marks the chosen head. */
+/** Shows, below each head, the token with its largest weight. Marks the chosen head. */
 function markHeads() {
   for (const { button, seen, weights, place, T } of heads) {
     button.setAttribute("aria-pressed", String(`${place}` === `${state.head}`));
-    seen.replaceChildren("–");
-    if (state.token < T) {
-      const [column, weight] = mostSeen(weights, state.token, T);
+    seen.replaceChildren(weights ? "–" : "off");
+    if (weights && state.token > 0) {
+      const [column, weight] = mostSeen(weights, chosenRow(), T);
       if (weight > 0) seen.replaceChildren(tokenOf(nameOf(column)), ` ${weight.toFixed(2)}`);
     }
   }
@@ -354,31 +360,29 @@ function rgbOf(name) {
 function drawHead() {
   const [run, c, head] = state.head;
   const call = shown.looks[run]?.calls?.[c];
-  const isShown = Boolean(call?.heads?.[head]);
-  byId("head").hidden = !isShown;
-  if (!isShown) return;
-  const weights = call.heads[head];
+  const weights = call?.heads?.[head];
+  byId("head").hidden = weights === undefined;
+  if (weights === undefined) return;
   const { T } = shown.looks[run];
-  const name = `${data.runs.length > 1 ? `${names[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
-  const isLast = state.token >= T;
-  const largest = isLast ? [] : describeRow(weights, T);
-  const from = `At token ${state.token}, where the model predicts token ${state.token + 1}, `;
-  headText.title.textContent = name;
-  headText.line.replaceChildren(...(isLast
-    ? ["The last token is only a target. The model does not read it, so it attends to no token."]
-    : [from, ...(largest.length ? ["the largest weights are: ", ...largest] : ["this head attends to no token."])]));
+  headText.title.textContent = `${data.runs.length > 1 ? `${names[run]}, ` : ""}block ${call.block}, head ${head + 1}`;
+  headText.line.replaceChildren(...describeRow(weights, T));
+  const isRead = weights && state.token > 0;
   // The square root also shows small weights.
-  colour(headText.text, (i) => (isLast || i >= T ? 0 : Math.sqrt(weights(state.token, i))));
-  headText.picture.replaceChildren(drawMatrix(weights, T, 512, state.token));
+  colour(headText.text, (i) => (isRead && i < T ? Math.sqrt(weights(chosenRow(), i)) : 0));
+  headText.picture.replaceChildren(...(weights ? [drawMatrix(weights, T, 512, chosenRow())] : []));
 }
 
-/** Makes a list of the largest weights of the chosen token. */
+/** Makes a sentence with the largest weights in the prediction of the chosen token. */
 function describeRow(weights, T) {
-  const columns = Array.from({ length: T }, (_, column) => [weights(state.token, column), column]);
+  if (!weights) return ["This head is off."];
+  if (state.token === 0) return [NOT_PREDICTED];
+  const columns = Array.from({ length: T }, (_, column) => [weights(chosenRow(), column), column]);
   columns.sort((a, b) => b[0] - a[0]);
-  const shown = columns.slice(0, 5).filter(([weight]) => weight > 0);
-  return shown.map(([weight, i]) =>
-    make("span", { className: "weight" }, [`${weight.toFixed(3)} token ${i} `, tokenOf(nameOf(i))]));
+  const largest = columns.slice(0, 5).filter(([weight]) => weight > 0);
+  const from = `At token ${chosenRow()}, where the model predicts token ${state.token}, `;
+  if (!largest.length) return [from, "this head attends to no token."];
+  return [from, "the largest weights are: ", ...largest.map(([weight, i]) =>
+    make("span", { className: "weight" }, [`${weight.toFixed(3)} `, ...describe(i)]))];
 }
 
 /** Shows where the two runs differ. */
@@ -443,14 +447,15 @@ function makeTextWithArcs(label) {
   return make("div", { className: "arcs" }, [element, svg]);
 }
 
-/** Returns which tokens each head attends to from the chosen token. The largest weight comes first.
+/** Returns which tokens each head attends to, to predict the chosen token. The largest weight comes first.
  *
  * A head is {place, name, colour, arcs: [[column, weight], ...]}. */
 function findArcs({ calls, T }, run) {
   const found = [];
   for (const [c, call] of (calls ?? []).entries()) {
     for (const [head, weights] of (call.heads ?? []).entries()) {
-      const columns = Array.from({ length: T }, (_, column) => [column, weights(state.token, column)]);
+      if (!weights) continue;
+      const columns = Array.from({ length: T }, (_, column) => [column, weights(chosenRow(), column)]);
       columns.sort((a, b) => b[1] - a[1]);
       found.push({
         place: [run, c, head],
@@ -460,23 +465,22 @@ function findArcs({ calls, T }, run) {
       });
     }
   }
-  const seeing = found.filter((head) => head.arcs.length > 0);  // a head that is off has no arcs
+  const seeing = found.filter((head) => head.arcs.length > 0);  // a mask may hide all tokens
   return seeing.sort((a, b) => b.arcs[0][1] - a.arcs[0][1]).slice(0, MOST_HEADS);
 }
 
-/** Draws arcs from the chosen token to the tokens that it attends to, and lists these tokens. */
+/** Draws arcs from the token before the chosen token, and lists the tokens to which they lead. */
 function drawArcs() {
   for (const [run, { element, svg, list }] of arcs.entries()) {
     const look = shown.looks[run];
-    const isRead = state.token < look.T;
-    const found = isRead ? findArcs(look, run) : [];
+    const found = state.token > 0 ? findArcs(look, run) : [];
     const middles = middlesOf(spansOf(element), svg);
     const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i, middles)));
     svg.replaceChildren(...paths.flat());
-    const title = isRead && !found.length ? ["No head attends to any token."] : isRead
-      ? [`To predict the token after token ${state.token} `, tokenOf(nameOf(state.token)),
-        ", the heads attend to these tokens, with these weights:"]
-      : ["The model does not read the last token, so it attends to no token."];
+    const title = found.length
+      ? ["The model predicts ", ...describe(state.token), " at ", ...describe(chosenRow()),
+        ". There, the heads attend to these tokens, with these weights:"]
+      : [state.token > 0 ? "No head with arcs is on." : NOT_PREDICTED];
     const buttons = found.map((head, i) => makeArcButton(head, paths[i]));
     list.hidden = !look.calls;
     list.replaceChildren(make("p", {}, title), ...buttons);
@@ -494,9 +498,9 @@ function middlesOf(spans, svg) {
 
 /** Makes an arc. i: the index of its head in the list. */
 function makeArc([column, weight], colour, i, middles) {
-  const [[x1, y1], [x2, y2]] = [middles[state.token], middles[column]];
+  const [[x1, y1], [x2, y2]] = [middles[chosenRow()], middles[column]];
   const height = Math.min(34, 10 + Math.abs(x1 - x2) / 6) + 5 * i;
-  const turn = column === state.token ? 12 : 0;  // a loop if a token attends to itself
+  const turn = column === chosenRow() ? 12 : 0;  // a loop if a token attends to itself
   const d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - height}, ${x2 - turn} ${y2 - height}, ${x2} ${y2}`;
   return makeSvg("path", { d, class: `arc${colour}`, "stroke-width": 1 + 3 * weight });
 }
@@ -579,7 +583,7 @@ byId("outlined").hidden = !data.counted;
 byId("slider").max = LAST;
 byId("snapshots").hidden = data.snapshots.length < 2;
 byId("slider").addEventListener("input", (event) => choose({ snapshot: Number(event.target.value) }));
-byId("guess").textContent = `${GUESS.toFixed(2)}: a uniform guess among ${data.vocabulary} tokens`;
+byId("guess").textContent = `${GUESS.toFixed(2)} = ln ${data.vocabulary}: a uniform guess among ${data.vocabulary} tokens`;
 byId("first").textContent = `${names[1]} is better by ${WIDEST} nats`;
 byId("second").textContent = `${names[0]} is better by ${WIDEST} nats`;
 addEventListener("hashchange", () => { readAddress(); drawAll(); });

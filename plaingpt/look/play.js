@@ -88,7 +88,7 @@ function liveLook(reading, whole) {
     if (off.has(`h.${i}`)) return { block: i + 1, fault: "the block is switched off" };
     const heads = weights.map((rows, head) => {
       const isOff = off.has(`h.${i}.attn.${head}`);
-      return (row, column) => (isOff ? 0 : rows[row][column] ?? 0);
+      return isOff ? null : (row, column) => rows[row][column] ?? 0;
     });
     return { block: i + 1, heads };
   });
@@ -191,6 +191,7 @@ function pathRows({ n_layer, n_head }) {
 function shapesOf(part, T) {
   const { n_head, n_embd: C } = data.live.config;
   const V = play.gpt.lm_head.n_out;
+  const n = shown.tokens.length - 1;  // tokens that are predicted
   const x = `(1, ${T}, ${C})`;
   const shapes = {
     wte: [`(1, ${T})`, x],
@@ -202,7 +203,7 @@ function shapesOf(part, T) {
     gelu: [`(1, ${T}, ${4 * C})`, `(1, ${T}, ${4 * C})`],
     "mlp.c_proj": [`(1, ${T}, ${4 * C})`, x],
     lm_head: [x, `(1, ${T}, ${V})`],
-    loss: [`(1, ${T}, ${V}), and the right tokens (1, ${T})`, "one number"],
+    loss: [`logits of the predictions of tokens 1 to ${n} (1, ${n}, ${V}), right tokens (1, ${n})`, "one number"],
   };
   return shapes[part] ?? [x, x];
 }
@@ -262,12 +263,11 @@ function drawCost() {
   const off = Array.from(play.off, nameOfPart).join("; ");
   const mean = meanOf({ losses: play.part.losses() });
   const whole = meanOf({ losses: play.whole.losses() });
-  const what = play.start ? ` of the last ${play.window().length} tokens, which fill the context` : "";
   const change = off ? `. Without ${off}: ${mean.toFixed(4)} (${signed(mean - whole)})` : "";
-  const isEmpty = countedTokens().length === 0;
-  const line = isEmpty ? "No token is predicted yet." : `Mean loss${what}: ${whole.toFixed(4)}${change}`;
+  const line = countedTokens().length ? `Mean loss of ${nameOfCounted()}: ${whole.toFixed(4)}${change}` : NO_TOKENS;
   byId("mean").textContent = line;
   byId("cost").textContent = off ? line : "All parts are on.";
+  colourByLoss(byId("again").firstChild, shown.looks[0]);
   byId("all_on").hidden = !off;
   byId("restore").hidden = String(play.ids) === String(data.ids);
   for (const button of byId("path").querySelectorAll("button")) {
@@ -333,14 +333,20 @@ function checkHead(answer) {
   return [isRight, isRight ? sentence : `${sentence} Another head gives a larger weight: follow the arcs.`];
 }
 
-function checkLetter() {
-  const [first, now] = [data.ids, play.ids];
+/** Returns whether exactly one letter of the first text is replaced by another letter. */
+function isOneLetterReplaced() {
+  const [first, now] = [data.ids, play.ids].map((ids) => Array.from(textOf(ids)));
   const changed = first.map((_, i) => i).filter((i) => first[i] !== now[i]);
-  if (first.length !== now.length || changed.length !== 1) {
-    return [false, "The text must be the first text, with exactly one letter replaced."];
+  const isLetter = (letters) => /\p{L}/u.test(letters[changed[0]]);
+  return data.ids.length === play.ids.length && changed.length === 1 && isLetter(first) && isLetter(now);
+}
+
+function checkLetter() {
+  if (!isOneLetterReplaced()) {
+    return [false, "The text must be the first text, with exactly one letter replaced by another letter."];
   }
   const losses = play.whole.losses();
-  const others = Array.from(losses.keys()).filter((t) => t + 1 !== changed[0]);
+  const others = Array.from(losses.keys()).filter((t) => data.ids[t + 1] === play.ids[t + 1]);
   const t = others.reduce((a, b) => (losses[b] > losses[a] ? b : a));
   const found = `token ${t + 1} has the largest loss of the other tokens, ${losses[t].toFixed(2)}`;
   if (losses[t] <= HIGH_LOSS) return [false, `Not yet: ${found}. Where is the model sure of the next token?`];
@@ -351,11 +357,13 @@ function checkBlock(answer) {
   const [first, last] = findWord() ?? [];
   if (!first) return [false, "Type a word of several letters first."];
   const [isRight, rise] = judge(answer, namesOfBlocks(), (name) => riseWithout(name, first + 1, last));
-  const sentence = `Without this block, the mean loss of the letters after the first letter changes by ${signed(rise)}.`;
+  const sentence = `Without this block, the mean loss of the letters of “${word()}” after the first letter `
+    + `changes by ${signed(rise)}.`;
   return [isRight, isRight ? sentence : `${sentence} Without a different block, the mean loss rises more.`];
 }
 
 function checkTemperature() {
+  if (byId("top_k").value !== "0") return [false, "Set top-k to “all”, and change only the temperature."];
   const temperature = Number(byId("temperature").value);
   const logits = play.next();
   const [own, now] = [1, temperature].map((degree) => Math.max(...probabilities(logits, degree, 0)));
@@ -377,7 +385,7 @@ function checkCheapest(answer) {
 /** The riddles: question(); choices(), names of parts; check(answer): [is right, a sentence]. */
 const RIDDLES = [
   {
-    question: () => "Which head attends most to the previous token?",
+    question: () => "In the text above, which head attends most to the previous token?",
     choices: namesOfHeads,
     check: checkHead,
   },
@@ -387,18 +395,19 @@ const RIDDLES = [
   },
   {
     question: () => (findWord()
-      ? `Which block does the model need most to predict the letters of “${word()}” after the first letter? `
-        + "Switch off one block at a time, and watch the losses of these letters."
+      ? `Which block does the model need most to predict the letters of “${word()}” after the first letter, `
+        + "in the text above? Switch off one block at a time, and watch the losses of these letters."
       : "Which block does the model need most to predict the letters of a word? Type a word of several letters first."),
     choices: namesOfBlocks,
     check: checkBlock,
   },
   {
-    question: () => `Change only the temperature, so that the likeliest next token has a probability of at least ${100 * SURE} %.`,
+    question: () => `Change only the temperature, so that the likeliest token after the text above has a probability of `
+      + `at least ${100 * SURE} %.`,
     check: checkTemperature,
   },
   {
-    question: () => "Which head or MLP can be switched off with the smallest increase of the mean loss?",
+    question: () => "Which head or MLP can be switched off with the smallest increase of the mean loss of the text above?",
     choices: () => [...namesOfHeads(), ...namesOfMLPs()],
     check: checkCheapest,
   },
@@ -411,26 +420,31 @@ function makeRiddle({ choices, check }) {
   for (const name of choices?.() ?? []) select.append(make("option", { text: nameOfPart(name), value: name }));
   const button = make("button", { text: "check" });
   const answer = make("output");
+  const parts = [make("span", { className: "question" }), " ", ...(choices ? [select, " "] : []), button, " ", answer];
+  const riddle = make("li", {}, parts);
   const checkAnswer = () => {
     if (choices && !select.value) return [false, "Choose an answer first."];
     return play.window().length < 3 ? [false, "Type a longer text first."] : check(select.value);
   };
   button.addEventListener("click", () => {
     const [isRight, sentence] = checkAnswer();
-    answer.textContent = `${isRight ? "✓ Right. " : ""}${sentence}`;
+    const text = onOneLine(typed.value);
+    const end = text.length > 64 ? `…${text.slice(-64)}` : text;
+    answer.textContent = isRight ? `✓ Right. ${sentence} The text was “${end}”.` : sentence;
     answer.classList.toggle("right", isRight);
+    if (isRight) riddle.classList.add("solved");  // it stays solved when the text changes
   });
-  return make("li", {}, [make("span", { className: "question" }), " ", ...(choices ? [select, " "] : []), button, " ", answer]);
+  return riddle;
 }
 
 let asked = null;  // the text that the questions are about
 
-/** Draws the questions. If the text has changed, removes the answers to the old questions. */
+/** Draws the questions. If the text has changed, removes the answers to the old questions, except right ones. */
 function drawQuestions() {
   const text = String(play.ids);
   const riddles = Array.from(byId("riddles").children);
   RIDDLES.forEach(({ question }, i) => { riddles[i].querySelector(".question").textContent = question(); });
-  if (asked !== text) riddles.forEach((riddle) => { riddle.querySelector("output").textContent = ""; });
+  if (asked !== text) byId("riddles").querySelectorAll("output:not(.right)").forEach((answer) => answer.replaceChildren());
   asked = text;
 }
 
@@ -483,7 +497,8 @@ function startPlay() {
   byId("stored").textContent = "Only the last checkpoint is live. This is the first text. The page shows your text again "
     + `at ${data.snapshots[LAST].name}.`;
   const { block_size } = play.gpt.config;
-  byId("context").textContent = `The context has ${block_size} tokens. Of a longer text, the model reads the last ${block_size}.`;
+  byId("context").textContent = `The context has ${block_size} tokens. Of a longer text, the model reads the last `
+    + `${block_size}, which are then tokens 0 to ${block_size - 1}.`;
   for (let i = 0; i < BARS; i++) {
     const button = make("button");
     button.addEventListener("click", () => appendToken(Number(button.dataset.id)));
@@ -492,13 +507,9 @@ function startPlay() {
   const ks = [0, 1, 2, 3, 5, 10, 20, 50].filter((k) => k < data.vocabulary);
   for (const k of ks) byId("top_k").append(make("option", { text: k || "all", value: k }));
   makePath();
+  byId("again").append(makeText("the text again, losses"));
   byId("riddles").append(...RIDDLES.map(makeRiddle));
   typed.addEventListener("input", () => { stopWriting(); type(); });
-  document.addEventListener("selectionchange", () => {
-    if (document.activeElement !== typed || timer || tokenAtCursor() === state.token) return;
-    state.token = tokenAtCursor();
-    drawToken();
-  });
   byId("restore").addEventListener("click", () => {
     stopWriting();
     typed.value = textOf(data.ids);
