@@ -601,7 +601,7 @@ text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
 byId("slider").value = 0;
 byId("slider").dispatchEvent(new Event("input"));
 document.querySelectorAll(".heads button")[3].click();
-text.children[2].dispatchEvent(new Event("pointerenter"));
+text.children[2].dispatchEvent(new Event("pointerover", { bubbles: true }));
 """
 
 

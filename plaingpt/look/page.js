@@ -155,6 +155,11 @@ function makeText(label) {
   for (const use of ["pointerenter", "focus"]) {
     element.addEventListener(use, () => byId("card").classList.add("sticky"));
   }
+  for (const [event, act] of [["pointerover", drawCard], ["click", (i) => choose({ token: i })]]) {
+    element.addEventListener(event, ({ target }) => {
+      if (target !== element) act(spansOf(element).indexOf(target));
+    });
+  }
   element.addEventListener("pointerleave", () => drawCard(state.token));
   element.addEventListener("keydown", (event) => {
     const last = shown.tokens.length - 1;
@@ -176,8 +181,6 @@ function fillTexts() {
       if (!text) span.className = "part";
       if (i === 0) span.className = "special";
       if (shown.counted && shown.counted[i]) span.classList.add("counted");
-      span.addEventListener("pointerenter", () => drawCard(i));
-      span.addEventListener("click", () => choose({ token: i }));
       // Line breaks follow the span, because the frame of a chosen token must be on a single line.
       return [span, "\n".repeat(text.split("\n").length - 1)];
     });
