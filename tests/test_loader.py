@@ -165,8 +165,8 @@ def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
     if is_there:
         np.save(shards / name, GOOD)
     sentence = (
-        "its shards contain .* tokens, but meta.json says 4,081; restore the shards, or put those "
-        "to train on into a directory without meta.json$"
+        "its shards contain .* tokens, but meta.json says 4,081; restore the shards, or move the "
+        "shards to use into a directory without meta.json$"
     )
     with pytest.raises(UserError, match=sentence):
         open_splits(shards, get_tokenizer("bytes"))
