@@ -286,7 +286,7 @@ def test_an_ending_without_tokens_of_its_own_is_refused(name):
     # "red hat" is one token, as "red" is.
     joined = Example(["red"], [" hat"], kind="language_modeling")
     if name == "harness":
-        with pytest.raises(UserError, match="the ending ' hat' after 'red' has no tokens"):
+        with pytest.raises(UserError, match="the ending ' hat' after 'red' adds no tokens"):
             make_rows([joined], load(superwords()), config, prompt_ids)
     else:
         (row,) = make_rows([joined], load(superwords()), config, prompt_ids)

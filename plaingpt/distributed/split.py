@@ -85,6 +85,7 @@ def cut_model(model, config, process):
         (config.pp, process.dp_size // n_shards, n_shards, config.tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )
+    process.barrier()  # a process that fails below would disconnect processes that still connect
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     result = model
     root = model  # the module whose forward FSDP wraps
