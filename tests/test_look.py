@@ -73,6 +73,14 @@ def look_at(*flags):
     look.main([*map(str, flags), "--device", "cpu", "--sample_tokens", "4"])
 
 
+@pytest.fixture(scope="module")
+def page_of_text(run, tmp_path_factory):
+    """The page of the run with TEXT. The tests only read it."""
+    path = tmp_path_factory.mktemp("page") / "a.html"
+    look_at(run, "--text", TEXT, "--output", path)
+    return path
+
+
 def read_page(path):
     """The data of a page."""
     (data,) = re.findall(
@@ -145,9 +153,8 @@ def attention_by_hand(gpt, idx):
     return torch.stack(found)
 
 
-def test_attention_is_that_of_the_model(run, tmp_path):
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    (packed,) = read_page(tmp_path / "a.html")["snapshots"][-1]["looks"]
+def test_attention_is_that_of_the_model(run, page_of_text):
+    (packed,) = read_page(page_of_text)["snapshots"][-1]["looks"]
     gpt, _ = model.GPT.load(run)
     expected = attention_by_hand(gpt, torch.tensor([ids_of(TEXT)[:-1]]))
     assert [call["block"] for call in packed["calls"]] == [1, 2]
@@ -607,9 +614,8 @@ text.children[2].dispatchEvent(new Event("pointerover", { bubbles: true }));
 
 @pytest.mark.slow
 @needs_chromium
-def test_keys_and_clicks(browser, run, tmp_path):
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    browser.open(tmp_path / "a.html")
+def test_keys_and_clicks(browser, run, page_of_text):
+    browser.open(page_of_text)
     browser.run(ACTIONS)
     assert browser.run("location.hash") == "#token=8&snapshot=0&head=0.1.1"
     dom = browser.run("document.documentElement.outerHTML")
@@ -654,7 +660,7 @@ def test_a_browser_shows_the_difference_of_two_runs(browser, run, tmp_path):
     assert shown == pytest.approx((b - a)[order], abs=1e-4)
 
 
-def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path):
+def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path, page_of_text):
     gpt = fresh(MODEL)
     assert gpt2_shapes(MODEL) == {name: p.shape for name, p in gpt.state_dict().items()}
     assert find_reason(gpt, BYTES, 1) == ""
@@ -670,8 +676,7 @@ def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path):
     assert find_reason(rotary, BYTES, 1) == reason
     look_at(run, "--text", TEXT, "--no-live", "--output", tmp_path / "a.html")
     assert read_page(tmp_path / "a.html")["live"] == dict(why="--no-live was given")
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    weights = read_page(tmp_path / "a.html")["live"]["weights"]
+    weights = read_page(page_of_text)["live"]["weights"]
     loaded, _ = model.GPT.load(run)
     assert weights.keys() == loaded.state_dict().keys() - {"lm_head.weight"}  # it is tied
     for name, p in loaded.named_parameters():
@@ -712,10 +717,9 @@ LOGITS = "play.part.logits.at(-1).map((row) => Array.from(row))"  # (T, vocab_si
 
 @pytest.mark.slow
 @needs_chromium
-def test_a_page_computes_the_model(browser, run, tmp_path):
-    """Logits, parts that are off, and generation are those of PyTorch."""
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    dom = open_page(browser, tmp_path / "a.html", "")
+def test_a_page_computes_the_model(browser, run, page_of_text):
+    """Compares logits, parts that are off, and generation with PyTorch."""
+    dom = open_page(browser, page_of_text, "")
     found = re.search(r"differ from PyTorch's by at most (\S+)\.", text_of(dom, "live"))
     assert float(found[1]) < 1e-4
     gpt = model.GPT.load(run)[0].eval()
@@ -761,9 +765,8 @@ def test_a_page_computes_the_model(browser, run, tmp_path):
 
 @pytest.mark.slow
 @needs_chromium
-def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    open_page(browser, tmp_path / "a.html", "")
+def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
+    open_page(browser, page_of_text, "")
     gpt = model.GPT.load(run)[0].eval()
     text = "Boats 船"
     browser.run(f"typed.value = {json.dumps(text)}; typed.dispatchEvent(new Event('input'))")
@@ -867,9 +870,8 @@ def test_what_a_reader_does_with_a_live_page(browser, run, tmp_path):
 
 @pytest.mark.slow
 @needs_chromium
-def test_a_part_that_is_off_looks_nowhere(browser, run, tmp_path):
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    open_page(browser, tmp_path / "a.html", "")
+def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
+    open_page(browser, page_of_text, "")
     styles = """Object.fromEntries(Array.from(byId("looks").querySelectorAll("button"), (button) =>
       [button.textContent.match(/block ., head ./)[0],
        button.querySelector("path").getAttribute("class")]))"""
@@ -892,10 +894,9 @@ def test_a_part_that_is_off_looks_nowhere(browser, run, tmp_path):
 
 @pytest.mark.slow
 @needs_chromium
-def test_the_bars_of_a_full_context(browser, run, tmp_path):
-    """They are those of the last tokens, as in generate.py; the context has 32."""
-    look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
-    open_page(browser, tmp_path / "a.html", "")
+def test_the_bars_of_a_full_context(browser, run, page_of_text):
+    """The model reads the last tokens, as in generate.py; the context has 32."""
+    open_page(browser, page_of_text, "")
     gpt = model.GPT.load(run)[0].eval()
     for n in (31, 32, 33):
         text = (TEXT * 2).replace("船", "s")[:n]

@@ -252,7 +252,7 @@ def test_a_state_of_another_shape_is_refused_for_a_split_model(tmp_path, way):
 
 
 class Wrapper(torch.optim.SGD):
-    """As Lookahead of torch_optimizer, whose state_dict also has that of the inner optimizer."""
+    """As torch_optimizer's Lookahead, whose state_dict contains the inner optimizer's state."""
 
     def state_dict(self):
         return dict(slow=super().state_dict(), fast={})
