@@ -1,7 +1,6 @@
 """Shared by the tests: small data, a tiny training run, and programs in new processes."""
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from forked import Program, forking_python  # isort: skip  before torch: see there
+from forked import Program, forking_python  # isort: skip  before torch: sets its threads
 
 
 from plaingpt.data.data_sets import open_splits
@@ -258,11 +257,6 @@ def small_disk(directory, size):
         subprocess.run(["umount", "--lazy", directory], check=True)
         directory.rmdir()
         os.rename(f"{directory}.copy", directory)
-
-
-def pytest_collection_finish():
-    gc.freeze()  # the collector skips what was imported
-    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -22,7 +22,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-gc.disable()  # imported modules stay, so a collection during the imports finds nothing
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
 COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -115,7 +114,6 @@ def become(argv, cwd, env):
         2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
     )
     gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
-    gc.enable()
     if sys.dont_write_bytecode:  # as in many containers: each program would compile all our files
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(COMPILED)
     rest = [place for place in sys.path if "tests" not in place]
