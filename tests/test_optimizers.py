@@ -192,27 +192,29 @@ def test_a_run_with_another_optimizer_resumes_bit_for_bit(tmp_path, name):
 @pytest.mark.parametrize(
     "name, ways",
     [
-        ("schedule-free", ["tp", "pp", "fsdp", "ddp"]),
-        ("two AdamWs", ["fsdp"]),
-        ("Lookahead", ["fsdp"]),  # its state appears in the second step
-        ("SGD for positions", ["pp"]),  # a stage has no parameter of it
+        ("schedule-free", ["tp", "pp", "fsdp", "ddp", "tp"]),
+        ("two AdamWs", ["fsdp", "one", "fsdp"]),
+        ("Lookahead", ["one", "fsdp", "fsdp", "one"]),  # its state appears in the second step
+        ("SGD for positions", ["pp", "one", "pp"]),  # a stage has no parameter of it
     ],
 )
 def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, ways):
-    """Also in another layout than the one that has saved."""
+    """Each layout resumes the run of the one before it, a step later."""
     copy_with(tmp_path, name)
-    run(tmp_path, "run")
-    expected = read_log(tmp_path / "run")
-    for way in ways:
-        flags = WAYS.get(way, [])
-        run(tmp_path, way, *flags, processes=2)
-        places = [resume(tmp_path, way, *flags, processes=2)]
-        if way != "ddp":
-            shutil.copytree(tmp_path / way, tmp_path / f"{way}-one")
-            places.append(resume(tmp_path, f"{way}-one"))
-        for place in places:
-            for key, value in read_log(tmp_path / place).items():
-                assert float(value) == pytest.approx(float(expected[key]), rel=1e-4), (place, key)
+    every_step = ["--max_steps", len(ways), "--save_every", 1]
+    run(tmp_path, "one", *every_step)
+    expected = read_log(tmp_path / "one")
+    for start, way in enumerate(ways):
+        for path in tmp_path.glob("run/model_*.pt"):
+            if path.name > f"model_{start:06d}.pt":
+                path.unlink()
+        flags = [*WAYS.get(way, []), *every_step, "--resume"]
+        out, _ = run(tmp_path, "run", *flags, processes=1 if way == "one" else 2)
+        assert f"resumed from step {start} " in out or start == 0
+        log = read_log(tmp_path / "run")
+        assert log.keys() == expected.keys()
+        for key, value in log.items():
+            assert float(value) == pytest.approx(float(expected[key]), rel=1e-4), (start, way, key)
 
 
 @pytest.mark.slow

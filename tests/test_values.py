@@ -26,15 +26,6 @@ MASK = (
 )
 
 
-def edit_attention(directory, first):
-    """Adds a parameter `mix` to attention: a gain, or a matrix."""
-    edit_model(
-        directory,
-        (BEFORE, f"{BEFORE}        self.mix = nn.Parameter({first})\n"),
-        (SIZE, f"{SIZE}        x = x + (x @ self.mix if self.mix.dim() == 2 else x * self.mix)\n"),
-    )
-
-
 def test_a_buffer_as_a_mask(tmp_path):
     """Trains as without it, on every layout, or is refused; is saved, resumed and loaded."""
     copy_program(tmp_path)
@@ -75,44 +66,39 @@ def test_a_buffer_as_a_mask(tmp_path):
 
 
 def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
-    """A gain, a matrix, and a matrix of zeros."""
+    """A gain, a matrix, a matrix of zeros, and a matrix that is drawn, on every layout."""
     copy_program(tmp_path)
     first = dict(
         gain="torch.tensor([0.5])",
         mix="torch.eye(config.n_embd)",
         zeros="torch.zeros(config.n_embd, config.n_embd)",
+        drawn="0.1 * torch.randn(config.n_embd, config.n_embd)",
     )
     lines = [f"        self.{name} = nn.Parameter({code})\n" for name, code in first.items()]
-    use = f"{SIZE}        x = x + x * self.gain + x @ self.mix + x @ self.zeros\n"
+    use = f"{SIZE}        x = x + x * self.gain + x @ (self.mix + self.zeros + self.drawn)\n"
     edit_model(tmp_path, (BEFORE, BEFORE + "".join(lines)), (SIZE, use))
     run(tmp_path, "run", 1)
     weights = checkpoint(tmp_path / "run", 1)["model"]
+    drawn = "transformer.h.1.attn.drawn"
     for name, code in first.items():
-        expected = eval(code.replace("config.n_embd", "16"))
-        found = weights[f"transformer.h.0.attn.{name}"]
-        assert (found - expected).abs().max() < 0.01, name  # one step away from it
+        if name != "drawn":
+            expected = eval(code.replace("config.n_embd", "16"))
+            found = weights[f"transformer.h.0.attn.{name}"]
+            assert (found - expected).abs().max() < 0.01, name  # one step away from it
+    assert 0.05 < weights[drawn].std() < 0.15
     log = read_log(tmp_path / "run")
     for way in ("fsdp", "pp"):
         run(tmp_path, way, 1, *WAYS[way], processes=2)
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
-
-
-def test_values_that_a_constructor_draws_are_the_same_on_every_layout(tmp_path):
-    copy_program(tmp_path)
-    edit_attention(tmp_path, "0.1 * torch.randn(config.n_embd, config.n_embd)")
-    run(tmp_path, "run", 1)
-    expected = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.1.attn.mix"]
-    assert 0.05 < expected.std() < 0.15
-    for way in ("fsdp", "pp"):
-        run(tmp_path, way, 1, *WAYS[way], processes=2)
-        found = checkpoint(tmp_path / way, 1)["model"]["transformer.h.1.attn.mix"]
-        assert torch.allclose(found, expected, atol=1e-5)
+        found = checkpoint(tmp_path / way, 1)["model"][drawn]
+        assert torch.allclose(found, weights[drawn], atol=1e-5)
 
 
 def test_fsdp_refuses_a_scalar_with_its_own_sentence(tmp_path):
     copy_program(tmp_path)
-    edit_attention(tmp_path, "torch.tensor(0.5)")
+    mix = "        self.mix = nn.Parameter(torch.tensor(0.5))\n"
+    edit_model(tmp_path, (BEFORE, BEFORE + mix), (SIZE, f"{SIZE}        x = x + x * self.mix\n"))
     run(tmp_path, "run", 1)
     expected = torch.tensor(0.5)
     found = checkpoint(tmp_path / "run", 1)["model"]["transformer.h.0.attn.mix"]
