@@ -1,6 +1,7 @@
 """The rules of layout and style that a machine can check. CONTRIBUTING.md lists them."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -11,10 +12,13 @@ from conftest import ROOT
 PARTS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look", "lab")
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")
 PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
-TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").glob("*.py"))
 DOCS = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 PROGRAMS = {path.stem for path in PRODUCT if path.parent == Path(".")}
-parsed = {path: ast.parse((ROOT / path).read_text("utf-8")) for path in (*PRODUCT, *TESTS)}
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse((ROOT / path).read_text("utf-8"))
 
 
 def test_no_line_of_a_page_is_wider_than_100_columns():
@@ -30,7 +34,7 @@ def test_no_line_of_a_page_is_wider_than_100_columns():
 def imports(path):
     """Our modules that a file imports, also inside functions: "model", "plaingpt.base.flags"."""
     names = set()
-    for node in ast.walk(parsed[path]):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,7 +52,7 @@ def test_requirements_name_every_package_that_is_imported():
     for path in PRODUCT:
         if path.parts[0] == "docs":  # these programs need requirements-dev.txt
             continue
-        for node in ast.walk(parsed[path]):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -98,7 +102,7 @@ def test_nothing_of_pytorch_is_replaced_or_intercepted():
     """look.py watches the calls of attention, and changes none."""
     for path in PRODUCT:
         of_torch = set()  # what this file calls torch, and what it imports from there
-        for node in ast.walk(parsed[path]):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 names = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
             elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "torch":
@@ -107,7 +111,7 @@ def test_nothing_of_pytorch_is_replaced_or_intercepted():
                 continue
             of_torch |= {alias.asname or alias.name.split(".")[0] for alias in names}
         intercepts = set()
-        for node in ast.walk(parsed[path]):
+        for node in ast.walk(parsed(path)):
             root = node
             while isinstance(root, ast.Attribute):
                 root = root.value
@@ -139,13 +143,13 @@ def runs_at_import(statement):
 
 def test_importing_a_file_does_nothing():
     for path in PRODUCT:
-        assert not [ast.unparse(each) for each in parsed[path].body if runs_at_import(each)], path
+        assert not [ast.unparse(each) for each in parsed(path).body if runs_at_import(each)], path
 
 
 def test_public_functions_have_docstrings():
     """Functions at module level whose name does not say all: more than a few lines."""
     for path in PRODUCT:
-        for node in parsed[path].body:
+        for node in parsed(path).body:
             long = isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 8
             if long and node.name != "main":
                 assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name}"
