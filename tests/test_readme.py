@@ -214,7 +214,7 @@ def test_run_the_code_of_all_pages(tmp_path):
     def run(code):
         """Runs commands in their order: those of Python and torchrun fast, others in bash."""
         output, code = "", re.sub(r"--max_steps \d+", "--max_steps 2", code.replace("\\\n", ""))
-        small = "--total_batch_size 1024 --batch_size 4 --val_tokens 1024 --sample_tokens 20"
+        small = "--total_batch_size 256 --batch_size 2 --val_tokens 1024 --sample_tokens 20"
         code = code.replace("train_gpt2.py", f"train_gpt2.py {small}")
         for command in re.split(r"^((?:python|torchrun) .*)\n", code, flags=re.M):
             if command.startswith(("python ", "torchrun ")):
