@@ -11,6 +11,7 @@ import re
 import sys
 
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.scoring.program import run_benchmark
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from conftest import ROOT, program
 from safetensors.torch import save_file
 from stand_in_hub import stand_in_hub
 
+import hellaswag
 import train_gpt2
 from model import GPT, GPTConfig
 
@@ -215,7 +217,7 @@ def test_the_model_is_that_of_model_py(number):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Runs train_gpt2.py for 8 steps -> {optimizer: (losses of the steps, validation loss)}."""
+    """Runs train_gpt2.py for 4 steps -> {optimizer: (losses of the steps, validation loss)}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -224,8 +226,8 @@ def real(tmp_path_factory):
         for optimizer in ("adamw", "muon"):
             directory = tmp_path_factory.mktemp(optimizer)
             flags = (
-                "--preset baby --no-shuffle --device cpu --dtype float32 --max_steps 8 "
-                "--warmup_steps 4 --max_lr 1e-3 --val_every 0 --sample_tokens 1 --schedule linear "
+                "--preset baby --no-shuffle --device cpu --dtype float32 --max_steps 4 "
+                "--warmup_steps 2 --max_lr 2e-3 --val_every 0 --sample_tokens 1 --schedule linear "
                 f"--min_lr 0 --optimizer {optimizer} --log_dir {directory} --data {TEXT}"
             )
             train_gpt2.main(flags.split())
@@ -255,12 +257,12 @@ def test_the_last_lessons_have_the_losses_of_train_gpt2(
 ):
     """The rate is mild: at a high one, differences of rounding would grow too fast."""
     text = with_constants(
-        lesson(number), max_steps=8, warmup_steps=4, max_lr=1e-3, batch_size=batch_size
+        lesson(number), max_steps=4, warmup_steps=2, max_lr=2e-3, batch_size=batch_size
     )
     text = for_losses(edit(text, "shuffle=True", "shuffle=False"))
     train, val = in_processes(text, processes, tmp_path)
     expected_train, expected_val = real["muon" if number >= 13 else "adamw"]
-    assert train == pytest.approx(expected_train, abs=1e-5) and len(train) == 8
+    assert train == pytest.approx(expected_train, abs=1e-5) and len(train) == 4
     assert val == pytest.approx(expected_val, abs=1e-5)
 
 
@@ -372,8 +374,8 @@ def test_openais_weights_have_the_logits_of_transformers_and_the_scores_of_hella
         torch.testing.assert_close(names["model"](idx), hf(idx).logits, atol=1e-3, rtol=1e-4)
     result = folder / "result.json"
     flags = ["--model", folder, "--data", folder / "hs.jsonl", "--json", result]
-    device = ["--dtype", "float32", "--device", "cpu"]
-    program(*flags, *device, cwd=folder, program=ROOT / "hellaswag.py")
+    flags += ["--dtype", "float32", "--device", "cpu"]
+    run_benchmark(hellaswag.BENCHMARK, GPT, list(map(str, flags)))
     found = json.loads(result.read_text())
     expected = []
     for example in found["examples"]:
@@ -459,20 +461,8 @@ EXERCISES = {
         dict(FEW, lr=0.01, **SMALL),
     ),
     "std": (7, "std=0.02)", "std=0.06)", -0.3, dict(FEW, lr=2e-3, n_layer=1, **SMALL)),
-    "no warm-up": (
-        8,
-        "warmup_steps = 50",
-        "warmup_steps = 0",
-        0.1,
-        dict(max_steps=30, batch_size=4),
-    ),
-    "no clipping": (
-        8,
-        "parameters(), 1.0)",
-        "parameters(), 1e9)",
-        0.1,
-        dict(max_steps=30, batch_size=4),
-    ),
+    "no warm-up": (8, "warmup_steps = 50", "warmup_steps = 0", 0.1, LARGE),
+    "no clipping": (8, "parameters(), 1.0)", "parameters(), 1e9)", 0.1, LARGE),
     "batch_size": (11, "batch_size = 4 ", "batch_size = 16 ", None, dict(max_steps=15, **SHORT)),
     "no division": (11, "loss = loss / len(starts)", "#", None, dict(max_steps=15, **SHORT)),
     "not orthogonal": (
