@@ -68,8 +68,8 @@ def spawn(
 ):
     """Starts a program in several processes with torchrun's environment -> list of Program.
 
-    fresh: start a new Python interpreter and return a Popen. online: may use the hub; also fresh,
-    because the packages of Hugging Face read this when they are imported. options: of Program.
+    fresh: start a new Python interpreter and return a Popen. online: may use the hub.
+    options: of Program.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -93,7 +93,7 @@ def spawn(
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
-        if fresh or online:
+        if fresh:
             started = subprocess.Popen(
                 [sys.executable, str(path), *flags],
                 cwd=cwd,

@@ -41,7 +41,7 @@ def some_words(rng, n):
 
 def hellaswag_records():
     rng, records = np.random.default_rng(0), []
-    for i in range(24):
+    for i in range(12):
         a, b = some_words(rng, rng.integers(2, 30)) + ".", some_words(rng, 2) if i % 3 else ""
         endings = [some_words(rng, rng.integers(1, 14)) + "." for _ in range(4)]
         if i % 4 == 0:  # the markup of WikiHow
@@ -266,7 +266,7 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
             begin, end = end, min(len(ids), max(T + 1, end + (stride or T)))
             total += reference(hf, ids[:begin], ids[begin:end])[0].sum().item()
         expected.append(total)
-    for size, processes in ((1, 1), (5000, 1), (100, 2)):
+    for size, processes in ((1, 1), (5000, 1), (100, 2))[: 3 if stride else 2]:
         result = run_benchmark(
             "wikitext",
             tiny,
@@ -292,7 +292,7 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
 @pytest.mark.slow
 def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path):
     assert perplexity(1.0) == pytest.approx(np.e) and perplexity(10000.0) == np.inf
-    (tmp_path / "zh.txt").write_text("海" * 3000)
+    (tmp_path / "zh.txt").write_text("海" * 500)
     out, _ = program("--checkpoint", "run", "--data", "zh.txt", cwd=tmp_path, program="wikitext.py")
     assert re.search("word_perplexity +inf", out) and re.search(r"bits_per_byte +\d", out)
     train(
@@ -452,9 +452,9 @@ def knowing(module, records):
     """A byte model overfitted to the right endings of a benchmark's records; and the examples."""
     torch.manual_seed(0)
     examples = list(module.examples(records))
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=80, vocab_size=256))
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=80, vocab_size=256))
     rows = [list((e.contexts[0] + e.endings[e.label]).encode()) for e in examples]
-    overfit(model, rows, last=20, steps=100, lr=3e-3)
+    overfit(model, rows, last=20, steps=100, lr=1e-2)
     return model, examples
 
 
@@ -637,23 +637,25 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
-    """The three programs run in one process, which imports the packages of Hugging Face once."""
+    """The three programs run in one process, which imports the packages of Hugging Face once.
+
+    Without the hub, they read the cache.
+    """
     (tmp_path / "all.py").write_text(
-        "import runpy, sys\n"
+        "import os, runpy, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "offline = os.environ['HF_HUB_OFFLINE']\n"
         "for name in ('hellaswag', 'lambada', 'wikitext'):\n"
-        "    sys.argv = [name, '--json', f'{name}.json', '--checkpoint', 'run']\n"
+        "    sys.argv = [name, '--json', f'{name}{offline}.json', '--checkpoint', 'run']\n"
         f"    runpy.run_path(f'{ROOT}/{{name}}.py', run_name='__main__')\n"
     )
-    out, _ = program(cwd=tmp_path, program=tmp_path / "all.py", online=True)
-    assert re.findall(r"^n_examples +(\d+)$", out, re.M) == ["8", "4", "1"]
+    for online in (True, False):
+        out, _ = program(cwd=tmp_path, program=tmp_path / "all.py", online=online)
+        assert re.findall(r"^n_examples +(\d+)$", out, re.M) == ["8", "4", "1"]
     for name in ("hellaswag", "lambada", "wikitext"):
-        # HF_HUB_OFFLINE=1: reads the cache
-        flags = ["--json", "o.json", "--checkpoint", "run"]
-        program(*flags, cwd=tmp_path, program=f"{name}.py")
         found, expected = (
-            json.loads((tmp_path / path).read_text())["examples"]
-            for path in ("o.json", f"{name}.json")
+            json.loads((tmp_path / f"{name}{offline}.json").read_text())["examples"]
+            for offline in (1, 0)
         )
         assert found == expected
     downloads = [path for command, path, _ in hub if command == "GET" and "/resolve/" in path]
@@ -661,16 +663,15 @@ def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_with_benchmarks_gives_the_same_curve(tmp_path):
+def test_training_with_benchmarks_gives_the_same_curve(whole, tmp_path):
     """Benchmarks at every fifth step do not change the losses."""
     lines = [STORIES[0], *(story.values() for story in STORIES)]
     (tmp_path / "s.csv").write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
     write_lines(tmp_path / "h.jsonl", CHOICES)
     write_lines(tmp_path / "l.jsonl", PASSAGES)
     files = ["--eval_every", 5, "--evals", "hellaswag=h.jsonl,lambada=l.jsonl,storycloze=s.csv"]
-    train("--log_dir", "without", cwd=tmp_path)
     train("--log_dir", "with", *files, cwd=tmp_path)
-    plain, log = read_log(tmp_path / "without"), read_log(tmp_path / "with")
+    plain, log = read_log(whole), read_log(tmp_path / "with")
     streams = {(step, stream) for step in (5, 10) for stream in ("hella", "lambada", "story")}
     assert {key: log[key] for key in plain} == plain and log.keys() - plain.keys() == streams
     # hellaswag.py and a run of two processes give the same figures
