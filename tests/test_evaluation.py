@@ -41,7 +41,7 @@ def some_words(rng, n):
 
 def hellaswag_records():
     rng, records = np.random.default_rng(0), []
-    for i in range(12):
+    for i in range(24):
         a, b = some_words(rng, rng.integers(2, 30)) + ".", some_words(rng, 2) if i % 3 else ""
         endings = [some_words(rng, rng.integers(1, 14)) + "." for _ in range(4)]
         if i % 4 == 0:  # the markup of WikiHow
