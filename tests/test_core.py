@@ -1,5 +1,7 @@
 """Compares CORE with nanochat's rules, computed with transformers one prompt at a time."""
 
+import contextlib
+import io
 import json
 import math
 import random
@@ -144,21 +146,15 @@ def nanochats_rules(hf, items, kind, n_shots, delimiter):
 
 def run_core(tmp_path, tiny, *flags, processes=1):
     """Runs core.py in float32 -> (its figures, mean losses of all prompts, what it prints)."""
-    out, _ = program(
-        "--model",
-        tiny[0],
-        "--bundle",
-        tiny[1],
-        "--json",
-        "out.json",
-        "--dtype",
-        "float32",
-        *flags,
-        cwd=tmp_path,
-        processes=processes,
-        program="core.py",
-    )
-    result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    path = tmp_path / "out.json"
+    flags = ["--model", tiny[0], "--bundle", tiny[1], "--json", path, "--dtype", "float32", *flags]
+    if processes > 1:
+        out, _ = program(*flags, cwd=tmp_path, processes=processes, program="core.py")
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            core.main(list(map(str, flags)))
+        out = stdout.getvalue()
+    result = json.loads(path.read_text(encoding="utf-8"))
     losses = [
         -x / n if n else math.nan
         for example in result["examples"]

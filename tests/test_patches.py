@@ -25,9 +25,9 @@ def git(*command, cwd=ROOT):
     return done.stdout
 
 
-def make_clone(directory, *flags):
+def make_clone(directory):
     """Clones this clone. Its model.py and patches are those of the working tree, and committed."""
-    git("clone", "--no-local", *flags, f"file://{ROOT}", directory)
+    git("clone", ROOT, directory)
     for path in [ROOT / "model.py", *PATCHES]:
         (directory / path.relative_to(ROOT)).write_bytes(path.read_bytes())
     commit_all(directory)
