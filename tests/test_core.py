@@ -89,10 +89,13 @@ def write_bundle(root, n=12):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def bundle(tmp_path_factory):
+    return write_bundle(tmp_path_factory.mktemp("core") / "eval_bundle")
+
+
+@pytest.fixture(scope="module")
+def tiny(bundle):
     """A tiny GPT-2 in Hugging Face format, overfitted to some items, and a bundle."""
-    directory = tmp_path_factory.mktemp("core")
-    bundle = write_bundle(directory / "eval_bundle")
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
@@ -103,8 +106,8 @@ def tiny(tmp_path_factory):
     ids = [row for row in ids if len(row) <= 24]
     assert 3 <= len(ids) <= 10
     overfit(model, ids, last=3)
-    save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
-    return directory / "model", bundle
+    save_gpt2(model, bundle.parent / "model", get_tokenizer("gpt2"))
+    return bundle.parent / "model", bundle
 
 
 def nanochats_rules(hf, items, kind, n_shots, delimiter):
@@ -343,7 +346,10 @@ def test_a_continuation_that_joins_the_tokens_before_it():
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_one_sentence(flags, message, bundle, tmp_path, monkeypatch, capsys):
+    """It is found before the model is read."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
     write_lines(tmp_path / "other.jsonl", [dict(text="a")])
     write_lines(tmp_path / "gold.jsonl", [dict(query="a", choices=["b", "c"], gold=2)])
     (tmp_path / "typed").mkdir()
@@ -359,9 +365,9 @@ def test_a_mistake_is_one_sentence(flags, message, tiny, tmp_path, monkeypatch, 
         item = dict(query="a", choices=["b", "c"], gold=0)
         write_lines(tmp_path / name / "eval_data/a.jsonl", [item])
     monkeypatch.chdir(tmp_path)
-    flags = flags.replace("BUNDLE", str(tiny[1])).replace("MODEL", str(tiny[0])).split()
+    flags = flags.replace("BUNDLE", str(bundle)).replace("MODEL", "model").split()
     with pytest.raises(SystemExit):
-        run_program(lambda: core.main(["--model", str(tiny[0]), *flags]))
+        run_program(lambda: core.main(["--model", "model", *flags]))
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1, err
 
