@@ -17,6 +17,7 @@ from conftest import (
     MODEL,
     ONE_BYTE_IDS,
     ROOT,
+    TINY,
     as_training,
     assert_close_logs,
     checkpoint,
@@ -25,15 +26,17 @@ from conftest import (
     spawn,
     text_batch,
     train,
+    write_lines,
 )
+from torch._dynamo.utils import counters
 
+import train_gpt2
 from model import GPT
 from train_gpt2 import (
     TrainConfig,
     Training,
     estimate_loss,
     get_lr,
-    make_training,
     make_val_loader,
     train_step,
 )
@@ -77,31 +80,27 @@ def plain_curve(config, steps, batch=text_step):
     [(["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)],
 )
 def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
-    """10 steps of four micro-steps each. With fullgraph, a graph break is an error.
+    """6 steps of four micro-steps each. With fullgraph, a graph break is an error.
 
-    A benchmark is scored between steps.
+    A validation and a benchmark are between steps. Three graphs are compiled, each once: the
+    training step, and the hidden states and the loss of a validation.
     """
-    (tmp_path / "l.jsonl").write_text('{"text": "The boats came home with the evening tide"}\n')
-    train(
-        "--log_dir",
-        "run",
-        "--max_steps",
-        10,
-        "--n_layer",
-        1,
-        "--compile",
-        *flags,
-        "--eval_every",
-        5,
-        "--evals",
-        "lambada=l.jsonl",
-        cwd=tmp_path,
-    )
-    log = read_log(tmp_path / "run")
-    assert {(5, "lambada"), (10, "lambada")} <= log.keys()
-    for step, (loss, norm) in enumerate(plain_curve(replace(MODEL, n_layer=1), 10)):
+    torch._dynamo.reset()
+    counters.clear()
+    evals = write_lines(tmp_path / "l.jsonl", [dict(text="The boats came home with the tide")])
+    flags += f"--log_dir {tmp_path / 'run'} --evals lambada={evals}".split()
+    train_gpt2.main([*TINY, *"--compile --n_layer 1 --max_steps 6 --eval_every 3".split(), *flags])
+    assert counters["stats"]["unique_graphs"] == 3
+    config, log = replace(MODEL, n_layer=1), read_log(tmp_path / "run")
+    assert {(3, "lambada"), (6, "lambada")} <= log.keys()
+    for step, (loss, norm) in enumerate(plain_curve(config, 6)):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=tolerance), step
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5 * tolerance), step
+    settings = TrainConfig(batch_size=4, val_tokens=1024)
+    val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
+    loader = make_val_loader(val, 32, settings)
+    eager = estimate_loss(as_training(fresh(config)), loader, ONE_BYTE_IDS, settings, ALONE)
+    assert [float(log[0, name]) for name in ("val", "bpb")] == pytest.approx(eager, rel=tolerance)
 
 
 @pytest.mark.slow
@@ -145,46 +144,6 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
         calls.clear()
         metrics = train_step(training, [(x, x, torch.ones(()))] * 3, 1.0, process)
         assert calls == ["tolist"] and all(map(math.isfinite, metrics.values()))
-
-
-# Compiled
-
-
-@pytest.mark.slow
-def test_a_run_compiles_its_model_once():
-    """Although train_step sets an attribute for DDP, and a validation uses the same model."""
-    training = make_training(MODEL, TrainConfig(), ALONE)
-    raw_model = training.raw_model
-    x, graphs = torch.randint(256, (2, 32)), []  # (B, T)
-    model = torch.compile(
-        raw_model,
-        backend=lambda graph, _: graphs.append(graph) or graph,
-        dynamic=False,
-        fullgraph=True,
-    )
-    for _ in range(2):
-        micro_batches = [(x, x, torch.ones(()))] * 3
-        train_step(training._replace(model=model), micro_batches, 1.0, ALONE)
-        with torch.no_grad():
-            raw_model.eval().loss(raw_model.hidden(x), x)
-        raw_model.train()
-    assert len(graphs) == 1
-
-
-@pytest.mark.slow
-def test_validation_runs_compiled_code():
-    """GPT.hidden is compiled for it, once more than for training."""
-    from torch._dynamo.utils import counters
-
-    config = TrainConfig(compile=True, batch_size=4, val_tokens=32 * 8)
-    training = make_training(MODEL, config, ALONE)
-    val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
-    loader = make_val_loader(val, 32, config)
-    counters.clear()
-    found = estimate_loss(training, loader, ONE_BYTE_IDS, config, ALONE)
-    assert counters["stats"]["unique_graphs"] == 2  # hidden, and the loss
-    eager = estimate_loss(as_training(training.raw_model), loader, ONE_BYTE_IDS, config, ALONE)
-    assert found == pytest.approx(eager, rel=1e-5)
 
 
 # Muon
