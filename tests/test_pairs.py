@@ -142,28 +142,13 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, way):
     """The same losses and norms as in a plain loop, which has one batch of 16 sequences a step."""
-    (processes, flags), items = WAYS[way], [pairs]
+    (processes, layout), items = WAYS[way], [pairs]
     if way == "mixture":
         items = [f"{pairs}=0.25", f"{shards}=0.75"]
-    train(
-        "--data",
-        *items,
-        *flags,
-        "--log_dir",
-        "run",
-        "--max_steps",
-        4,
-        "--val_every",
-        0,
-        "--sample_tokens",
-        1,
-        "--seed",
-        1337,
-        cwd=tmp_path,
-        processes=processes,
-    )
+    flags = "--log_dir run --max_steps 2 --val_every 0 --val_tokens 32 --sample_tokens 1".split()
+    train("--data", *items, *layout, *flags, cwd=tmp_path, processes=processes)
     loader, log = open_loader(items, seed=1337), read_log(tmp_path / "run")
-    curve = plain_curve(MODEL, 4, lambda step: loader.batch(16 * step, 16, CPU))
+    curve = plain_curve(MODEL, 2, lambda step: loader.batch(16 * step, 16, CPU))
     for step, (loss, norm) in enumerate(curve):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5e-5), step
@@ -195,21 +180,9 @@ def test_only_the_responses_are_learned(tmp_path):
     """No model can know random prompts. So the loss is 0 only if they do not count."""
     rng = random.Random(1)
     write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
-    out, _ = train(
-        "--data",
-        "p.jsonl",
-        "--max_steps",
-        60,
-        "--max_lr",
-        0.01,
-        "--eval_every",
-        60,
-        "--log_dir",
-        "run",
-        "--evals",
-        "answers=p.jsonl",
-        cwd=tmp_path,
-    )
+    flags = "--max_steps 60 --max_lr 0.01 --batch_size 16 --eval_every 60 --log_dir run"
+    evals = ["--evals", "answers=p.jsonl"]
+    out, _ = train("--data", "p.jsonl", *flags.split(), *evals, cwd=tmp_path)
     log = read_log(tmp_path / "run")
     assert float(log[59, "train"]) < 0.02 > float(log[60, "val"]) and log[60, "answers"] == "1"
     assert out.count("yes\n\nexpected: yes\n") == 2
