@@ -59,7 +59,8 @@ def exported(tmp_path_factory):
     vocabulary = ["--input", "t.txt", "--vocab_size", 400, "--output", "own.json"]
     program(*vocabulary, cwd=d, program="tokenizer.py")
     for kind in KINDS:
-        flags = f"--data t.txt --max_steps 8 --val_every 8 --max_lr 0.02 --log_dir {kind}".split()
+        flags = f"--data t.txt --max_steps 8 --batch_size 16 --max_lr 0.02 --log_dir {kind}".split()
+        flags += "--val_every 0 --val_tokens 128 --sample_tokens 1".split()
         choice = {"bytes": [], "gpt2": ["--tokenizer", "gpt2"], "own": ["--tokenizer", "own.json"]}
         program(*TINY, *flags, *choice[kind], cwd=d)
         export("--checkpoint", kind, "--output", f"{kind}-hf", cwd=d)

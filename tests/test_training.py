@@ -218,7 +218,7 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
     (process,) = spawn(
         *TINY, "--log_dir", "run", "--max_steps", 100_000, "--total_batch_size", 16384, cwd=tmp_path
     )
-    wait_for(process, "step     1/")
+    wait_for(process, "step     0/")
     process.send_signal(signal.SIGINT)
     wait_for(process, "stopping: the run saves the last step, then ends; press Ctrl-C again")
     if again:
