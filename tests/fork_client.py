@@ -14,7 +14,7 @@ with socket.socket(socket.AF_UNIX) as server:
     server.shutdown(socket.SHUT_WR)
     answer = server.makefile()
     pid = int(answer.readline())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: os.kill(pid, number))
     status = int(answer.readline())
 sys.exit(status if status >= 0 else 128 - status)

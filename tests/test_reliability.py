@@ -203,14 +203,15 @@ def test_a_signal_that_comes_several_times(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipe", ["", " 2>&1 | tee out.txt"])
-def test_a_terminal_is_closed(tmp_path, pipe):
+def test_a_terminal_is_closed(tmp_path, pipe, python):
     """An interactive bash in a real terminal. Its program often gets SIGHUP twice."""
     flags = shlex.join(map(str, [*TINY, *LONG, "--save_every", 0, "--log_dir", "run"]))
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
         os.execvpe("bash", ["bash", "--norc", "-i"], dict(os.environ, OMP_NUM_THREADS="1"))
-    os.write(terminal, f"{sys.executable} {ROOT}/train_gpt2.py {flags}{pipe}\n".encode())
+    executable = sys.executable if pipe else python  # a new Python, too: it buffers its output
+    os.write(terminal, f"{executable} {ROOT}/train_gpt2.py {flags}{pipe}\n".encode())
     said = b""
     while b"step     4/" not in said:
         said += os.read(terminal, 1024)
