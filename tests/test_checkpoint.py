@@ -151,6 +151,7 @@ def test_a_checkpoint_knows_the_code_of_its_model(copy, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
+        [],
         ["--dropout", 0.2, "--optimizer", "muon"],
         ["--dropout", 0.2, "--activation_checkpointing"],
     ],
