@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 # AdamW, because Muon computes in bfloat16 if the CPU can.
 TINY = (
     "--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
-    "--batch_size 4 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
-    "--sample_every 0 --sample_tokens 12 --log_every 1 --dtype float32 --device cpu "
+    "--batch_size 8 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
+    "--sample_every 0 --sample_tokens 4 --log_every 1 --dtype float32 --device cpu "
     "--optimizer adamw --max_lr 4e-3 --min_lr 4e-4 --schedule cosine"
 ).split()
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)  # of TINY

@@ -11,7 +11,7 @@ import train_gpt2
 
 MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
     "start": (train_gpt2, "make_training", 1),
-    "step": (train_gpt2.GPT, "forward", 10),  # a step of TINY has four micro-batches
+    "step": (train_gpt2.GPT, "forward", 6),  # a step of TINY has two micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
     "gradient": (train_gpt2.GradientClipper, "clip", 3),  # gets one that is not finite

@@ -162,9 +162,10 @@ def test_the_search_leaves_the_buffers_as_they_are(monkeypatch):
 def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     i, ramp = TINY.index("--batch_size"), ["--rampup_steps", "4", "--rampup_batch_size", "256"]
-    train_gpt2.main([*TINY, *ramp, "--dropout", "0.1", "--log_dir", "given"])
+    flags = [*TINY[:i], *TINY[i + 2 :], *ramp, "--dropout", "0.1"]
+    train_gpt2.main([*flags, "--batch_size", "4", "--log_dir", "given"])
     assert not small_gpu[1]
-    train_gpt2.main([*TINY[:i], *TINY[i + 2 :], *ramp, "--dropout", "0.1", "--log_dir", "found"])
+    train_gpt2.main([*flags, "--log_dir", "found"])
     assert small_gpu[1] == [16, 8, 4] and read_log("found") == read_log("given")
     assert json.loads(Path("found/run.json").read_text())["train_config"]["batch_size"] == 4
 

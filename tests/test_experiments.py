@@ -97,7 +97,7 @@ FIGURES = {
     "z-loss": ["z"],
 }
 ENTROPY = "attention-entropy"  # logs a figure; not with --pp
-# Four micro-batches a step.
+# Two micro-batches a step.
 SMALL = [
     *TINY,
     *(

@@ -13,9 +13,8 @@ pytestmark = pytest.mark.slow  # each test starts a program
 SMALL = [
     *TINY,
     *(
-        "--n_layer 3 --vocab_size 257 --max_steps 2 --val_tokens 640 --val_every 1 "
-        "--sample_tokens 3 "
-        "--grad_clip 0.5 --evals lambada=examples.jsonl --keep_best"
+        "--n_layer 3 --vocab_size 257 --batch_size 4 --max_steps 2 --val_tokens 640 --val_every 1 "
+        "--sample_tokens 3 --grad_clip 0.5 --evals lambada=examples.jsonl --keep_best"
     ).split(),
 ]
 FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]

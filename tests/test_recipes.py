@@ -100,7 +100,7 @@ def test_gradient_noise(tmp_path, monkeypatch):
     model = fresh(MODEL)
     batch = text_batch("train", 16)  # the sequences of step 0
     norms = []
-    for n in (4, 16):  # sequences: --batch_size, and all of the step
+    for n in (8, 16):  # sequences: --batch_size, and all of the step
         x, y = (ids[:n] for ids in batch)
         loss = torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
         grads = torch.autograd.grad(loss, list(model.parameters()))

@@ -80,7 +80,7 @@ def plain_curve(config, steps, batch=text_step):
     [(["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)],
 )
 def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
-    """6 steps of four micro-steps each. With fullgraph, a graph break is an error.
+    """6 steps of two micro-steps each. With fullgraph, a graph break is an error.
 
     A validation and a benchmark are between steps. Three graphs are compiled, each once: the
     training step, and the hidden states and the loss of a validation.
