@@ -116,8 +116,8 @@ def become(argv, cwd, env):
     gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
     if sys.dont_write_bytecode:  # as in many containers: each program would compile all our files
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(COMPILED)
-    for name in [*sys.modules] if env.get("HF_HUB_OFFLINE") == "0" else []:
-        if name.startswith("huggingface_hub"):  # reads this when it is imported
+    if env.get("HF_HUB_OFFLINE") == "0":  # the hub's package reads this when it is imported
+        for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
             del sys.modules[name]
     rest = [place for place in sys.path if "tests" not in place]
     sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *rest]
