@@ -145,10 +145,10 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
     (processes, layout), items = WAYS[way], [pairs]
     if way == "mixture":
         items = [f"{pairs}=0.25", f"{shards}=0.75"]
-    flags = "--log_dir run --max_steps 2 --val_every 0 --val_tokens 32 --sample_tokens 1".split()
+    flags = "--log_dir run --max_steps 4 --val_every 0 --val_tokens 32 --sample_tokens 1".split()
     train("--data", *items, *layout, *flags, cwd=tmp_path, processes=processes)
     loader, log = open_loader(items, seed=1337), read_log(tmp_path / "run")
-    curve = plain_curve(MODEL, 2, lambda step: loader.batch(16 * step, 16, CPU))
+    curve = plain_curve(MODEL, 4, lambda step: loader.batch(16 * step, 16, CPU))
     for step, (loss, norm) in enumerate(curve):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5e-5), step
