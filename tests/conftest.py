@@ -145,6 +145,13 @@ def checkpoint(directory, step):
     return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)
 
 
+def forget_steps_after(directory, step):
+    """Deletes the later checkpoints, as if the run had been killed before it saved them."""
+    for path in directory.glob("model_*.pt"):
+        if path.name > f"model_{step:06d}.pt":
+            path.unlink()
+
+
 def stopped_at(out):
     """The step that a stopped run says it has saved."""
     return int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])

@@ -178,8 +178,6 @@ NAMES = [
 @pytest.mark.parametrize("size", [2**20, 5000])  # one read and one batch, or many
 def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatch, name, size):
     monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
-    monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
-    monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
     monkeypatch.setattr(fineweb, "BATCH", size)
     if name.startswith("text"):
         documents = [d for d in documents if "<|" not in d]

@@ -7,7 +7,7 @@ from plaingpt.weights.optimizer_state import OptimizerState
 
 import pytest
 import torch
-from conftest import MODEL, TINY, checkpoint, fresh, names, program, read_log
+from conftest import MODEL, TINY, checkpoint, forget_steps_after, fresh, names, program, read_log
 from test_experiments import WAYS, copy_program, edit_model
 
 # What model.py has, and what a reader writes instead.
@@ -205,9 +205,7 @@ def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, wa
     run(tmp_path, "one", *every_step)
     expected = read_log(tmp_path / "one")
     for start, way in enumerate(ways):
-        for path in tmp_path.glob("run/model_*.pt"):
-            if path.name > f"model_{start:06d}.pt":
-                path.unlink()
+        forget_steps_after(tmp_path / "run", start)
         flags = [*WAYS.get(way, []), *every_step, "--resume"]
         out, _ = run(tmp_path, "run", *flags, processes=1 if way == "one" else 2)
         assert f"resumed from step {start} " in out or start == 0

@@ -4,7 +4,14 @@ import re
 
 import pytest
 import torch
-from conftest import TINY, assert_close_logs, checkpoint, program, read_log
+from conftest import (
+    TINY,
+    assert_close_logs,
+    checkpoint,
+    forget_steps_after,
+    program,
+    read_log,
+)
 
 pytestmark = pytest.mark.slow  # each test starts a program
 
@@ -84,9 +91,7 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
     ways = ((0, 4, FSDP + TP), (1, 1, []), (2, 4, RECOMPUTE + TP + PP), (3, 2, []))
     for start, processes, flags in ways:
         # Each run goes to step 4. The next run resumes a step after the start of this one.
-        for path in run.glob("model_*.pt"):
-            if path.name > f"model_{start:06d}.pt":
-                path.unlink()
+        forget_steps_after(run, start)
         flags = [*flags, *short, "--log_dir", "run", "--resume"]
         out, _ = run_small(tmp_path, processes, *flags)
         assert f"resumed from step {start} " in out or start == 0
