@@ -41,7 +41,6 @@ from plaingpt.base.machine import read_ranks
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.batch_size import fit_batch_size, plan_steps
 from plaingpt.distributed.device import choose_compile, peak_flops
-from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.parts import make_whole_gpt
 from plaingpt.distributed.process import Process, setup
@@ -114,15 +113,25 @@ class Peer(torch.nn.Module):
         logits = self.model(idx)[0].float()  # (B, T, vocab_size)
         return None, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
+    def configure_optimizers(self, weight_decay, learning_rate, *_):
+        return [torch.optim.AdamW(self.parameters(), learning_rate, fused=True)]
 
-def make_peer(name, gpt_config, config, process):
-    """Builds a Peer, its optimizer, scaler and clipper -> Training."""
-    raw_model = Peer(name, gpt_config).to(process.device)
-    optimizer = torch.optim.AdamW(raw_model.parameters(), config.max_lr, fused=True)
-    model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
-    clipper = GradientClipper(model, tp=1)
-    hidden = None  # only validation needs `hidden`, and bench.py does not validate
-    return Training(raw_model, model, hidden, [optimizer], grad_scaler(process), clipper)
+
+class PeerTraining(Training):
+    """Trains a Peer in the same way as train_gpt2.py trains a GPT."""
+
+    def __init__(self, name, *args):
+        self.name = name
+        super().__init__(*args)
+
+    def build(self, weights):
+        return Peer(self.name, self.gpt_config).to(self.process.device)
+
+    def wrap(self):
+        model = self.raw_model
+        if self.config.compile:
+            model = torch.compile(model, dynamic=False)
+        return model, None  # only validation needs `hidden`, and bench.py does not validate
 
 
 @dataclass
@@ -175,7 +184,7 @@ def make_subject(name, given):
     if name == OURS:
         training = make_training(gpt_config, config, process)
     else:
-        training = make_peer(name, gpt_config, config, process)
+        training = PeerTraining(name, gpt_config, config, process)
     B = largest_B
     if not (bench.batch_size or bench.peer):  # with --peer, all models use the same batch size
         B, plan = fit_batch_size(training, config, T, plan, process)

@@ -103,6 +103,14 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
+def make_group(parameters, **settings):
+    """Returns a parameter group of an optimizer. parameters: {name: parameter}, which may be empty.
+
+    PyTorch accepts pairs of a name and a parameter, too, but then no group may be empty.
+    """
+    return dict(params=[*parameters.values()], param_names=[*parameters], **settings)
+
+
 class GPT(nn.Module):
     """The language model."""
 
@@ -141,44 +149,41 @@ class GPT(nn.Module):
         self.loss_fn = ChunkedCrossEntropy(config.vocab_size)
         self.init_weights(seed)
 
-    def blocks(self):
-        """Returns each block once, even if an edit of this file puts it outside transformer.h."""
-        return [module for module in self.modules() if isinstance(module, Block)]
-
-    @torch.no_grad()
     def init_weights(self, seed=None):
-        """Initializes the parameters as GPT-2 does. seed: see __init__.
-
-        If initial_values returns None, the parameter keeps the values from the layer's constructor.
-        """
+        """Initializes the parameters as GPT-2 does. seed: see __init__."""
+        if self.lm_head.weight.is_meta:  # tensors on the meta device have no values
+            return
         if seed is not None:
             torch.manual_seed(seed)  # constructors may have drawn random numbers from the RNG
-        for name, p in self.named_parameters():
-            if not p.is_meta:  # parameters on the meta device have no values
-                values = self.initial_values(name, p.shape)
-                if values is not None:
-                    p.copy_(values)
+        initialized = set()
+        for name, module in self.named_modules():
+            own = set(module.parameters(recurse=False))
+            if own - initialized:  # False for lm_head, whose only parameter is also that of wte
+                self.init_layer(name, module)
+            initialized |= own
 
-    def initial_values(self, name, shape):
-        """Returns GPT-2's initialization of a parameter, or None if GPT-2 has no such parameter.
+    @torch.no_grad()
+    def init_layer(self, name, module):
+        """Initializes the parameters of one layer -> whether this method knows the layer's type.
 
-        The CPU draws the random numbers, so the initialization is the same on every device.
+        A layer of any other type keeps the initialization of its constructor. name: the name of the
+        layer, such as "transformer.h.0.mlp.c_fc".
         """
-        values = torch.empty(shape, device="cpu")
-        layer, _, kind = name.rpartition(".")  # such as "transformer.h.0.mlp.c_fc" and "weight"
-        layer = layer.rpartition(".")[2]
-        if layer in ("ln_1", "ln_2", "ln_f"):
-            return values.fill_(1.0 if kind == "weight" else 0.0)
-        if layer not in ("wte", "wpe", "c_attn", "c_fc", "c_proj", "lm_head"):
-            return None
-        if kind == "bias":
-            return values.zero_()
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()  # the weights are 1, the biases are 0
+            return True
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            return False
         std = 0.02
-        if layer == "c_proj":
+        if name.endswith(".c_proj"):
             # Each block adds to the residual stream twice. A smaller std in these 2 n_layer
             # projections keeps the variance of the sum constant (GPT-2 paper, section 2.3).
             std /= math.sqrt(2 * self.config.n_layer)
-        return values.normal_(std=std)
+        # The CPU draws the random numbers, so the initialization is the same on every device.
+        module.weight.copy_(torch.empty(module.weight.shape, device="cpu").normal_(std=std))
+        if getattr(module, "bias", None) is not None:
+            module.bias.zero_()
+        return True
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
         """Returns the hidden states after the last LayerNorm: ids (B, T) -> (B, T, C).
@@ -285,32 +290,29 @@ class GPT(nn.Module):
         """
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
-        in_blocks = {p for block in self.blocks() for p in block.parameters()}
+        in_blocks = set(self.transformer.h.parameters())
         qkv_names = self.qkv_names() if optimizer == "muon" else []
-        of_muon = []  # these four lists contain pairs (name, parameter)
-        qkv = []
-        matrices = []
-        vectors = []
+        of_muon = {}  # these four dicts contain {name: parameter}
+        qkv = {}
+        matrices = {}
+        vectors = {}
         for name, p in self.named_parameters():
             if p.dim() < 2:
-                vectors.append((name, p))
+                vectors[name] = p
             elif name in qkv_names:
-                qkv.append((name, p))
+                qkv[name] = p
             elif optimizer == "muon" and p in in_blocks and p.dim() == 2:
-                of_muon.append((name, p))
+                of_muon[name] = p
             else:
-                matrices.append((name, p))
+                matrices[name] = p
         optimizers = []
         if optimizer == "muon":
-            groups = [dict(params=of_muon), dict(params=qkv, n_stacked=3)]
-            groups = [group for group in groups if group["params"]] or groups[:1]
+            groups = [make_group(of_muon), make_group(qkv, n_stacked=3)]
             optimizers.append(Muon(groups, muon_lr or learning_rate, weight_decay=weight_decay))
         groups = [
-            dict(params=matrices, weight_decay=weight_decay),
-            dict(params=vectors, weight_decay=0.0),
+            make_group(matrices, weight_decay=weight_decay),
+            make_group(vectors, weight_decay=0.0),
         ]
-        # On a pipeline stage, one or both groups may be empty. AdamW needs at least one group.
-        groups = [group for group in groups if group["params"]] or groups[:1]
         # fused=True updates the parameters faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         optimizers.append(adamw)

@@ -145,6 +145,17 @@ def checkpoint(directory, step):
     return torch.load(directory / f"model_{step:06d}.pt", weights_only=True)
 
 
+def optimizer_values(saved):
+    """The optimizers in a checkpoint -> {"transformer.wte.weight.exp_avg": value}."""
+    values = {}
+    for state in saved["optimizers"]:
+        for group in state["param_groups"]:
+            for i, name in zip(group["params"], group["param_names"], strict=True):
+                for key, value in state["state"].get(i, {}).items():
+                    values[f"{name}.{key}"] = value
+    return values
+
+
 def forget_steps_after(directory, step):
     """Deletes the later checkpoints, as if the run had been killed before it saved them."""
     for path in directory.glob("model_*.pt"):
@@ -210,7 +221,11 @@ def overfit(model, rows, last, steps=40, lr=0.01):
 
 def as_training(model):
     """What estimate_loss needs of a Training."""
-    return SimpleNamespace(raw_model=model, hidden=model.hidden)
+
+    def losses(x, y):
+        return model.loss(model.hidden(x), y, reduction="none")
+
+    return SimpleNamespace(raw_model=model, losses=losses)
 
 
 def apply_patch(name, directory):

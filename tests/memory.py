@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from plaingpt.base.errors import run_program
-from plaingpt.distributed.parts import whole_gpt
 from plaingpt.weights.saver import Saver
 
 # These imports come before memory is measured.
@@ -29,7 +28,7 @@ def memory(name):
 def measured_make_training(*args):
     numbers["before"] = memory("VmRSS")
     training = make_training(*args)
-    numbers["parameters"] = sum(p.numel() for p in whole_gpt(training.raw_model).parameters())
+    numbers["parameters"] = training.count_parameters()
     return training
 
 

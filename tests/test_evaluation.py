@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import clean_text, get_tokenizer
@@ -20,7 +21,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, WORDS, overfit, program, randomise, read_log, train, write_lines
+from conftest import (
+    ALONE,
+    ROOT,
+    WORDS,
+    overfit,
+    program,
+    randomise,
+    read_log,
+    train,
+    write_lines,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in_hub import parquet, stand_in_hub
@@ -757,8 +768,8 @@ def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, capsys):
     model = Parrot()
     tokenizer = get_tokenizer("bytes")
     evals = load_evals([(own_benchmark(), path)], tokenizer, model.config)
-    process = Process(0, 1, 0, 1, torch.device("cpu"), torch.float32)
-    assert run_evals(evals, model, process, TrainConfig(batch_size=4), 5) == dict(mine=0.5)
+    training = SimpleNamespace(raw_model=model, process=ALONE)
+    assert run_evals(evals, training, TrainConfig(batch_size=4), 5) == dict(mine=0.5)
     assert "step 5 | mine 0.5000" in capsys.readouterr().out
 
 

@@ -35,7 +35,7 @@ from train_gpt2 import DataLoaderLite
 LIMITS = {
     "attention-gate": 7,
     "document-mask": 19,  # with 1 in plaingpt/run/config.py
-    "dyt": 21,
+    "dyt": 19,
     "grouped-query": 25,
     "inverse-sqrt": 8,
     "lion": 25,
@@ -44,14 +44,14 @@ LIMITS = {
     "multi-token": 25,
     "muon-joint": 2,
     "no-bias": 8,
-    "no-residual-scaling": 7,
+    "no-residual-scaling": 5,
     "qknorm": 5,
     "relu2": 2,
     "rmsnorm": 6,
     "rotary": 25,
     "sliding-window": 25,
     "soft-cap": 4,
-    "swiglu": 14,
+    "swiglu": 12,
     "untied": 1,
     "value-residual": 20,
     "x0": 9,
@@ -154,7 +154,10 @@ def assert_split_run_matches(directory, way, whole, *flags):
         assert float(value) == pytest.approx(float(whole[0][key]), rel=1e-5), (way, key)
     if "--sample_every" in flags:
         assert out[out.index("--- sample 0") : out.index("done:")].strip() in whole[1]
-    found, expected = (checkpoint(directory / name, 2)["model"] for name in (way, "run"))
+    split, one = (checkpoint(directory / name, 2) for name in (way, "run"))
+    groups, expected = ([o["param_groups"] for o in each["optimizers"]] for each in (split, one))
+    assert groups == expected  # so either of them can resume the other
+    found, expected = split["model"], one["model"]
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
@@ -300,7 +303,9 @@ def test_a_head_that_the_loss_does_not_have_is_refused(tmp_path, name):
     for way in ways if name == "scale" else ["one"]:
         processes = 1 if way == "one" else 2
         _, err = run(tmp_path, way, 1, *ways[way], processes=processes, status=2)
-        assert err.startswith(f"error: model.py: {message}") and err.endswith(REMEDY), way
+        # With --pp, the check uses a small GPT, whose random scale changes the loss.
+        start = OWN_HEADS["z-loss"][1] if way == "pp" else message
+        assert err.startswith(f"error: model.py: {start}") and err.endswith(REMEDY), way
         assert not (tmp_path / way).exists()
 
 
@@ -415,18 +420,6 @@ def test_one_block_for_all_layers(tmp_path):
     weights = checkpoint(tmp_path / "run", 2)["model"]
     first, second = (weights[f"transformer.h.{i}.ln_1.weight"] for i in (0, 1))
     assert torch.equal(first, second)
-
-
-@pytest.mark.slow
-def test_matrices_that_keep_the_values_of_their_constructor_are_named(tmp_path):
-    copy_program(tmp_path)
-    note = "note: GPT.initial_values does not initialize"
-    assert note not in run(tmp_path, "plain", 1)[0]
-    for old, new in (("self.c_fc = ", "self.up = "), ("self.c_fc(", "self.up(")):
-        edit_model(tmp_path, (old, new))
-    out, _ = run(tmp_path, "run", 1)
-    assert f"{note} transformer.h.*.mlp.up.weight, so the constructor does" in out
-    assert note not in run(tmp_path, "run", 2, "--resume")[0]
 
 
 # The mean id of the targets. It depends on the data alone, so the test can compute it.

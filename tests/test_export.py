@@ -191,16 +191,13 @@ def test_a_checkpoint_without_run_json(exported):
     "settings, message",
     [
         (dict(n_inner=50), "size mismatch"),
-        (dict(n_positions=9), "contain NaN or infinity"),
         (dict(n_head=0), ""),
     ],
 )
 def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, message):
-    """n_inner is the width of the MLP. GPT-2 has 4 n_embd. The second model has a NaN."""
+    """n_inner is the width of the MLP. GPT-2 has 4 n_embd."""
     shape = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=50257)
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape | settings | dict(n_head=2)))
-    if message == "contain NaN or infinity":
-        torch.nn.init.constant_(hf.transformer.wpe.weight[0], torch.nan)
     hf.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | settings))

@@ -94,7 +94,7 @@ def test_the_residual_stream_is_bfloat16_on_cuda():
 def test_float16_skips_a_step_that_overflows():
     training, process, batch = make(dtype="float16")
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
-    training, parameters = training._replace(scaler=scaler), training.raw_model.parameters
+    training.scaler, parameters = scaler, training.raw_model.parameters
     before = [p.clone() for p in parameters()]
     metrics = train_step(training, [batch], 1.0, process)
     assert not math.isfinite(metrics["norm"]) and scaler.get_scale() < 2.0**60

@@ -22,7 +22,6 @@ from plaingpt.look.record import attention_weights, record_text
 from plaingpt.run.directory import prepare_run_directory
 from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.score import make_rows, score
-from plaingpt.weights.checkpoint import hash_of_model
 
 import numpy as np
 import pytest
@@ -49,7 +48,6 @@ def save_model(directory, step, gpt, tokenizer="bytes"):
     saved = dict(
         model=gpt.state_dict(),
         model_config=asdict(gpt.config),
-        model_code=hash_of_model(type(gpt)),
         tokenizer=tokenizer,
     )
     torch.save(saved, directory / f"model_{step:06d}.pt")

@@ -48,6 +48,18 @@ def test_initialization(gpt2):
     assert projections == 24  # two in each block
 
 
+def test_the_type_of_a_layer_decides_its_initialization():
+    """A linear layer of any name is initialized. A layer of another type keeps its values."""
+    model = GPT(SMALL)
+    model.conv = torch.nn.Conv1d(64, 64, 3)
+    model.gate = torch.nn.Linear(64, 64)
+    kept = model.conv.weight.clone()
+    model.init_weights()
+    assert torch.equal(model.conv.weight, kept)
+    assert model.gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not model.gate.bias.any()
+
+
 def load_gpt2(directory):
     """Loads a GPT-2 of transformers, which may have no tokenizer."""
     config, weights = read_gpt2(directory, GPT)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from plaingpt.data.data_sets import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.gradients import GradientClipper, grad_scaler
 from plaingpt.distributed.process import Process
 
 import pytest
@@ -31,12 +30,11 @@ from conftest import (
 from torch._dynamo.utils import counters
 
 import train_gpt2
-from model import GPT
 from train_gpt2 import (
     TrainConfig,
-    Training,
     estimate_loss,
     get_lr,
+    make_training,
     make_val_loader,
     train_step,
 )
@@ -126,11 +124,9 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path, whole):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     """Counts the transfers from the device to Python in a step of three micro-steps."""
-    model, process = GPT(MODEL), Process(0, 1, 0, 1, CPU, dtype)
-    optimizers = model.configure_optimizers(0.1, 1e-3, optimizer)
+    process = Process(0, 1, 0, 1, CPU, dtype)
+    training = make_training(MODEL, TrainConfig(optimizer=optimizer), process)
     x = torch.randint(256, (2, 16))
-    clipper = GradientClipper(model, tp=1)
-    training = Training(model, model, model.hidden, optimizers, grad_scaler(process), clipper)
     calls = []
 
     def counted(name, original):

@@ -62,15 +62,6 @@ def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
     assert torch.equal(model.transformer.wte.weight, wte)
 
 
-def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path):
-    """Otherwise, a prompt or the end of a text would be an id that the model does not know."""
-    path = save_checkpoint(tmp_path / "a.pt", replace(MODEL, vocab_size=200))
-    with pytest.raises(UserError, match="its tokenizer has 256 ids, but its model only 200"):
-        load_model(path, GPT)
-    path = save_checkpoint(tmp_path / "b.pt", replace(MODEL, vocab_size=300))
-    assert load_model(path, GPT)[0].config.vocab_size == 300
-
-
 def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatch):
     """Also if the data have none of the missing ids: a sample begins with end_of_text."""
     monkeypatch.chdir(tmp_path)

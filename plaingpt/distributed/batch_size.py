@@ -4,9 +4,7 @@ import contextlib
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.gradients import set_gradient_sync
 from plaingpt.distributed.memory import batch_size_advice
-from plaingpt.distributed.split import is_split
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -86,7 +84,7 @@ def fit_batch_size(training, config, T, plan, process):
     fit. On a CPU, or if the model is split, this function returns batch_size and `plan` unchanged:
     if one process of a split model ran out of memory, the other processes would wait for it.
     """
-    if process.device.type != "cuda" or is_split(config, process):
+    if process.device.type != "cuda" or training.is_split:
         return config.batch_size, plan
     candidates = halved_batch_sizes(plan, process.dp_size)
     found = 0  # index in candidates
@@ -147,7 +145,7 @@ def has_memory(training, B, T, process):
             buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
     torch.cuda.empty_cache()  # frees the memory of the previous attempt
     n_fit = torch.zeros(())  # 1 if this process has enough memory
-    set_gradient_sync(training.model, False)  # if one process fails, no other waits for it
+    training.sync_gradients(False)  # if one process fails, no other waits for it
     if isinstance(training.model, DDP):
         training.model.require_forward_param_sync = False  # DDP then broadcasts no buffers
     # batch_size_advice turns an out-of-memory error into a UserError.

@@ -1,69 +1,22 @@
-"""Scales, averages and clips gradients, on one process or several."""
+"""Gradient norms of a model that is split over processes."""
 
 from plaingpt.base.errors import UserError
-from plaingpt.distributed.pipeline import Pipeline
 from plaingpt.ops.dtensors import is_dtensor
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 
-def grad_scaler(process):
-    """Returns the gradient scaler of a run, which does nothing unless the dtype is float16."""
-    is_float16 = process.dtype == torch.float16
-    if not is_float16 or process.world_size == 1:
-        return torch.amp.GradScaler(process.device.type, enabled=is_float16)
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+def match_placements(parameters):
+    """Gives each gradient the placements of its parameter.
 
-    # If one process finds an overflow in its gradients, all processes lower their scale factor.
-    return ShardedGradScaler(process.device.type)
-
-
-def set_gradient_sync(model, is_on):
-    """Sets whether the next backward pass averages the gradients over the processes."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.require_backward_grad_sync = is_on
-    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP
-        model.set_requires_gradient_sync(is_on)
-
-
-class GradientClipper:
-    """Clips the gradients of a model, which may be split over processes.
-
-    With tensor parallelism, also compares the gradients of different processes once.
-
-    model: a Pipeline, or a GPT, which may be compiled and wrapped in DDP. tp: number of processes
-    that share the computation of a layer.
+    RowwiseParallel returns a gradient with all rows, but a process holds only some rows of the
+    parameter. With torch 2.11, the gradient may also be a partial sum: the full gradient is the sum
+    over the TP group.
     """
-
-    def __init__(self, model, tp):
-        self.model = model
-        self.must_compare = tp > 1
-
-    def clip(self, max_norm):
-        """Clips the global gradient norm. Returns the norm before clipping.
-
-        Raises UserError if compare_gradients finds different gradients.
-        """
-        model = self.model
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        for p in parameters:
-            # RowwiseParallel returns a gradient with all rows, but this process holds only some
-            # rows of the parameter. With torch 2.11, the gradient may also be a partial sum: the
-            # full gradient is the sum over the TP group.
-            if is_dtensor(p) and p.grad.placements != p.placements:
-                p.grad = p.grad.redistribute(placements=p.placements)
-        if isinstance(model, Pipeline):
-            sum_tied_gradients(model)
-            norm = norm_of_pipeline(model, parameters)
-        else:
-            norm = norm_of(parameters)
-        if self.must_compare and norm.isfinite():  # only in the first finite step
-            compare_gradients(model)
-            self.must_compare = False
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+    for p in parameters:
+        if is_dtensor(p) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def norm_of(parameters):
@@ -85,7 +38,11 @@ def sum_tied_gradients(model):
 
 
 def norm_of_pipeline(model, parameters):
-    """Returns the global gradient norm over all stages. parameters: parameters of this stage."""
+    """Returns the global gradient norm over all stages of a Pipeline.
+
+    Adds up the gradients of the tied matrix first. parameters: the parameters of this stage.
+    """
+    sum_tied_gradients(model)
     if model.has_tied and model.is_last:
         # The copies of the tied matrix on the first and the last stage have the same gradient. Only
         # the first stage includes this gradient in the norm.

@@ -1,93 +1,18 @@
-"""Creates and initializes the parts of a split model, and gathers the parts for checkpoints.
+"""Creates and initializes the parts of a split model, and joins the parts for checkpoints.
 
 The parameters of a split model are DTensors: each process holds a part of each tensor.
 """
 
+import functools
+import itertools
+
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.pipeline import Pipeline, from_stage, own_gpt
 from plaingpt.ops.dtensors import count_tp, is_dtensor, reorder_rows
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-
-def slice_like(p, name, whole, device, tp_plan):
-    """Returns this process's part of a whole tensor, split in the same way as parameter p.
-
-    name: the name of p, or the name of an optimizer's value for p, which begins with the name of p.
-    device: the device of the result. tp_plan: GPT.tp_plan. The processes do not communicate.
-    """
-    if whole.shape != p.shape or not is_dtensor(p):  # AdamW's step count has shape ()
-        return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint file
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = by_heads(name, whole, count_tp(p), tp_plan)
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
-
-
-def by_heads(name, tensor, tp, tp_plan, back=False):
-    """Reorders the rows of a "qkv" layer for TP. Returns the tensors of other layers unchanged.
-
-    In the layer, all q come first, then all k, then all v. The result consists of tp parts, each
-    with q, k and v of its own heads. back: whether to restore the original order instead.
-    """
-    is_qkv = any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
-    if not is_qkv or tp == 1:
-        return tensor
-    return reorder_rows(tensor, 3, tp, back)  # (3C, ...)
-
-
-def map_tensors(value, function):
-    """Replaces each tensor in the value by function(tensor) -> the new value.
-
-    value: a tensor, a number, a string, None, or a list, tuple or dict of these. Raises TypeError
-    if the value is, or contains, anything else.
-    """
-    if torch.is_tensor(value):
-        return function(value)
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(each, function) for each in value)
-    if type(value) is dict:
-        return {key: map_tensors(each, function) for key, each in value.items()}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    # NumPy's numbers are also an error: torch.load with weights_only=True cannot read them.
-    raise TypeError(f"it is a {type(value).__module__}.{type(value).__qualname__}")
-
-
-def gather(model, parts, process):
-    """Gathers tensors, the inverse of slice_like: {name: part} -> {name: whole tensor}.
-
-    Only rank 0 returns the tensors; other ranks return {}. Instead of a part, the dict may contain
-    any value that map_tensors accepts. The tensors in such a value are only moved to the CPU.
-
-    To save memory, gathers one split tensor at a time on the device, and moves this tensor to the
-    CPU before it gathers the next tensor. All processes must call this function.
-    """
-    n_stages, index = (model.n_stages, model.index) if isinstance(model, Pipeline) else (1, 0)
-    found = {}
-    for stage in range(n_stages):
-        # Only this stage knows the names of its parameters.
-        for name in from_stage(stage, list(parts), model):
-            whole = None
-            if stage == index:
-                whole = join_parts(name, parts[name], own_gpt(model).tp_plan)
-                if not torch.is_tensor(whole):
-                    # from_stage pickles such a value, so the tensors in it must be on the CPU.
-                    whole = map_tensors(whole, torch.Tensor.cpu)
-            whole = from_stage(stage, whole, model)
-            if process.rank == 0:
-                found[name] = map_tensors(whole, torch.Tensor.cpu)
-    return found
-
-
-def join_parts(name, part, tp_plan):
-    """Returns the whole tensor, from the parts on all processes. All processes must call this."""
-    if not is_dtensor(part):
-        return map_tensors(part, torch.Tensor.detach)
-    whole = part.detach().full_tensor()
-    if whole.dim() == 0:
-        return whole
-    return by_heads(name, whole, count_tp(part), tp_plan, back=True)
+# Initialization
 
 
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
@@ -99,67 +24,217 @@ def make_whole_gpt(GPT, config, activation_checkpointing=False):
         return GPT(config, activation_checkpointing)
 
 
-def whole_gpt(model):
-    """For a Pipeline, returns the whole GPT on the meta device. Returns a GPT unchanged."""
-    if isinstance(model, Pipeline):
-        return make_whole_gpt(type(model.part), model.config)
-    return model
-
-
-def fill_split_model(model, meta_gpt, weights, seed, device):
+def fill_split_model(part, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
-    Creates one whole tensor at a time, so no process ever holds the whole model in memory. Each
-    process draws the random numbers of all parameters and keeps its own part. Therefore, the
+    Creates one whole layer at a time, so no process ever holds the whole model in memory. Each
+    process draws the random numbers of all layers and keeps its own part. Therefore, the
     initialization depends only on the seed, not on the split.
 
-    model: from cut_model, on the meta device. meta_gpt: from make_whole_gpt. weights: a state dict,
-    or None for GPT-2's initialization. Raises UserError if the device has too little memory.
+    part: the GPT of this process, on the meta device. meta_gpt: from make_whole_gpt. weights: a
+    state dict, or None for GPT-2's initialization. Raises UserError if the device has too little
+    memory.
     """
-    others = make_other_values(meta_gpt, weights, seed, device)
-    part = own_gpt(model)
+
+    @functools.cache
+    def constructed():
+        """Returns what only constructors initialize: {name: tensor}. Builds the whole GPT."""
+        with (
+            memory_advice(
+                "a constructor in model.py initializes a parameter or a buffer, so each process "
+                "first builds the whole model, which does not fit into memory; use one GPU or DDP"
+            ),
+            torch.random.fork_rng([]),
+            torch.device(device),
+        ):
+            gpt = type(meta_gpt)(meta_gpt.config, seed=seed)
+        return dict(gpt.named_parameters()) | dict(gpt.named_buffers())
+
     own = dict(part.named_parameters())
-    torch.manual_seed(seed)
+    values = weights.items() if weights else init_layers(meta_gpt, seed, constructed)
     with memory_advice("the model does not fit into memory; choose a smaller model"):
-        for name, p in meta_gpt.named_parameters():
-            if weights:
-                values = weights[name]
-            else:
-                values = meta_gpt.initial_values(name, p.shape)
-                if values is None:
-                    values = others[name]
+        for name, whole in values:
             if name in own:
-                filled = torch.nn.Parameter(
-                    slice_like(own[name], name, values, device, part.tp_plan)
-                )
-                torch.utils.swap_tensors(own[name], filled)  # tied weights stay tied
+                sliced = slice_like(own[name], name, whole.detach(), device, part.tp_plan)
+                # The tied weights stay tied.
+                torch.utils.swap_tensors(own[name], torch.nn.Parameter(sliced))
     for name, buffer in list(part.named_buffers()):
-        values = (weights or {}).get(name, others[name])
+        whole = weights[name] if weights and name in weights else constructed()[name]
         layer, _, attribute = name.rpartition(".")
         # setattr keeps a tensor as a buffer if the module has a buffer of this name.
-        setattr(part.get_submodule(layer), attribute, values.to(device, buffer.dtype, copy=True))
+        setattr(part.get_submodule(layer), attribute, whole.to(device, buffer.dtype, copy=True))
 
 
-def make_other_values(meta_gpt, weights, seed, device):
-    """Returns the parameters and buffers that GPT.initial_values does not initialize.
+def init_layers(meta_gpt, seed, constructed):
+    """Yields (name, tensor) for each parameter, on the CPU, as GPT.init_weights initializes them.
 
-    Returns {name: tensor}. Only the constructors of modules can initialize these tensors. If there
-    are such tensors, this function creates the whole GPT once, as a run with one process does.
-    weights: as in fill_split_model.
+    Allocates one layer at a time. The other arguments are as in fill_split_model.
     """
-    names = [name for name, _ in meta_gpt.named_buffers()]
-    if not weights:
-        for name in dict(meta_gpt.named_parameters()):
-            if meta_gpt.initial_values(name, (0,)) is None:
-                names.append(name)
-    if not names:
-        return {}
-    with memory_advice(
-        f"{names[0]} is not in GPT-2, so each process first creates the whole model, which does "
-        "not fit into memory; use one GPU or DDP"
-    ):
-        torch.manual_seed(seed)
-        with torch.device(device):
-            model = type(meta_gpt)(meta_gpt.config)
-    values = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: values[name].detach() for name in names}
+    first_names = {name for name, _ in meta_gpt.named_parameters()}  # a tied matrix has two names
+    torch.manual_seed(seed)
+    for layer, module in meta_gpt.named_modules():
+        names = [name for name, _ in module.named_parameters(layer, recurse=False)]
+        if not first_names.intersection(names):
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        is_known = meta_gpt.init_layer(layer, module)
+        values = dict(module.named_parameters(layer, recurse=False)) if is_known else constructed()
+        for name in names:
+            if name in first_names:
+                yield name, values[name]
+        module.to_empty(device="meta", recurse=False)  # frees the memory
+
+
+# One tensor
+
+
+def slice_like(p, name, whole, device, tp_plan):
+    """Returns this process's part of a whole tensor, split in the same way as parameter p.
+
+    name: the name of p. device: the device of the result. tp_plan: GPT.tp_plan. The processes do
+    not communicate.
+    """
+    if not is_dtensor(p):
+        return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint file
+    from torch.distributed.tensor import distribute_tensor
+
+    if is_qkv(name, tp_plan):
+        whole = reorder_rows(whole, 3, count_tp(p))  # (3C, ...)
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
+
+
+def is_qkv(name, tp_plan):
+    """Returns whether a parameter stacks the rows of query, key and value. name: its name.
+
+    A whole tensor contains all rows of q, then all rows of k, then all rows of v. Tensor
+    parallelism reorders the rows into one part per process, with the rows of q, k and v of its own
+    heads.
+    """
+    return any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
+
+
+# The state of optimizers. A state dict is a result of torch.optim.Optimizer.state_dict, but each
+# tensor is whole. It numbers the parameters, and its groups contain their numbers and names.
+
+
+def names_by_number(state):
+    """Returns {number: name} of the parameters in a state dict."""
+    names = {}
+    for group in state["param_groups"]:
+        names.update(zip(group["params"], group["param_names"]))
+    return names
+
+
+def slice_state(optimizer, saved, tp_plan):
+    """Slices the tensors of a state dict like the parameters of an optimizer -> a state dict."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = dict(saved["state"])
+    for p, (i, name) in zip(parameters, names_by_number(saved).items()):
+        if i in state:
+            state[i] = slice_values(state[i], p, name, tp_plan)
+    return dict(saved, state=state)
+
+
+def slice_values(values, p, name, tp_plan):
+    """Slices the values that an optimizer stores for parameter p. The arguments: as in slice_like.
+
+    A tensor whose shape is not the shape of p, such as AdamW's step count, stays whole.
+    """
+
+    def slice_tensor(tensor):
+        if tensor.shape != p.shape:
+            return tensor
+        return slice_like(p, name, tensor, p.device, tp_plan)
+
+    return tree_map_only(torch.Tensor, slice_tensor, values)
+
+
+def restore_qkv(state, tp_plan, tp):
+    """Restores the order of the rows of query, key and value, after tensor parallelism, in place.
+
+    state: a result of Training.state_dict.
+    """
+    if tp == 1:
+        return
+    model = state["model"]
+    for optimizer in state["optimizers"]:
+        names = names_by_number(optimizer)
+        for i, values in optimizer["state"].items():
+            if i in names and is_qkv(names[i], tp_plan):
+                shape = model[names[i]].shape
+                optimizer["state"][i] = restore_rows(values, shape, tp)
+    for name, tensor in model.items():
+        if is_qkv(name, tp_plan):
+            model[name] = restore_rows(tensor, tensor.shape, tp)
+
+
+def restore_rows(values, shape, tp):
+    """Restores the order of the rows of each tensor with this shape."""
+
+    def restore(tensor):
+        return reorder_rows(tensor, 3, tp, back=True) if tensor.shape == shape else tensor
+
+    return tree_map_only(torch.Tensor, restore, values)
+
+
+def join_stages(stages, meta_gpt):
+    """Joins the states of all pipeline stages -> the state of the whole model.
+
+    stages: for each stage, a result of Training.state_dict. meta_gpt: from make_whole_gpt.
+    """
+    model = {}
+    for state in stages:
+        # Several stages may have a module that only the last stage uses.
+        model.update(state["model"])
+    if meta_gpt.lm_head.weight is meta_gpt.transformer.wte.weight:
+        model["lm_head.weight"] = model["transformer.wte.weight"]
+    optimizers = []
+    for states in zip(*(state["optimizers"] for state in stages)):
+        optimizers.append(join_optimizer(states, meta_gpt))
+    return dict(stages[0], model=model, optimizers=optimizers)
+
+
+def join_optimizer(states, meta_gpt):
+    """Joins the state dicts of one optimizer on all stages.
+
+    The result numbers the parameters as in a run with one process.
+    """
+    values = {}  # {name of a parameter, or of a value of no parameter: value}
+    for state in states:
+        names = names_by_number(state)
+        for key, value in state["state"].items():
+            values[names.get(key, key)] = value
+    groups = []
+    numbers = {}  # {name of a parameter: its number in the whole model}
+    for stages in zip(*(state["param_groups"] for state in states)):
+        names = join_names([group["param_names"] for group in stages], meta_gpt)
+        first = len(numbers)
+        numbers.update(zip(names, itertools.count(first)))
+        groups.append(dict(stages[0], params=[*range(first, len(numbers))], param_names=names))
+    state = {numbers.get(name, name): value for name, value in values.items()}
+    return dict(state=state, param_groups=groups)
+
+
+def join_names(stages, meta_gpt):
+    """Joins the names of the parameters in one group: a list for each stage -> one list.
+
+    The names are in the order of the whole model.
+    """
+    found = set(itertools.chain(*stages))
+    return [name for name, _ in meta_gpt.named_parameters() if name in found]
+
+
+def select_parameters(saved, optimizer):
+    """Selects the parameters of one stage from a state dict of the whole model -> a state dict.
+
+    optimizer: the optimizer of the stage.
+    """
+    numbers = {name: i for i, name in names_by_number(saved).items()}
+    state = dict(saved["state"])
+    groups = []
+    for group, own in zip(saved["param_groups"], optimizer.param_groups):
+        names = own["param_names"]
+        groups.append(dict(group, params=[numbers[name] for name in names], param_names=names))
+        for name in set(group["param_names"]).difference(names):
+            state.pop(numbers[name], None)
+    return dict(state=state, param_groups=groups)

@@ -5,11 +5,15 @@ from dataclasses import replace
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
+from plaingpt.distributed.process import add_metrics
 from plaingpt.ops.precision import stream_dtype
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+SMALL_FAILS = "--pp: a small test GPT of this model.py fails"  # it may work for only one size
 
 
 class Pipeline(nn.Module):
@@ -44,6 +48,10 @@ class Pipeline(nn.Module):
         """Yields the parameters of this process, with their names in the whole model."""
         return self.part.named_parameters(*args, **kwargs)
 
+    def state_dict(self, **options):
+        """Returns the state dict of this process's GPT. Its names are those of the whole model."""
+        return self.part.state_dict(**options)
+
     def configure_optimizers(self, *args):
         """Does what GPT.configure_optimizers does, for the parameters of this process."""
         return self.part.configure_optimizers(*args)
@@ -70,7 +78,7 @@ class Pipeline(nn.Module):
         # The schedule passes `targets` to Stage.forward, and `target` as `weight` to scaled_loss.
         self.schedule.step(x, targets=y, target=weights, return_outputs=False)
         if self.names is None:  # in the first step
-            self.names = from_stage(-1, list(self.metrics), self)
+            self.names = self.gather_stages(list(self.metrics))[-1]
         values = torch.stack([self.metrics.get(name, zero) for name in self.names])
         dist.broadcast(values, group=self.group, group_src=self.n_stages - 1)
         return dict(zip(self.names, values))
@@ -102,6 +110,12 @@ class Pipeline(nn.Module):
             return scaler.scale(loss * weight[0] / n_micro)
 
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
+
+    def gather_stages(self, value):
+        """Returns the values of all stages, in a list. All stages must call this method."""
+        values = [None] * self.n_stages
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def hidden(self, idx, *args, **kwargs):
         """Does what GPT.hidden does: ids (B, T) -> (B, T, C)."""
@@ -160,44 +174,25 @@ class Stage(nn.Module):
         return getattr(self.part, method)(*args, **kwargs)
 
 
-def add_metrics(metrics, loss, more, weight, n_micro):
-    """Adds the loss and the metrics of a micro-batch to the means of its step.
+def send_to_rank0(stage, value, pipeline):
+    """Sends a value from one stage to rank 0. All stages must call this function.
 
-    metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
-    GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the
-    micro-batch. n_micro: the number of micro-batches per step.
+    value: on this stage, a tensor, or dicts and lists with tensors; ignored on other stages. Rank 0
+    returns the value, with its tensors on the CPU. Other ranks return None.
     """
-    extra = more[0] if more else {}
-    for name, value in dict(train=loss, **extra).items():
-        metrics[name] = metrics.get(name, 0.0) + value.detach() * weight / n_micro
-
-
-def own_gpt(model):
-    """Returns the GPT of this process: the part in a Pipeline, otherwise the model itself."""
-    return model.part if isinstance(model, Pipeline) else model
-
-
-def from_stage(stage, value, model):
-    """Sends a value from one stage to all stages of a Pipeline -> the value.
-
-    stage: the index of the stage that sends its value, or -1 for the last stage. The values on
-    other stages are ignored. A tensor arrives on the device of each process. All stages must call
-    this function. If `model` is not a Pipeline, returns the value unchanged.
-    """
-    if not isinstance(model, Pipeline):
-        return value
-    group, source = model.group, stage % model.n_stages
-    # A copy on the meta device tells the other stages the shape and the dtype of a tensor. Pickling
-    # the tensor itself would take several times as long.
-    outline = [value.to("meta") if torch.is_tensor(value) else value]
-    dist.broadcast_object_list(outline, group=group, group_src=source)  # replaces outline[0]
-    if not torch.is_tensor(outline[0]):
-        return outline[0]
-    if source != model.index:
-        value = torch.empty_like(outline[0], device=model.process.device)
-    value = value.to(model.process.device)  # AdamW's step count may be on the CPU
-    dist.broadcast(value, group=group, group_src=source)
-    return value
+    tensors = tree_leaves(value)
+    # A copy on the meta device tells rank 0 the shape and the dtype of a tensor. The tensors follow
+    # one after the other, because pickling them would take several times as long.
+    outline = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
+    leaves, spec = tree_flatten(pipeline.gather_stages(outline)[stage])
+    device = pipeline.process.device
+    for i, leaf in enumerate(leaves):
+        if torch.is_tensor(leaf):
+            is_here = stage == pipeline.index
+            tensor = tensors[i].to(device) if is_here else torch.empty_like(leaf, device=device)
+            dist.broadcast(tensor, group=pipeline.group, group_src=stage)
+            leaves[i] = tensor.cpu() if pipeline.process.rank == 0 else None
+    return tree_unflatten(leaves, spec) if pipeline.process.rank == 0 else None
 
 
 class NoPositions(nn.Module):
@@ -233,17 +228,12 @@ def check_stages(model, n_stages):
 
     model: the GPT to split, of which this function uses only the class and the config.
     """
-    config = model.config
-    shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         idx = torch.randint(64, (2, 17))
         x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
-        # An edited model.py may work for only one model size.
-        with explaining("--pp: a small test GPT of this model.py fails", "remove --pp"):
-            whole = type(model)(replace(config, **shape))
-            for p in whole.parameters():
-                nn.init.normal_(p, std=0.3)  # large weights; small weights would hide an edit
+        whole = make_small_gpt(type(model), model.config)
+        with explaining(SMALL_FAILS, "remove --pp"):
             # Copies the model first, because forward may store tensors that deepcopy rejects.
             parts = [copy.deepcopy(whole) for _ in range(n_stages)]
             expected = metrics_of_forward(whole, x, y)
@@ -260,6 +250,19 @@ def check_stages(model, n_stages):
                 f"--pp: the stages of this model.py compute a different {name} from the whole "
                 f"model: {found[name]:.6g} instead of {value:.6g}; remove --pp"
             )
+
+
+def make_small_gpt(GPT, config):
+    """Returns a small GPT with random parameters, to test an edited model.py. Raises UserError.
+
+    It has 64 ids and a context of 16 tokens. config: the GPTConfig of the whole model.
+    """
+    shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
+    with explaining(SMALL_FAILS, "remove --pp"):
+        model = GPT(replace(config, **shape))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)  # large weights; small weights would hide an edit
+    return model
 
 
 def metrics_of_forward(model, x, y):

@@ -167,3 +167,15 @@ def check_equal(value, message):
         dist.all_gather_object(values, value)
         if any(other != values[0] for other in values):
             raise UserError(message)
+
+
+def add_metrics(metrics, loss, more, weight, n_micro):
+    """Adds the loss and the metrics of a micro-batch to the means of its step.
+
+    metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
+    GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the
+    micro-batch. n_micro: the number of micro-batches per step.
+    """
+    extra = more[0] if more else {}
+    for name, value in dict(train=loss, **extra).items():
+        metrics[name] = metrics.get(name, 0.0) + value.detach() * weight / n_micro

@@ -38,12 +38,6 @@ from plaingpt.ops.dtensors import is_dtensor
 import torch
 
 
-def is_split(config, process):
-    """Returns whether a process holds only a part of the model."""
-    is_fsdp = config.parallel == "fsdp"
-    return process.world_size > 1 and (is_fsdp or config.tp * config.pp > 1)
-
-
 def split_model(GPT, gpt_config, weights, config, process):
     """Creates this process's part of a GPT -> a GPT, or with --pp a Pipeline.
 
@@ -56,9 +50,10 @@ def split_model(GPT, gpt_config, weights, config, process):
     """
     meta_gpt = make_whole_gpt(GPT, gpt_config)
     model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
-    part = cut_model(model, config, process)
-    fill_split_model(part, meta_gpt, weights, config.seed, process.device)
-    return part
+    result = cut_model(model, config, process)
+    # cut_model has changed `model` in place: it is now the GPT of this process.
+    fill_split_model(model, meta_gpt, weights, config.seed, process.device)
+    return result
 
 
 def cut_model(model, config, process):
@@ -99,11 +94,16 @@ def cut_model(model, config, process):
         # last stage of a pipeline, the tied matrix then has the same name as on the first stage.
         model.transformer.wte.weight = model.lm_head.weight
     if config.compile:
-        for module in (*model.blocks(), model.loss_fn):
+        for module in (*list_blocks(model), model.loss_fn):
             module.compile(dynamic=False, fullgraph=True)
     if process.dp_size > 1:
-        apply_fsdp(root, model.blocks(), mesh, config.parallel == "fsdp", process)
+        apply_fsdp(root, list_blocks(model), mesh, config.parallel == "fsdp", process)
     return result
+
+
+def list_blocks(model):
+    """Lists the blocks of a GPT. Includes each block once, even if several layers share it."""
+    return list(dict.fromkeys(model.transformer.h))
 
 
 def check_shared(model, config, process):
@@ -112,7 +112,7 @@ def check_shared(model, config, process):
     Embedding and head may share their matrix, because PyTorch and Pipeline handle this case.
     """
     blocks_of = {}  # {parameter: the blocks that contain it}
-    for block in model.blocks():
+    for block in list_blocks(model):
         for p in block.parameters():
             blocks_of.setdefault(p, []).append(block)
     layers_of = {}  # {parameter: the modules that contain it}

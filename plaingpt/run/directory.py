@@ -99,24 +99,24 @@ def move_aside(directory):
     print0(f"the old run in {directory} was moved to {aside}")
 
 
-def write_facts(step, gpt, config, flags, data, process):
+def write_facts(step, training, config, flags, data, process):
     """Writes run.json and changes.patch, so that a user can repeat the run.
 
     changes.patch contains the uncommitted changes of tracked files, if any. run.json lists the
     names of untracked files.
 
     step: where the run starts. If step is max_steps, the user has resumed a finished run, and its
-    files stay unchanged. gpt: the whole GPT. flags: {name: value} of the flags on the command line.
-    Raises UserError.
+    files stay unchanged. training: a Training. flags: {name: value} of the flags on the command
+    line. Raises UserError.
     """
     if step == config.max_steps:
         return
     commit, untracked, changes = read_git()
     facts = dict(
-        model_config=asdict(gpt.config),
+        model_config=asdict(training.gpt_config),
         train_config=asdict(config),
         flags=flags,
-        parameters=sum(p.numel() for p in gpt.parameters()),
+        parameters=training.count_parameters(),
         tokenizer=data.tokenizer.name,
         fingerprints=data.fingerprints,
         train_tokens=sum(map(len, data.train)),

@@ -4,7 +4,6 @@ import importlib.machinery
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.pipeline import from_stage, own_gpt
 from plaingpt.distributed.process import on_rank0
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.scoring.benchmark import load_examples
@@ -57,11 +56,12 @@ def load_evals(benchmarks, tokenizer, gpt_config):
     return evals
 
 
-def run_evals(evals, model, process, config, step):
+def run_evals(evals, training, config, step):
     """Scores a model on all benchmarks -> {name: metric} on all processes. Prints the metrics.
 
-    evals: from load_evals. model: a GPT or a Pipeline. config: TrainConfig.
+    evals: from load_evals. training: a Training. config: TrainConfig.
     """
+    model, process = training.raw_model, training.process
     figures = {}
     tokens = min(config.batch_size * model.config.block_size, TOKENS[process.device.type])
     model.eval()
@@ -76,20 +76,21 @@ def run_evals(evals, model, process, config, step):
 
 
 @torch.no_grad()
-def check_loss(model, loader, process):
+def check_loss(model, idx, autocast):
     """Raises UserError unless GPT.loss is the cross-entropy of GPT.logits.
 
     Training and validation call GPT.loss; benchmarks and generation call GPT.logits. If a user
     edits only one of these two methods, training and scoring use different models. This function
-    calls both methods in the same way as validation. loader: a DataLoaderLite, whose first tokens
-    are the input. All processes must call this function.
+    calls both methods in the same way as validation.
+
+    model: a GPT. idx: token ids, (1, T). autocast: a context manager for GPT.hidden. All processes
+    of a split model must call this function.
     """
-    idx, _ = loader.batch(0, 1, process.device)  # (1, T)
     idx = idx[:, :MOST_COMPARED]  # (1, n); also used as targets, which may be any ids
     precision = torch.get_float32_matmul_precision()
     model.eval()
     with attention_for_many_shapes():  # no training step has this shape
-        with process.autocast:
+        with autocast:
             x = model.hidden(idx)  # (1, n, C)
         # In float32, without autocast, rounding errors stay below the threshold, so only an edit
         # can exceed the threshold. Large hidden states also reveal an edit that changes only large
@@ -98,10 +99,9 @@ def check_loss(model, loader, process):
         x = 30 * x.float()
         losses = model.loss(x, idx, reduction="none")[0]  # (n)
         logits = model.logits(x)[0].float()  # (n, vocab_size)
-        names = find_untrained(own_gpt(model), x, idx)
+        names = find_untrained(model, x, idx)
     torch.set_float32_matmul_precision(precision)
     model.train()
-    names = from_stage(-1, names, model)  # with --pp, the last stage holds the head
     expected = F.cross_entropy(logits, idx[0], reduction="none")  # (n)
     difference = (losses - expected).abs().max().item()
     what = None
@@ -116,34 +116,33 @@ def check_loss(model, loader, process):
         )
 
 
-def find_untrained(gpt, x, targets):
+def find_untrained(model, x, targets):
     """Returns the names of the parameters that GPT.logits uses, but GPT.loss does not.
 
     Training would not change such a parameter. If the parameter is a bias of zero or a scale of
-    one, it does not change the logits yet, so a comparison of losses cannot reveal it. gpt: the
-    GPT of this process. x: hidden states, (1, n, C). targets: (1, n).
+    one, it does not change the logits yet, so a comparison of losses cannot reveal it. x: hidden
+    states, (1, n, C). targets: (1, n).
     """
-    if gpt.lm_head is None:  # another stage of the pipeline holds the head
-        return []
-    parameters = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inputs = [x.requires_grad_(), *parameters.values()]
     used = []
     with torch.enable_grad():
-        loss = gpt.loss(x, targets)
+        loss = model.loss(x, targets)
         if isinstance(loss, tuple):  # an edited GPT.loss may also return metrics
             loss = loss[0]
-        for result in (gpt.logits(x).sum(), loss):
+        for result in (model.logits(x).sum(), loss):
             _, *gradients = torch.autograd.grad(result, inputs, allow_unused=True)
             used.append({name for name, g in zip(parameters, gradients) if g is not None})
     return sorted(used[0] - used[1])
 
 
-def draw_samples(model, data, config, process):
+def draw_samples(training, data, config):
     """Generates two samples -> list of strings. All processes must call this function.
 
     If the data contain pairs, the model answers prompts of the validation split, and each sample
     also contains the expected response. Like run_evals, raises Stopped after a signal.
     """
+    model, process = training.raw_model, training.process
     model.eval()
     with process.autocast, attention_for_many_shapes():
         texts = answer_prompts(model, data, process)  # [] if the data contain no pairs

@@ -21,7 +21,6 @@ from plaingpt.base.files import (
 )
 from plaingpt.base.terminal import print0, shorten_line, show_progress
 from plaingpt.distributed.device import hardware_name, peak_flops
-from plaingpt.distributed.parts import whole_gpt
 from plaingpt.distributed.process import on_rank0
 from plaingpt.run.directory import check_newest, prepare_run_directory, write_facts
 
@@ -189,12 +188,12 @@ class Progress:
         print0(f"{how}: {skipped}{gpu}{program} generates text")
 
 
-def print_summary(gpt, optimizers, config, data, plan, process):
+def print_summary(training, config, data, plan, process):
     """Prints the sizes of the model, the data and a step. Adds notes if the data set is small.
 
-    gpt: the whole GPT. plan: from plan_steps. The other arguments are as in main.
+    plan: from plan_steps. The other arguments are as in main.
     """
-    n_parameters = sum(p.numel() for p in gpt.parameters())
+    n_parameters = training.count_parameters()
     n_train = sum(map(len, data.train))
     print0(
         f"{n_parameters:,} parameters, {n_train:,} training tokens, {process.dtype_name} "
@@ -209,7 +208,7 @@ def print_summary(gpt, optimizers, config, data, plan, process):
     parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
     print0(f"a step: {parts} on each process; {schedule}")
     n_tensors = {}  # {optimizer and decay: number of tensors}; with --pp, only of the first stage
-    for optimizer in optimizers:
+    for optimizer in training.optimizers:
         for group in optimizer.param_groups:
             name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
             n_tensors[name] = n_tensors.get(name, 0) + len(group["params"])
@@ -220,17 +219,6 @@ def print_summary(gpt, optimizers, config, data, plan, process):
     n_val = min(map(len, data.val))  # tokens of the smallest validation split
     if n_val < 4096:
         print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")
-
-
-def note_initialization(model):
-    """Prints which matrices of a new model are not initialized by GPT.initial_values."""
-    own = {}  # {name without the index of the block: None}; keeps the order
-    for name, p in model.named_parameters():
-        if p.dim() > 1 and model.initial_values(name, (0,)) is None:
-            own[re.sub(r"\.h\.\d+\.", ".h.*.", name)] = None
-    if own:
-        names = ", ".join(own)
-        print0(f"note: GPT.initial_values does not initialize {names}, so the constructor does")
 
 
 class RunLog:
@@ -254,14 +242,11 @@ class RunLog:
         self.known = set()  # (step, name) of the numbers that log.txt already contains
         self.sinks = []
         self.unlock = None
-        gpt = whole_gpt(training.raw_model)
-        on_rank0(self.open, gpt.config, step)
-        on_rank0(write_facts, step, gpt, config, flags, data, process)
-        self.progress = Progress(config, gpt.flops_per_token(), process)
+        on_rank0(self.open, training.gpt_config, step)
+        on_rank0(write_facts, step, training, config, flags, data, process)
+        self.progress = Progress(config, training.flops_per_token(), process)
         if step < config.max_steps:  # otherwise, the user has resumed a finished run
-            print_summary(gpt, training.optimizers, config, data, plan, process)
-        if step == 0 and not config.init_from:
-            note_initialization(gpt)
+            print_summary(training, config, data, plan, process)
 
     def open(self, gpt_config, step):
         """Opens the run directory, and the connections to TensorBoard and wandb."""

@@ -1,6 +1,5 @@
 """Finds, checks and reads checkpoints of our runs, of nanoGPT and of build-nanogpt."""
 
-import inspect
 import re
 import sys
 import zipfile
@@ -8,9 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading
-from plaingpt.base.source import hash_of_files
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.parts import make_whole_gpt
@@ -18,6 +16,7 @@ from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
 
+NOT_READABLE = "not a readable checkpoint"
 # These are the files that a run or an export contains.
 MODEL_FILES = (
     "*.pt",
@@ -32,21 +31,11 @@ MODEL_FILES = (
 )
 
 
-def check_weights(weights, config, GPT):
-    """Raises an error unless these weights fit a GPT of this GPTConfig.
-
-    weights: a state dict, which needs the right names, the right shapes and finite values. GPT: the
-    class of the model.
-    """
-    make_whole_gpt(GPT, config).load_state_dict(weights, assign=True)  # compares names and shapes
-    if not all(tensor.isfinite().all() for tensor in weights.values()):
-        raise ValueError("its weights contain NaN or infinity")
-
-
 def check_tied(weights, config, GPT):
     """Raises ValueError if weights that a GPT ties, such as embedding and head, are different.
 
-    load_state_dict would keep only one of these weights. The arguments are as in check_weights.
+    load_state_dict would keep only one of these weights. weights: a state dict. config: GPTConfig.
+    GPT: the class of the model.
     """
     first_names = {}  # {parameter: its first name}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
@@ -83,27 +72,54 @@ def convert_nanogpt(found, GPT):
             weights[name] = given[name].float()[: len(p)]
         elif name.endswith(".bias"):  # nanoGPT's bias=False omits biases
             weights[name] = torch.zeros(p.shape)
+    check_weights(weights, config, GPT)
     check_tied(weights, config, GPT)
     return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")
 
 
 def load_checkpoint(path, GPT, remedy="give another checkpoint"):
-    """Loads the dict of a checkpoint, in the format of Saver.save, on the CPU. Raises UserError.
+    """Loads the dict of a checkpoint, in the format of Saver.write, on the CPU. Raises UserError.
 
-    All processes must call this function. Only rank 0 reads and checks the whole file. GPT: the
-    class of the model. remedy: what the user can do if the file is damaged, or if another program
-    wrote it.
+    All processes must call this function. Only rank 0 computes the checksums. GPT: the class of the
+    model. remedy: what the user can do if the file is damaged, or if another program wrote it.
     """
-    on_rank0(check_file, path, GPT, remedy)
-    return read_file(path, GPT)
-
-
-def read_file(path, GPT):
-    """Reads the dict in a checkpoint of this program, of nanoGPT or of build-nanogpt."""
+    on_rank0(check_checksums, path, remedy)
     # A file of build-nanogpt contains a GPTConfig, which torch reads as a SimpleNamespace.
-    with torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
+    build_nanogpt = (SimpleNamespace, "__main__.GPTConfig")
+    # zipfile, pickle and torch raise exceptions of many kinds.
+    with reading(path, remedy, NOT_READABLE), torch.serialization.safe_globals([build_nanogpt]):
         checkpoint = map_file(path)
-    return checkpoint if "model_config" in checkpoint else convert_nanogpt(checkpoint, GPT)
+        if "model_config" not in checkpoint:
+            checkpoint = convert_nanogpt(checkpoint, GPT)
+    with explaining(
+        f"{path}: does not fit this model.py",
+        "restore the model.py of that run; its directory may contain a changes.patch",
+        (RuntimeError, TypeError),
+    ):
+        check_weights(checkpoint["model"], GPT.config_class(**checkpoint["model_config"]), GPT)
+    return checkpoint
+
+
+def check_weights(weights, config, GPT):
+    """Raises RuntimeError unless a state dict has the names and shapes of a GPT of this GPTConfig.
+
+    GPT: the class of the model.
+    """
+    # assign=True changes the metadata of a state dict, so that a later load_state_dict of the same
+    # dict would assign the weights, too, and untie tied weights. A plain dict has no metadata.
+    make_whole_gpt(GPT, config).load_state_dict(dict(weights), assign=True)
+
+
+def check_checksums(path, remedy):
+    """Raises UserError if a checksum is wrong. A checkpoint is a zip file with checksums.
+
+    torch.load does not compare the checksums: if a bit had changed on the disk, it would load wrong
+    weights.
+    """
+    with reading(path, remedy, NOT_READABLE), zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()  # the first damaged file in the archive, or None
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} is wrong")
 
 
 def map_file(path):
@@ -114,40 +130,6 @@ def map_file(path):
     # weights_only=True prevents the file from running code. Windows cannot delete or move a file
     # that is mapped into memory.
     return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
-
-
-def check_file(path, GPT, remedy):
-    """Raises UserError unless a file is a complete checkpoint with finite weights."""
-    what = "not a readable checkpoint"
-    with reading(path, remedy, what):  # zipfile, pickle and torch raise exceptions of many kinds
-        check_checksums(path)
-        checkpoint = read_file(path, GPT)
-    code = hash_of_model(GPT)
-    if checkpoint.get("model_code", code) != code:
-        print0(f"note: {path} was written by a different model.py")
-        remedy = "restore the model.py of that run; its directory may contain a changes.patch"
-    with reading(path, remedy, what):
-        config = GPT.config_class(**checkpoint["model_config"])
-        check_weights(checkpoint["model"], config, GPT)
-        n_vocab = get_tokenizer(checkpoint["tokenizer"]).n_vocab
-        if n_vocab > config.vocab_size:  # a prompt could contain an id outside the vocabulary
-            raise ValueError(
-                f"its tokenizer has {n_vocab:,} ids, but its model only {config.vocab_size:,}"
-            )
-
-
-def check_checksums(path):
-    """Raises ValueError if a checksum is wrong. A checkpoint is a zip file with checksums."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()  # the first damaged file in the archive, or None
-    if damaged:
-        raise ValueError(f"the checksum of {damaged} is wrong")
-
-
-def hash_of_model(GPT):
-    """Returns a hash of model.py. GPT: the class of the model, or a model."""
-    # FSDP replaces the class of a model, but not the class of its config.
-    return hash_of_files([Path(inspect.getsourcefile(GPT.config_class))])
 
 
 def find_checkpoints(directory):
@@ -188,6 +170,11 @@ def load_newest(directory, GPT):
     checkpoint = load_checkpoint(paths[-1], GPT, remedy)
     if "train_config" not in checkpoint:
         raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
+    if "optimizers" not in checkpoint:
+        raise UserError(
+            f"{paths[-1]}: version 2.1 or older wrote it; finish the run with that version, or use "
+            f"--init_from {directory} to start a new run from its weights"
+        )
     return checkpoint
 
 

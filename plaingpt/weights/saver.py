@@ -1,28 +1,26 @@
 """Saves the state of a run as a checkpoint, and restores it."""
 
 import math
+import pickle
 import re
 from dataclasses import asdict
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import read_streams, reading, replacing, writing
+from plaingpt.base.files import reading, replacing, writing
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.parts import gather, whole_gpt
-from plaingpt.distributed.pipeline import own_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.checkpoint import find_checkpoints, hash_of_model, map_file
-from plaingpt.weights.optimizer_state import OptimizerState
+from plaingpt.weights.checkpoint import find_checkpoints, map_file
 
 import torch
+from torch.utils._pytree import tree_map
 
 
 class Saver:
     """Saves and restores the state of a run. All processes must call its methods."""
 
     def __init__(self, training, data, config, process):
-        self.model = training.raw_model
-        self.scaler = training.scaler
+        self.training = training
         self.data = data
         self.config = config
         self.process = process
@@ -30,22 +28,11 @@ class Saver:
             data.fingerprints,
             "--data: the processes have different data; give all processes the same files",
         )
-        flags = {**asdict(config), **asdict(self.model.config)}
+        flags = {**asdict(config), **asdict(training.gpt_config)}
         check_equal(flags, "the processes have different flags; give all processes the same flags")
-        self.optimizers = []  # an OptimizerState for each optimizer
-        for optimizer in training.optimizers:
-            self.optimizers.append(OptimizerState(optimizer, own_gpt(self.model)))
-        # A user may edit model.py during the run, so its hash is computed now.
-        self.model_code = hash_of_model(own_gpt(self.model))
-        # A tied matrix has two names. Training uses the first name; a checkpoint contains both.
-        first_names = {}  # {parameter or buffer: its first name}
-        self.saved_names = {}  # {name in a checkpoint: first name}
-        for name, tensor in whole_gpt(self.model).state_dict(keep_vars=True).items():
-            self.saved_names[name] = first_names.setdefault(tensor, name)
         self.saved = 0  # the step of the newest checkpoint; step 0 needs no checkpoint
         self.best_val = math.inf  # the lowest validation loss of the run
-        self.keys = None  # keys of the optimizer states after the previous step; see check
-        self.is_checked = False
+        self.is_read_back = False  # whether a checkpoint of this process has been read back
 
     def save(self, step, position):
         """Writes model_{step}.pt, and deletes all but the newest `keep` checkpoints.
@@ -66,36 +53,14 @@ class Saver:
 
         more: additional entries of the dict in the file.
         """
-        model, process = self.model, self.process
-        # After an evaluation, FSDP keeps some parameters whole. state_dict() shards them again, and
-        # returns the shards. The dict contains a tied matrix under two names, so this method
-        # gathers the matrix only under its first name.
-        own = own_gpt(model).state_dict()
-        firsts = {name: own[name] for name in own if self.saved_names[name] == name}
-        gathered = gather(model, firsts, process)
-        # Pipeline stages may have different optimizers, so one call of gather returns the values of
-        # all optimizers.
-        values = {}
-        for optimizer in self.optimizers:
-            for key, value in optimizer.values().items():
-                values[f"{optimizer.kind}/{key}"] = value
-        values = gather(model, values, process)
-        if process.rank > 0:
+        state = self.training.state_dict()
+        if self.process.rank > 0:
             return
-        optimizers = {}  # {"adamw": {"transformer.wte.weight.exp_avg": tensor}}
-        for key, value in values.items():
-            kind, _, own_key = key.partition("/")
-            optimizers.setdefault(kind, {})[own_key] = value
-        weights = {name: gathered[first] for name, first in self.saved_names.items()}
-        state = dict(
-            model=weights,
-            optimizer=optimizers,
-            scaler=self.scaler.state_dict(),
+        state.update(
             step=step,
             position=position,
             tokenizer=self.data.tokenizer.source,
-            model_code=self.model_code,
-            model_config=asdict(model.config),
+            model_config=asdict(self.training.gpt_config),
             train_config={**self.config.settings_of_losses(), **self.data.fingerprints},
             **more,
         )
@@ -105,21 +70,9 @@ class Saver:
                 torch.save(state, file)
             except RuntimeError as error:  # PyTorch raises this while it handles an OSError
                 raise (error.__context__ or error) from None
-
-    def check(self):
-        """Raises UserError if the optimizers have a state that no checkpoint can hold.
-
-        The trainer calls this method after each step. After two consecutive steps with the same
-        keys, later calls do nothing.
-        """
-        if self.is_checked:
-            return
-        keys = set()
-        for optimizer in self.optimizers:
-            keys.update(optimizer.values())
-        # Steps with a non-finite gradient are skipped, so the first steps may create no state.
-        self.is_checked = len(keys) > 0 and keys == self.keys
-        self.keys = keys
+        if not self.is_read_back:
+            read_back(path)
+            self.is_read_back = True
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest validation loss so far.
@@ -152,43 +105,39 @@ class Saver:
                     f"the run in {place} used different data: the {split} was {before[split]} and "
                     f"is now {now}; use --init_from, not --resume"
                 )
-        self.restore_optimizers(checkpoint["optimizer"])
-        if checkpoint["scaler"]:  # {} unless the dtype was float16
-            self.scaler.load_state_dict(checkpoint["scaler"])
+        if before["optimizer"] != config.optimizer:
+            raise UserError(
+                f"the run in {place} used a different --optimizer; give all flags of that run again"
+            )
+        self.training.load_state_dict(checkpoint)
         if config.keep_best:
             self.best_val = on_rank0(read_best_val, Path(place))
         self.saved = step
         print0(f"resumed from step {step} in {place}")
         if config.keep_best and self.best_val == math.inf:
             print0(f"note: --keep_best compares only validation losses from step {step} on")
-        settings = {**config.settings_of_losses(), **asdict(self.model.config)}
+        settings = {**config.settings_of_losses(), **asdict(self.training.gpt_config)}
         for name, now in settings.items():
             if before.get(name, now) != now:
                 print0(f"note: {name} changes from {before[name]} to {now}")
         return step, checkpoint["position"]
 
-    def restore_optimizers(self, saved):
-        """Restores the state of the optimizers from a checkpoint.
 
-        saved: {"adamw": {key: value}}. Each process restores the values of its own parameters. A
-        parameter may move from one AdamW optimizer to a second AdamW optimizer.
-        """
-        values = {}  # {name of a parameter: {name of a value: value}}
-        kinds = {}  # {name of a parameter: class of its optimizer}
-        for name, own in saved.items():
-            for key, value in own.items():
-                parameter, _, value_name = key.rpartition(".")
-                values.setdefault(parameter, {})[value_name] = value
-                # Version 1.0 wrote "adamw_2" for a second AdamW.
-                kinds[parameter] = re.sub(r"_\d+$", "", name)
-        for optimizer in self.optimizers:
-            for name in optimizer.parameter_names():
-                if kinds.get(name, optimizer.kind) != optimizer.kind:
-                    raise UserError(
-                        f"the run in {self.config.log_dir} used a different --optimizer; "
-                        "give all flags of that run again"
-                    )
-            optimizer.restore(values)
+def read_back(path):
+    """Raises UserError if torch.load refuses a checkpoint that torch.save has written.
+
+    torch.save also writes values of types that torch.load(weights_only=True) refuses, such as a
+    NumPy number in the state of an optimizer.
+    """
+    try:
+        with open(path, "rb") as file:  # PyTorch cannot encode each path
+            torch.load(file, "meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)|$", str(error))[1]
+        raise UserError(
+            f"{path}: torch.load refuses the type {kind} in the state of an optimizer; store only "
+            "tensors, Python's numbers, and lists and dicts of them"
+        ) from error
 
 
 def read_best_val(directory):
@@ -200,8 +149,48 @@ def read_best_val(directory):
     if not path.is_file():
         return math.inf
     with reading(path, "move it away", "not a readable checkpoint"):
-        best = map_file(path)
-        if "val" in best:
-            return best["val"]
-        # Version 1.0 wrote this loss only to log.txt.
-        return read_streams(directory / "log.txt").get("val", {}).get(best["step"], math.inf)
+        return map_file(path)["val"]
+
+
+def names_of_groups(state):
+    """Returns the names of the parameters in each group of an optimizer's state dict: lists."""
+    return [group["param_names"] for group in state.get("param_groups", [])]
+
+
+def check_names(saved, names):
+    """Raises UserError unless the optimizers in a checkpoint have these parameters.
+
+    PyTorch identifies the parameters by their order alone. If two layers of the same shape change
+    places in model.py, each layer would get the state of the other one.
+
+    saved: the state dict of each optimizer in the checkpoint. names: the names of the parameters in
+    each group of each optimizer.
+    """
+    if [names_of_groups(state) for state in saved] != names:
+        raise UserError(
+            "--resume: the optimizers of the checkpoint have other parameters, or the same ones in "
+            "another order; restore the model.py of that run"
+        )
+
+
+def load_optimizer(optimizer, saved):
+    """Restores an optimizer from a state dict. Each parameter group keeps what flags determine."""
+    kept = []
+    for group in optimizer.param_groups:
+        kept.append({name: group[name] for name in ("peak_lr", "weight_decay") if name in group})
+    optimizer.load_state_dict(saved)
+    for group, values in zip(optimizer.param_groups, kept):
+        group.update(values)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    # PyTorch's load_state_dict has cast each tensor to the dtype of its parameter, and it has not
+    # copied the tensors, which still use the memory of the file.
+    for group, old in zip(optimizer.param_groups, saved["param_groups"]):
+        for p, i in zip(group["params"], old["params"]):
+            if i in saved["state"]:
+                optimizer.state[p] = tree_map(restore_value, saved["state"][i], optimizer.state[p])
+
+
+def restore_value(saved, loaded):
+    """Returns a copy of a value in a state dict, on the device to which PyTorch has loaded it."""
+    return saved.to(loaded.device, copy=True) if torch.is_tensor(saved) else saved
