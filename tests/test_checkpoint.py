@@ -278,7 +278,7 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
     """tests/version-1.0.pt is from step 2 of a run. A later version may not write it.
 
-    That version went on to a loss of 5.3775611 in step 2. A new run from its weights begins there.
+    Its validation loss is what version 2.1 logged at this step of both runs.
     """
     (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
     (tmp_path / "run").mkdir()
@@ -293,8 +293,8 @@ def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
         "version, or use --init_from run to start a new run from its weights\n"
     )
     assert everything_in(tmp_path / "run") == before
-    flags += ["--init_from", "run", "--no-shuffle", "--max_steps", 1, "--val_tokens", 9728]
-    train(*flags, "--optimizer", "muon", "--log_dir", "new", cwd=tmp_path)
+    train(*flags, "--init_from", "run", "--log_dir", "new", "--max_steps", 1, cwd=tmp_path)
+    assert float(read_log(tmp_path / "new")[0, "val"]) == pytest.approx(5.390677, abs=1e-4)
     program("--checkpoint", old, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     write_lines(tmp_path / "l.jsonl", [dict(text="9 green bottles")])
     flags = ["--checkpoint", old, "--data", "l.jsonl"]
