@@ -290,7 +290,7 @@ def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
     _, err = train(*flags, "--log_dir", "run", "--resume", cwd=tmp_path, status=2)
     assert err == (
         "error: run/model_000002.pt: version 2.1 or older wrote it; finish the run with that "
-        "version, or use --init_from run to start a new run from its weights\n"
+        "version, or replace --resume with --init_from run and give another --log_dir\n"
     )
     assert everything_in(tmp_path / "run") == before
     train(*flags, "--init_from", "run", "--log_dir", "new", "--max_steps", 1, cwd=tmp_path)
@@ -432,8 +432,9 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path, flags
     edit_model(tmp_path, SWAPPED)
     _, err = program(*FLAGS, *flags, "--resume", **options, status=2)
     assert err.splitlines()[-1] == (
-        "error: --resume: the optimizers of the checkpoint have other parameters, or the same ones "
-        "in another order; restore the model.py of that run"
+        "error: --resume: the optimizers of the checkpoint contain other parameters than those of "
+        "model.py, or contain them in another order; restore the model.py of that run; its "
+        "directory may contain a changes.patch"
     )
     assert everything_in(tmp_path / "run") == before
 

@@ -1,5 +1,6 @@
 """Finds, checks and reads checkpoints of our runs, of nanoGPT and of build-nanogpt."""
 
+import pickle
 import re
 import sys
 import zipfile
@@ -127,9 +128,22 @@ def map_file(path):
 
     Raises exceptions of many kinds if the file is damaged.
     """
-    # weights_only=True prevents the file from running code. Windows cannot delete or move a file
-    # that is mapped into memory.
-    return torch.load(path, "cpu", weights_only=True, mmap=sys.platform != "win32")
+    # Windows cannot delete or move a file that is mapped into memory.
+    return load_file(path, "cpu", mmap=sys.platform != "win32")
+
+
+def load_file(file, device, **options):
+    """Calls torch.load for a path or an open file, without running code that the file contains.
+
+    Raises ValueError if the file contains a value of a type that torch.load refuses.
+    """
+    try:
+        return torch.load(file, device, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        if not refused:
+            raise
+        raise ValueError(f"torch.load refuses the type {refused[1]}") from error
 
 
 def find_checkpoints(directory):
@@ -172,8 +186,8 @@ def load_newest(directory, GPT):
         raise UserError(f"{paths[-1]}: another program wrote it; use --init_from {directory}")
     if "optimizers" not in checkpoint:
         raise UserError(
-            f"{paths[-1]}: version 2.1 or older wrote it; finish the run with that version, or use "
-            f"--init_from {directory} to start a new run from its weights"
+            f"{paths[-1]}: version 2.1 or older wrote it; finish the run with that version, or "
+            f"replace --resume with --init_from {directory} and give another --log_dir"
         )
     return checkpoint
 

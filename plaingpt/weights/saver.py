@@ -1,16 +1,14 @@
 """Saves the state of a run as a checkpoint, and restores it."""
 
 import math
-import pickle
-import re
 from dataclasses import asdict
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
+from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading, replacing, writing
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.checkpoint import find_checkpoints, map_file
+from plaingpt.weights.checkpoint import find_checkpoints, load_file, map_file
 
 import torch
 from torch.utils._pytree import tree_map
@@ -32,7 +30,6 @@ class Saver:
         check_equal(flags, "the processes have different flags; give all processes the same flags")
         self.saved = 0  # the step of the newest checkpoint; step 0 needs no checkpoint
         self.best_val = math.inf  # the lowest validation loss of the run
-        self.is_read_back = False  # whether a checkpoint of this process has been read back
 
     def save(self, step, position):
         """Writes model_{step}.pt, and deletes all but the newest `keep` checkpoints.
@@ -70,9 +67,7 @@ class Saver:
                 torch.save(state, file)
             except RuntimeError as error:  # PyTorch raises this while it handles an OSError
                 raise (error.__context__ or error) from None
-        if not self.is_read_back:
-            read_back(path)
-            self.is_read_back = True
+        read_back(path)
 
     def save_best(self, val, step, position):
         """With --keep_best, saves model_best.pt if val is the lowest validation loss so far.
@@ -127,17 +122,12 @@ def read_back(path):
     """Raises UserError if torch.load refuses a checkpoint that torch.save has written.
 
     torch.save also writes values of types that torch.load(weights_only=True) refuses, such as a
-    NumPy number in the state of an optimizer.
+    NumPy number in the state of an optimizer. Reads no tensors, so this takes milliseconds.
     """
-    try:
-        with open(path, "rb") as file:  # PyTorch cannot encode each path
-            torch.load(file, "meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)|$", str(error))[1]
-        raise UserError(
-            f"{path}: torch.load refuses the type {kind} in the state of an optimizer; store only "
-            "tensors, Python's numbers, and lists and dicts of them"
-        ) from error
+    what = f"{path}: the optimizers contain a value that cannot be read back"
+    remedy = "store only tensors, Python's numbers and strings, and lists and dicts of them"
+    with explaining(what, remedy, ValueError), open(path, "rb") as file:
+        load_file(file, "meta")
 
 
 def read_best_val(directory):
@@ -168,8 +158,9 @@ def check_names(saved, names):
     """
     if [names_of_groups(state) for state in saved] != names:
         raise UserError(
-            "--resume: the optimizers of the checkpoint have other parameters, or the same ones in "
-            "another order; restore the model.py of that run"
+            "--resume: the optimizers of the checkpoint contain other parameters than those of "
+            "model.py, or contain them in another order; restore the model.py of that run; its "
+            "directory may contain a changes.patch"
         )
 
 
