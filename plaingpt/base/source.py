@@ -80,11 +80,6 @@ def read_git():
     return commit.decode().strip(), names, changes
 
 
-def hash_of_files(paths):
-    """Returns a hash of the contents of the files, in the given order."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
 def hash_of_program():
     """Returns a hash of all Python files that the program has imported from this clone."""
     library = Path(os.__file__).parent
@@ -98,4 +93,4 @@ def hash_of_program():
         is_foreign = library in file.parents or "site-packages" in file.parts
         if CLONE in file.parents and file.suffix == ".py" and not is_foreign:
             files.add(file)
-    return hash_of_files(sorted(files))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()

@@ -91,7 +91,7 @@ def load_checkpoint(path, GPT, remedy="give another checkpoint"):
     with reading(path, remedy, NOT_READABLE), torch.serialization.safe_globals([build_nanogpt]):
         checkpoint = map_file(path)
         if "model_config" not in checkpoint:
-            checkpoint = convert_nanogpt(checkpoint, GPT)
+            return convert_nanogpt(checkpoint, GPT)
     with explaining(
         f"{path}: does not fit this model.py",
         "restore the model.py of that run; its directory may contain a changes.patch",

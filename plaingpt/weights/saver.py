@@ -8,7 +8,7 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading, replacing, writing
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import check_equal, on_rank0
-from plaingpt.weights.checkpoint import find_checkpoints, load_file, map_file
+from plaingpt.weights.checkpoint import NOT_READABLE, find_checkpoints, load_file, map_file
 
 import torch
 from torch.utils._pytree import tree_map
@@ -138,7 +138,7 @@ def read_best_val(directory):
     path = directory / "model_best.pt"
     if not path.is_file():
         return math.inf
-    with reading(path, "move it away", "not a readable checkpoint"):
+    with reading(path, "move it away", NOT_READABLE):
         return map_file(path)["val"]
 
 
