@@ -187,6 +187,8 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
     a, b = (checkpoint(tmp_path / name, 6) for name in ("whole", "halves"))
     assert a["position"] == b["position"] == 96 and a["step"] == b["step"] == 6
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    is_muon = ["n_stacked" in state["param_groups"][0] for state in a["optimizers"]]
+    assert is_muon == ([True, False] if "muon" in flags else [False])
     assert_equal(a["optimizers"], b["optimizers"], "optimizers")
 
 
@@ -432,9 +434,9 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path, flags
     edit_model(tmp_path, SWAPPED)
     _, err = program(*FLAGS, *flags, "--resume", **options, status=2)
     assert err.splitlines()[-1] == (
-        "error: --resume: the optimizers of the checkpoint contain other parameters than those of "
-        "model.py, or contain them in another order; restore the model.py of that run; its "
-        "directory may contain a changes.patch"
+        "error: --resume: the optimizers of the checkpoint contain other parameters than model.py, "
+        "or the same parameters in another order; restore the model.py of that run; its directory "
+        "may contain a changes.patch"
     )
     assert everything_in(tmp_path / "run") == before
 

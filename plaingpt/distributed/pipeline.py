@@ -49,7 +49,7 @@ class Pipeline(nn.Module):
         return self.part.named_parameters(*args, **kwargs)
 
     def state_dict(self, **options):
-        """Returns the state dict of this process's GPT. Its names are those of the whole model."""
+        """Returns the state dict of this process's GPT, with the names of the whole model."""
         return self.part.state_dict(**options)
 
     def configure_optimizers(self, *args):
@@ -105,7 +105,7 @@ class Pipeline(nn.Module):
         )
 
         def scaled_loss(loss, weight):
-            # Scales the loss as train_step of train_gpt2.py does. weight: (1,)
+            # Scales the loss as Training.accumulate of train_gpt2.py does. weight: (1,)
             add_metrics(self.metrics, loss, self.stage.more, weight[0], n_micro)
             return scaler.scale(loss * weight[0] / n_micro)
 

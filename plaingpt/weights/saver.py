@@ -158,9 +158,9 @@ def check_names(saved, names):
     """
     if [names_of_groups(state) for state in saved] != names:
         raise UserError(
-            "--resume: the optimizers of the checkpoint contain other parameters than those of "
-            "model.py, or contain them in another order; restore the model.py of that run; its "
-            "directory may contain a changes.patch"
+            "--resume: the optimizers of the checkpoint contain other parameters than model.py, or "
+            "the same parameters in another order; restore the model.py of that run; its directory "
+            "may contain a changes.patch"
         )
 
 
