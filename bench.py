@@ -42,9 +42,9 @@ from plaingpt.base.terminal import print0
 from plaingpt.distributed.batch_size import fit_batch_size, plan_steps
 from plaingpt.distributed.device import choose_compile, peak_flops
 from plaingpt.distributed.memory import batch_size_advice
-from plaingpt.distributed.parts import make_whole_gpt
 from plaingpt.distributed.process import Process, setup
 from plaingpt.run.config import PRESETS
+from plaingpt.weights.checkpoint import make_whole_gpt
 
 import torch
 from torch.nn.attention import SDPBackend

@@ -5,7 +5,7 @@ register_fsdp_forward_method.
 """
 
 from plaingpt.base.errors import run_program
-from plaingpt.distributed import split
+from plaingpt.large import split
 
 import train_gpt2
 from model import GPT

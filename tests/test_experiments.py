@@ -7,7 +7,7 @@ import shutil
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import Sources
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.pipeline import check_stages
+from plaingpt.large.pipeline import check_stages
 from plaingpt.scoring.score import Row, forward
 
 import numpy as np

@@ -9,7 +9,7 @@ from pathlib import Path
 from conftest import ROOT
 
 # A folder imports only the folders before it. ops and base stand side by side.
-PARTS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look", "lab")
+PARTS = ("ops", "base", "distributed", "data", "weights", "scoring", "run", "look", "lab", "large")
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")
 PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
 DOCS = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.split import check_heads, check_shared
+from plaingpt.large.split import check_heads, check_shared
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.sampling import KVCache, sample
 from plaingpt.weights.pretrained import read_gpt2, save_gpt2

@@ -12,7 +12,6 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.files import reading
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.parts import make_whole_gpt
 from plaingpt.distributed.process import check_equal, on_rank0
 
 import torch
@@ -30,6 +29,15 @@ MODEL_FILES = (
     "tokenizer*.json",
     "README.md",
 )
+
+
+def make_whole_gpt(GPT, config, activation_checkpointing=False):
+    """Creates the whole GPT on the meta device, where tensors need no memory.
+
+    GPT: the class in model.py. config: its GPTConfig.
+    """
+    with torch.device("meta"):
+        return GPT(config, activation_checkpointing)
 
 
 def check_tied(weights, config, GPT):

@@ -31,9 +31,10 @@ import logging
 import warnings
 
 from plaingpt.base.errors import UserError
-from plaingpt.distributed.parts import fill_split_model, make_whole_gpt
-from plaingpt.distributed.pipeline import Pipeline, Stage, check_stages
+from plaingpt.large.parts import fill_split_model
+from plaingpt.large.pipeline import Pipeline, Stage, check_stages
 from plaingpt.ops.dtensors import is_dtensor
+from plaingpt.weights.checkpoint import make_whole_gpt
 
 import torch
 

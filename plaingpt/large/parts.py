@@ -15,15 +15,6 @@ from torch.utils._pytree import tree_map_only
 # Initialization
 
 
-def make_whole_gpt(GPT, config, activation_checkpointing=False):
-    """Creates the whole GPT on the meta device, where tensors need no memory.
-
-    GPT: the class in model.py. config: its GPTConfig.
-    """
-    with torch.device("meta"):
-        return GPT(config, activation_checkpointing)
-
-
 def fill_split_model(part, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
