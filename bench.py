@@ -1,7 +1,7 @@
-"""Times a training step of train_gpt2.py and prints one row.
+"""Times a training step of train_gpt2.py or train_large.py, and prints one row.
 
   python bench.py --preset gpt2 --batch_size 4
-  torchrun --nproc_per_node=8 bench.py --preset gpt2-xl --parallel fsdp
+  torchrun --nproc_per_node=8 bench.py --large --preset gpt3-1.3b --tp 2
   python bench.py --batch_size 4 --peer transformers plain
 
 In this help, [x] is the default of a flag. A preset may set a different value.
@@ -39,10 +39,10 @@ from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.flags import flag, parse_flags, pick, types_of
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.batch_size import fit_batch_size, plan_steps
+from plaingpt.distributed.batch_size import plan_steps
 from plaingpt.distributed.device import choose_compile, peak_flops
 from plaingpt.distributed.memory import batch_size_advice
-from plaingpt.distributed.process import Process, setup
+from plaingpt.distributed.process import Process
 from plaingpt.run.config import PRESETS
 from plaingpt.weights.checkpoint import make_whole_gpt
 
@@ -50,7 +50,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, Training, make_training, train_step
+from train_gpt2 import TrainConfig, Training, train_step
 
 OURS = "plaingpt"  # the label of our own row, with --peer
 ROUNDS = 3
@@ -59,8 +59,15 @@ ROUNDS = 3
 @dataclass
 class BenchConfig:
     preset: Literal[tuple(PRESETS)] = flag("gpt2", "model and recipe")
-    batch_size: int | None = flag(None, "sequences per process [GPU: up to 64; CPU: 4]", above=0)
+    batch_size: int | None = flag(
+        None,
+        "sequences per process [GPU: up to 64; CPU: 4]; with --large, per micro-batch",
+        above=0,
+    )
     steps: int = flag(10, "number of steps to time; with --peer, per round", above=0)
+    large: bool = flag(False, "time train_large.py instead of train_gpt2.py")
+    tp: int | None = flag(None, "with --large, as in train_large.py", above=0)
+    pp: int | None = flag(None, "with --large, as in train_large.py", above=0)
     peer: list[Literal["transformers", "plain"]] | None = flag(
         None, "other implementations of GPT-2 to time as well"
     )
@@ -74,9 +81,6 @@ SHARED = (
     "device",
     "dtype",
     "compile",
-    "parallel",
-    "tp",
-    "pp",
     "activation_checkpointing",
 )
 
@@ -150,7 +154,7 @@ class Subject:
     @property
     def n_tokens(self):
         """The number of tokens in a step, summed over all processes."""
-        return self.B * self.T * self.process.dp_size
+        return self.B * self.T * self.process.world_size
 
     def time_step(self):
         """Takes a training step -> its time in seconds. Raises UserError if memory runs out."""
@@ -169,28 +173,37 @@ def make_subject(name, given):
     bench = pick(BenchConfig, given)
     values = {**PRESETS[bench.preset], **given}
     gpt_config = pick(GPTConfig, values)
-    config = pick(TrainConfig, values)
-    process = setup(config.device, config.dtype, config.tp, config.pp, config.parallel)
+    if bench.large:
+        import train_large  # imports PyTorch's modules for parallelism, which takes two seconds
+
+        config = pick(train_large.LargeConfig, values)
+        training_class = train_large.choose_training(config)
+    else:
+        config = pick(TrainConfig, values)
+        training_class = Training
+    process = training_class.setup(config)
     T = gpt_config.block_size
     largest_B = bench.batch_size or (64 if process.device.type == "cuda" else 4)
+    if bench.large:  # each process has one micro-batch per pipeline stage
+        largest_B = config.batch_size * config.min_micro_batches
     config = replace(
         config,
         compile=choose_compile(config.compile, process.device),
-        batch_size=largest_B,
-        total_batch_size=largest_B * T * process.dp_size,
+        batch_size=largest_B // config.min_micro_batches,
+        total_batch_size=largest_B * T * process.world_size,
         optimizer=config.optimizer if name == OURS else "adamw",
     )
-    plan = plan_steps(config, T, math.inf, process.dp_size)
+    plan = plan_steps(config, T, math.inf, process.world_size)
     if name == OURS:
-        training = make_training(gpt_config, config, process)
+        training = training_class(gpt_config, config, process)
     else:
         training = PeerTraining(name, gpt_config, config, process)
     B = largest_B
     if not (bench.batch_size or bench.peer):  # with --peer, all models use the same batch size
-        B, plan = fit_batch_size(training, config, T, plan, process)
-    # All steps have micro-batches of the same size. With --pp, a step contains several of them.
+        B, plan = training.fit_batch_size(T, plan)
+    # All micro-batches have the same size. With --pp, a step contains several of them.
     _, micro_B = plan[0]
-    torch.manual_seed(process.dp_rank)
+    torch.manual_seed(process.rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
     weight = torch.ones((), device=process.device)  # the weight of each micro-batch in train_step
@@ -240,7 +253,7 @@ def profile_step(subject):
     is_cuda = subject.process.device.type == "cuda"
     sort_by = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
     print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
-    if subject.process.rank == 0:
+    if subject.process.is_main:
         profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing opens this file
 
 
@@ -307,6 +320,10 @@ def serve(name, given, pipe):
 def main(argv=None):
     given = parse_flags(__doc__, BenchConfig, shared_config(), argv=argv)
     bench = pick(BenchConfig, given)
+    if not bench.large and (bench.tp or bench.pp):
+        raise UserError("--tp and --pp: need --large; give --large, or remove --tp and --pp")
+    if bench.large and bench.peer:
+        raise UserError("--peer: needs a single process, but --large needs several; remove one")
     if bench.peer:
         compare([OURS, *bench.peer], given)
         return

@@ -50,7 +50,7 @@ class CausalSelfAttention(nn.Module):
         self.index = index  # the block's number, from 0; an edit of this file can use it
         self.n_head = config.n_head
         self.dropout = config.dropout
-        # c_attn computes the query, key and value of all heads. GPT.tp_plan marks it as "qkv".
+        # c_attn computes the query, key and value of all heads.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -59,7 +59,7 @@ class CausalSelfAttention(nn.Module):
         """x: (B, T, C). pos: see GPT.hidden; unused here: x contains position embeddings."""
         B, T, C = x.size()
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. -1 infers nh: with tensor parallelism, a process has only some heads.
+        # (B, nh, T, hs) each. -1 is the number of heads that c_attn computes in this process.
         q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
@@ -103,25 +103,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
-def make_group(parameters, **settings):
-    """Returns a parameter group of an optimizer. parameters: {name: parameter}, which may be empty.
-
-    PyTorch accepts pairs of a name and a parameter, too, but then no group may be empty.
-    """
-    return dict(params=[*parameters.values()], param_names=[*parameters], **settings)
-
-
 class GPT(nn.Module):
     """The language model."""
 
     config_class = GPTConfig  # plaingpt/weights creates a GPTConfig from a checkpoint
-    optimizer_names = ("adamw", "muon")  # choices of --optimizer in configure_optimizers
-    # --tp splits these layers across processes, and replicates all other layers. A key is
-    # the last part of a layer's name. plaingpt/distributed/split.py explains the values. Muon also
-    # uses the value "qkv": see qkv_names.
-    tp_plan = dict(
-        wte="vocabulary", lm_head="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise"
-    )
 
     def __init__(self, config, activation_checkpointing=False, seed=None):
         """Builds and initializes the model.
@@ -276,11 +261,13 @@ class GPT(nn.Module):
         """
         return load_model(place, cls)
 
-    def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None):
+    def configure_optimizers(
+        self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None, muon_class=Muon
+    ):
         """Returns [AdamW], or for optimizer="muon" [Muon, AdamW].
 
-        All processes must call this method. muon_lr: the learning rate of Muon; if None, it equals
-        learning_rate.
+        muon_lr: the learning rate of Muon; if None, it equals learning_rate. muon_class: Muon, or a
+        subclass.
 
         AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to
         matrices and embeddings only.
@@ -288,56 +275,38 @@ class GPT(nn.Module):
         blocks. Its updates are scaled to match the root mean square of AdamW's updates (Liu et al.
         2025, arXiv:2502.16982, section 2.2).
         """
-        if optimizer not in ("adamw", "muon"):
-            raise ValueError(f"configure_optimizers has no branch for {optimizer!r}")
         in_blocks = set(self.transformer.h.parameters())
-        qkv_names = self.qkv_names() if optimizer == "muon" else []
-        of_muon = {}  # these four dicts contain {name: parameter}
-        qkv = {}
-        matrices = {}
-        vectors = {}
+        of_muon = []
+        qkv = []
+        matrices = []
+        vectors = []
         for name, p in self.named_parameters():
             if p.dim() < 2:
-                vectors[name] = p
-            elif name in qkv_names:
-                qkv[name] = p
-            elif optimizer == "muon" and p in in_blocks and p.dim() == 2:
-                of_muon[name] = p
+                vectors.append(p)
+            elif optimizer != "muon" or p not in in_blocks or p.dim() > 2:
+                matrices.append(p)
+            elif name.endswith(".c_attn.weight"):
+                if len(p) != 3 * p.size(1):
+                    raise UserError(
+                        f"model.py: {name} has {len(p)} rows instead of {p.size(1)} rows each for "
+                        "query, key and value; for --optimizer muon, write three separate layers"
+                    )
+                qkv.append(p)
             else:
-                matrices[name] = p
+                of_muon.append(p)
         optimizers = []
         if optimizer == "muon":
-            groups = [make_group(of_muon), make_group(qkv, n_stacked=3)]
-            optimizers.append(Muon(groups, muon_lr or learning_rate, weight_decay=weight_decay))
+            groups = [dict(params=of_muon), dict(params=qkv, n_stacked=3)]
+            muon = muon_class(groups, muon_lr or learning_rate, weight_decay=weight_decay)
+            optimizers.append(muon)
         groups = [
-            make_group(matrices, weight_decay=weight_decay),
-            make_group(vectors, weight_decay=0.0),
+            dict(params=matrices, weight_decay=weight_decay),
+            dict(params=vectors, weight_decay=0.0),
         ]
         # fused=True updates the parameters faster.
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         optimizers.append(adamw)
         return optimizers
-
-    def qkv_names(self):
-        """Returns the names of the weight matrices that stack query, key and value.
-
-        Raises UserError unless query, key and value have C rows each. In grouped-query attention,
-        for example, key and value have fewer rows.
-        """
-        names = []
-        for name, p in self.named_parameters():
-            layer = name.rpartition(".")[0].rpartition(".")[2]
-            if self.tp_plan.get(layer) != "qkv" or p.dim() != 2:
-                continue
-            n_rows, C = p.shape
-            if n_rows != 3 * C:
-                raise UserError(
-                    f"model.py: {name} has {n_rows} rows instead of {C} rows each for query, key "
-                    f"and value, {3 * C} in total; for --optimizer muon or --tp, write three "
-                    "separate layers"
-                )
-            names.append(name)
-        return names
 
     def flops_per_token(self):
         """Returns the FLOPs per token of the forward and backward passes (PaLM paper, appendix B).

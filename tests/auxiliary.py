@@ -1,13 +1,16 @@
-"""train_gpt2.py with a GPT whose forward adds a second loss.
+"""train_gpt2.py, or with --large train_large.py, with a GPT whose forward adds a second loss.
 
 Checks that splitting replaces no method or attribute of the model. FSDP wraps hidden: this is
 register_fsdp_forward_method.
 """
 
+import sys
+
 from plaingpt.base.errors import run_program
 from plaingpt.large import split
 
 import train_gpt2
+import train_large
 from model import GPT
 
 cut_model = split.cut_model
@@ -37,4 +40,8 @@ def checked_split(model, *args):
 
 GPT.forward = forward
 split.cut_model = checked_split
-run_program(train_gpt2.main)
+main = train_gpt2.main
+if "--large" in sys.argv:
+    sys.argv.remove("--large")
+    main = train_large.main
+run_program(main)

@@ -32,6 +32,8 @@ torch.set_num_threads(1)  # two workers share the machine
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
+# The layouts of train_large.py. `spawn` runs train_large.py if the flags contain --large.
+FSDP, TP, PP = ["--large"], ["--large", "--tp", 2], ["--large", "--pp", 2]
 # A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
 # AdamW, because Muon computes in bfloat16 if the CPU can.
 TINY = (
@@ -42,7 +44,7 @@ TINY = (
 ).split()
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)  # of TINY
 CPU = torch.device("cpu")
-ALONE = Process(0, 1, 0, 1, CPU, torch.float32)
+ALONE = Process(0, 1, CPU, torch.float32)
 ONE_BYTE_IDS = SimpleNamespace(
     n_bytes_of_id=np.ones(256, np.int64)
 )  # in place of Data: ids are bytes
@@ -75,6 +77,9 @@ def spawn(
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     path, flags = ROOT / program, list(map(str, flags))
+    if "--large" in flags and path.name == "train_gpt2.py":
+        path = path.with_name("train_large.py")
+        flags.remove("--large")
     env = {
         **os.environ,
         **(env or {}),

@@ -10,7 +10,7 @@ from plaingpt.base.errors import run_program
 import train_gpt2
 
 MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
-    "start": (train_gpt2, "make_training", 1),
+    "start": (train_gpt2.Training, "build", 1),
     "step": (train_gpt2.GPT, "forward", 6),  # a step of TINY has two micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     "save": (os, "fsync", 4),  # after log.txt, run.json and the first save

@@ -1,10 +1,13 @@
-"""train_gpt2.py. At the end each process prints the memory that it took, in bytes per parameter.
+"""train_gpt2.py, or with --large train_large.py.
+
+At the end, each process prints the memory that it took, in bytes per parameter.
 
 Prints "MEMORY", the maximum while the model got its weights, and the maximum of the whole run. Both
 are above what the process had before.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from plaingpt.base.errors import run_program
@@ -15,8 +18,10 @@ import torch._dynamo  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 
 import train_gpt2
+import train_large
+from train_gpt2 import Training
 
-make_training, numbers = train_gpt2.make_training, {}
+make_training, numbers = Training.__init__, {}
 configure_optimizers = train_gpt2.GPT.configure_optimizers  # is called when there are weights
 
 
@@ -25,11 +30,10 @@ def memory(name):
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def measured_make_training(*args):
+def measured_make_training(training, *args):
     numbers["before"] = memory("VmRSS")
-    training = make_training(*args)
+    make_training(training, *args)
     numbers["parameters"] = training.count_parameters()
-    return training
 
 
 def measured_configure_optimizers(*args):
@@ -37,9 +41,13 @@ def measured_configure_optimizers(*args):
     return configure_optimizers(*args)
 
 
-train_gpt2.make_training = measured_make_training
+Training.__init__ = measured_make_training
 train_gpt2.GPT.configure_optimizers = measured_configure_optimizers
 Saver.write = lambda *args, **more: None  # saves time
-run_program(train_gpt2.main)
+main = train_gpt2.main
+if "--large" in sys.argv:
+    sys.argv.remove("--large")
+    main = train_large.main
+run_program(main)
 taken = [most - numbers["before"] for most in (numbers["start"], memory("VmHWM"))]
 print("MEMORY", *(size / numbers["parameters"] for size in taken))

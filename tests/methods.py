@@ -1,23 +1,26 @@
-"""Calls the methods of a GPT that is split over processes: methods.py ddp|fsdp TP PP FILE.
+"""Calls the methods of a GPT that is split over processes: methods.py TP PP FILE.
 
 Saves the results of rank R to FILE.R. Saves those of one process to FILE.0.
 """
 
 import sys
 
-from plaingpt.distributed.process import setup
+from plaingpt.base.machine import read_ranks
 from plaingpt.ops.sampling import generate_tokens
 
 import torch
 
 from model import GPTConfig
-from train_gpt2 import TrainConfig, make_training, train_step
+from train_gpt2 import Training, train_step
+from train_large import LargeConfig, choose_training
 
-parallel, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-process = setup("cpu", "float32", tp, pp)
-config = TrainConfig(batch_size=2, parallel=parallel, tp=tp, pp=pp, max_lr=0.01)
+tp, pp = int(sys.argv[1]), int(sys.argv[2])
+config = LargeConfig(batch_size=2, tp=tp, pp=pp, max_lr=0.01, device="cpu", dtype="float32")
+rank, _, world_size = read_ranks()
+training_class = choose_training(config) if world_size > 1 else Training
+process = training_class.setup(config)
 shape = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=97)
-training = make_training(shape, config, process)
+training = training_class(shape, config, process)
 model = training.raw_model
 torch.manual_seed(1)
 x, y = torch.randint(97, (2, 4, 16))  # (B, T) each
@@ -38,5 +41,5 @@ for step in range(2):  # the second time with the weights after a step
     model.train()
     metrics = train_step(training, micro_batches, 0.5, process)
     found[step]["trained"] = metrics["train"], metrics["norm"]
-torch.save(found, f"{sys.argv[4]}.{process.rank}")
+torch.save(found, f"{sys.argv[3]}.{rank}")
 process.barrier()

@@ -6,11 +6,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
-from train_gpt2 import TrainConfig, make_training
+from train_gpt2 import TrainConfig, Training
 
 process = setup("cpu", "float32")
 shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=32, vocab_size=256)
-training = make_training(shape, TrainConfig(optimizer="muon"), process)
+training = Training(shape, TrainConfig(optimizer="muon"), process)
 model, (muon, _) = training.model, training.optimizers
 x = torch.zeros((2, 32), dtype=torch.long)  # (B, T)
 for _ in range(2):

@@ -30,7 +30,7 @@ SMALL = [
     "cpu",
 ]
 ROW = (
-    r"^{}\w+ float32 {} \| baby B=2 T=32 \| [\d,]+ ms \([\d,]+-[\d,]+\) \| [\d,]+ tok/s "
+    r"^{}\w+ float32 {} \| baby B=[24] T=32 \| [\d,]+ ms \([\d,]+-[\d,]+\) \| [\d,]+ tok/s "
     r"\| \d+\.\d\d TFLOP/s \| \d+\.\d\d GB \| first step \d+\.\d s$"
 )
 
@@ -51,7 +51,11 @@ def test_peers_compute_the_same_loss():
 
 @pytest.mark.parametrize(
     "optimizer, processes, flags",
-    [("muon", 1, ["--profile"]), ("adamw", 2, ["--optimizer", "adamw"]), ("muon", 2, ["--pp", 2])],
+    [
+        ("muon", 1, ["--profile"]),
+        ("adamw", 2, ["--optimizer", "adamw"]),
+        ("muon", 2, ["--large", "--pp", 2]),
+    ],
     ids=["profile", "ddp", "pp"],
 )
 def test_bench_prints_a_row(tmp_path, optimizer, processes, flags):

@@ -20,8 +20,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    FSDP,
+    PP,
     ROOT,
     TINY,
+    TP,
     assert_close_logs,
     checkpoint,
     everything_in,
@@ -397,9 +400,7 @@ LOSSES = {4: 5.3931274, 5: 5.3403149, 6: 5.3432436, 7: 5.3175859}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]], ids=["one", "fsdp", "tp", "pp"]
-)
+@pytest.mark.parametrize("flags", [[], FSDP, TP, PP], ids=["one", "fsdp", "tp", "pp"])
 def test_a_run_goes_on_from_a_stored_file(tmp_path, flags):
     (tmp_path / "run").mkdir()
     shutil.copy(STORED, tmp_path / "run" / "model_000004.pt")
@@ -424,7 +425,7 @@ SWAPPED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--pp", 2]], ids=["one", "pp"])
+@pytest.mark.parametrize("flags", [[], PP], ids=["one", "pp"])
 def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path, flags):
     """Both norms have the same shape, and PyTorch identifies parameters by their order alone."""
     copy_program(tmp_path)

@@ -18,6 +18,7 @@ from conftest import ALONE, ROOT, program, read_log, train
 
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, get_lr
+from train_large import LargeConfig
 
 
 def given_flags(*flags):
@@ -303,7 +304,7 @@ def test_a_ramp_has_two_micro_batch_sizes():
 )
 def test_the_sizes_of_the_steps(settings, sizes):
     """In sequences of 64 tokens: (n, B). After the ramp, a step has 8 of them."""
-    assert plan_steps(TrainConfig(total_batch_size=512, **settings), 64, 10**6, 1) == sizes
+    assert plan_steps(LargeConfig(total_batch_size=512, **settings), 64, 10**6, 1) == sizes
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_the_sizes_of_the_steps(settings, sizes):
 def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
     config = TrainConfig(total_batch_size=64 * n, batch_size=batch_size)
     assert plan_steps(config, 64, 10**6, 1, keeps_batch_size=False) == [(n, B)]
-    config = TrainConfig(total_batch_size=64 * n, batch_size=batch_size, pp=2)
+    config = LargeConfig(total_batch_size=64 * n, batch_size=batch_size, pp=2)
     assert plan_steps(config, 64, 10**6, 1, keeps_batch_size=False)[0][1] <= n // 2
 
 
@@ -326,30 +327,30 @@ def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
         (
             dict(batch_size=3),
             "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
-            "--block_size 64 / 1 processes); give a divisor of 8",
+            "--block_size 64 / 1 data-parallel processes); give a divisor of 8",
         ),
         (
             dict(batch_size=3, rampup_steps=4, rampup_batch_size=256),
             "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
-            "--block_size 64 / 1 processes); give a divisor of 8",
+            "--block_size 64 / 1 data-parallel processes); give a divisor of 8",
         ),
         (
-            dict(batch_size=3, pp=2),
+            dict(batch_size=3, pp=2),  # of train_large.py
             "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
-            "--block_size 64 / 1 processes); give a divisor of 8, at most 4",
+            "--block_size 64 / 1 data-parallel processes); give a divisor of 8, at most 4",
         ),
         (
             dict(pp=16),
-            "--pp 16: each process has 8 sequences in a step (--total_batch_size 512 / "
-            "--block_size 64 / 1 processes); give at most 8 stages",
+            "--total_batch_size 512: a step needs 16 micro-batches, but each process has only 8 "
+            "sequences; give a multiple of 1024",
         ),
         (
             dict(total_batch_size=500),
             "--total_batch_size 500: must be a multiple of 64 (--block_size 64 x 1 "
-            "processes) and at most 64000000, the number of training tokens",
+            "data-parallel processes) and at most 64000000, the number of training tokens",
         ),
     ],
 )
 def test_sizes_that_do_not_fit(settings, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        plan_steps(TrainConfig(**{"total_batch_size": 512, **settings}), 64, 10**6, 1)
+        plan_steps(LargeConfig(**{"total_batch_size": 512, **settings}), 64, 10**6, 1)

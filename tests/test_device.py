@@ -24,6 +24,7 @@ from conftest import ALONE, CPU, MODEL, ROOT, TINY, program, read_log
 import plot
 import train_gpt2
 from model import GPT
+from train_large import LargeConfig, ShardedTraining
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
@@ -120,14 +121,14 @@ def small_gpu(monkeypatch):
 )
 def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, tried):
     small_gpu[0][0], config = most, train_gpt2.TrainConfig()
-    training, state = train_gpt2.make_training(MODEL, config, ALONE), torch.get_rng_state()
+    training, state = train_gpt2.Training(MODEL, config, ALONE), torch.get_rng_state()
     args = training, replace(config, compile=True), 32, sizes, ALONE
     if most:
         B, fitting = train_gpt2.fit_batch_size(*args)
         assert B == tried[-1]
         assert fitting == [(n, min(B, planned)) for n, planned in sizes]
     else:
-        with pytest.raises(UserError, match="^no sequence fits .* with --parallel fsdp$"):
+        with pytest.raises(UserError, match="^no sequence fits .* train_large.py on more GPUs$"):
             train_gpt2.fit_batch_size(*args)
     assert small_gpu[1] == tried and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in training.raw_model.parameters())
@@ -151,7 +152,7 @@ class Counting(GPT):
 
 def test_the_search_leaves_the_buffers_as_they_are(monkeypatch):
     monkeypatch.setattr(train_gpt2, "GPT", Counting)
-    training = train_gpt2.make_training(MODEL, train_gpt2.TrainConfig(), ALONE)
+    training = train_gpt2.Training(MODEL, train_gpt2.TrainConfig(), ALONE)
     calls = training.raw_model.calls
     assert batch_size.has_memory(training, 2, 32, ALONE)
     assert training.raw_model.calls is calls and calls == 0
@@ -173,7 +174,7 @@ def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, 
 def test_sums_of_one_process_stay_where_they_are():
     """Benchmarks sum in float64, which MPS does not have."""
     sums = torch.ones(3, dtype=torch.float64)
-    assert Process(0, 1, 0, 1, torch.device("mps"), torch.float32).sum(sums) is sums
+    assert Process(0, 1, torch.device("mps"), torch.float32).sum(sums) is sums
 
 
 def test_prefetch_gives_the_same_batches_and_the_same_errors():
@@ -257,11 +258,13 @@ def test_a_program_of_one_process_reads_no_ranks(monkeypatch):
         plot.main(["nowhere"])
 
 
-def test_a_model_that_needs_more_processes():
+@pytest.mark.parametrize("tp, pp, n", [(1, 1, 2), (2, 3, 6)])
+def test_a_model_that_needs_more_processes(tp, pp, n):
     with pytest.raises(
-        UserError, match="--tp 2 --pp 3: needs a multiple of 6 processes, but there"
+        UserError,
+        match=f"--tp {tp} --pp {pp}: needs a multiple of {n} processes, but there is 1; use",
     ):
-        setup("cpu", "float32", tp=2, pp=3)
+        ShardedTraining.setup(LargeConfig(device="cpu", tp=tp, pp=pp))
 
 
 def test_ranks_that_fit(monkeypatch):

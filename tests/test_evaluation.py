@@ -429,7 +429,7 @@ class Parrot(GPT):
 
 def scores_of(model, examples, dtype=torch.float32, tokens=1000):
     rows = make_rows(examples, get_tokenizer("bytes"), model.config)
-    return score(model, examples, rows, Process(0, 1, 0, 1, torch.device("cpu"), dtype), tokens)
+    return score(model, examples, rows, Process(0, 1, torch.device("cpu"), dtype), tokens)
 
 
 class TokenShift(GPT):

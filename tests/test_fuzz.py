@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from train_gpt2 import DataLoaderLite, TrainConfig
+from train_gpt2 import DataLoaderLite
+from train_large import LargeConfig
 
 # Keeps its Unicode tables out of the repository.
 set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))
@@ -132,7 +133,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
         for epoch in (order[:n], order[n:]):
             assert (sorted(epoch) if shuffle else epoch) == list(range(n))
         first = dp * pp * B  # sequences in the first step
-        config = TrainConfig(
+        config = LargeConfig(
             batch_size=B,
             total_batch_size=growth * first * T,
             rampup_steps=rampup_steps,
@@ -142,7 +143,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
         )
         steps, sizes = range(config.max_steps), plan_steps(config, T, 10**9, dp)
         streams = [
-            list(loader.batches(steps, 0, sizes, Process(i, dp, i, dp, CPU, torch.float32)))
+            list(loader.batches(steps, 0, sizes, Process(i, dp, CPU, torch.float32)))
             for i in range(dp)
         ]
         position = 0

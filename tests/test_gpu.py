@@ -9,32 +9,39 @@ from dataclasses import replace
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.device import choose_dtype, set_matmul_precision
 from plaingpt.distributed.process import Process
+from plaingpt.large.process import SplitProcess
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.score import make_rows, score
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, assert_close_logs, checkpoint, read_log
+from conftest import FSDP, PP, ROOT, TINY, TP, assert_close_logs, checkpoint, read_log
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, make_training, train_step
+from train_gpt2 import TrainConfig, Training, train_step
+from train_large import LargeConfig, ShardedTraining
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 CUDA = torch.device("cuda:0")
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=1000)
 
 
-def make(gpt_config=SMALL, dtype="bfloat16", several=False, **settings):
+def make(gpt_config=SMALL, dtype="bfloat16", way="one", **settings):
     """What trains a model on the GPU -> (Training, Process, (x, y, weight)).
 
-    several: those that main makes for several processes. x, y: 8 sequences.
+    way: one, or ddp or fsdp, as if there were several processes. x, y: 8 sequences.
     """
     dtype = choose_dtype(dtype, CUDA)
     set_matmul_precision(dtype, CUDA)
-    process = Process(0, 1, 0, 1, CUDA, dtype)
-    config = TrainConfig(**{"compile": False, "max_lr": 1e-3, **settings})
-    training = make_training(gpt_config, config, replace(process, world_size=1 + several))
+    process = Process(0, 1, CUDA, dtype)
+    settings = {"compile": False, "max_lr": 1e-3, **settings}
+    if way == "fsdp":
+        process = SplitProcess(0, 1, CUDA, dtype)
+        training = ShardedTraining(gpt_config, LargeConfig(**settings), process)
+    else:
+        both = replace(process, world_size=1 + (way == "ddp"))
+        training = Training(gpt_config, TrainConfig(**settings), both)
     x, y = torch.randint(gpt_config.vocab_size, (2, 8, gpt_config.block_size), device=CUDA)
     return training, process, (x, y, torch.ones((), device=CUDA))
 
@@ -56,9 +63,13 @@ def process_group():
 
 
 def gpu_train(*flags, cwd, processes=1):
-    """Runs train_gpt2.py on GPUs with small settings -> its output."""
+    """Runs train_gpt2.py, or with --large train_large.py, with small settings -> its output."""
     flags = [*TINY, "--device", "cuda", "--no-compile", *map(str, flags)]
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
+    path = ROOT / "train_gpt2.py"
+    if "--large" in flags:
+        path = ROOT / "train_large.py"
+        flags.remove("--large")
+    command = [sys.executable, str(path), *flags]
     if processes > 1:
         command[1:1] = [
             "-m",
@@ -108,7 +119,7 @@ def test_float16_skips_a_step_that_overflows():
 )
 def test_ddp_compiles_without_a_graph_break(process_group, settings):
     """One process over NCCL. fullgraph=True makes a graph break an error."""
-    found = losses(compile=True, several=True, **settings)
+    found = losses(compile=True, way="ddp", **settings)
     assert found.isfinite().all() and found[-1, 0] < found[0, 0]
 
 
@@ -168,7 +179,7 @@ def test_benchmarks_give_the_scores_of_the_cpu():
     found = []
     for device in (torch.device("cpu"), CUDA):
         set_matmul_precision(torch.float32, device)  # no TF32
-        process = Process(0, 1, 0, 1, device, torch.float32)
+        process = Process(0, 1, device, torch.float32)
         scores = score(model.to(device), examples, rows, process, 2048)
         found.append(torch.tensor(scores.log_likelihood))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -184,18 +195,16 @@ def test_generation():
     assert a == b
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_one_process_with_a_process_group(process_group, kind):
-    """The classes for several processes on one GPU. FSDP has nothing to shard there."""
-    found = losses(dtype="float32", several=True, parallel=kind)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_one_process_with_a_process_group(process_group, way):
+    """The classes for several processes on one GPU."""
+    found = losses(dtype="float32", way=way)
     torch.testing.assert_close(found, losses(dtype="float32"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    "flags", [[], ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]], ids=["ddp", "fsdp", "tp", "pp"]
-)
+@pytest.mark.parametrize("flags", [[], FSDP, TP, PP], ids=["ddp", "fsdp", "tp", "pp"])
 @pytest.mark.parametrize(
     "how, rel",
     [([], 1e-3), (["--compile", "--dtype", "bfloat16"], 3e-2)],

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.large.split import check_heads, check_shared
+from plaingpt.large.split import check_shared
 from plaingpt.ops.muon import Muon
 from plaingpt.ops.sampling import KVCache, sample
 from plaingpt.weights.pretrained import read_gpt2, save_gpt2
@@ -14,10 +14,10 @@ from plaingpt.weights.pretrained import read_gpt2, save_gpt2
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, randomise
+from conftest import randomise
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig
+from train_large import LargeConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 DROPOUT = replace(SMALL, dropout=0.3)
@@ -184,7 +184,10 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     model.transformer.h[0].attn.scale = torch.nn.Parameter(torch.ones(2, 1, 1))  # no matrix
     muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)
     assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
-    names = [[n for group in o.param_groups for n in group["param_names"]] for o in (muon, adamw)]
+    names_of = {p: name for name, p in model.named_parameters()}
+    names = [
+        [names_of[p] for group in o.param_groups for p in group["params"]] for o in (muon, adamw)
+    ]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert {*names[0]} == {f"transformer.h.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
     assert sorted(names[0] + names[1]) == sorted(n for n, _ in model.named_parameters())
@@ -220,25 +223,24 @@ def test_groups_of_muon():
 
 
 def test_one_layer_of_query_key_and_value_that_differ_in_size():
-    """Muon and --tp would cut it in the wrong places."""
+    """Muon would cut it in the wrong places."""
     model = GPT(SMALL)
     model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 2 heads, 1 of keys and values
     model.configure_optimizers(0.1, 1e-3, "adamw")
     message = "model.py: transformer.h.1.attn.c_attn.weight has 64 rows .*three separate layers"
     with pytest.raises(UserError, match=message):
         model.configure_optimizers(0.1, 1e-3, "muon")
-    with pytest.raises(UserError, match=message):
-        check_heads(model, 2)
 
 
 def test_two_layers_with_one_parameter():
     """TP would give each of them parameters of its own."""
     model = GPT(SMALL)
-    check_shared(model, TrainConfig(tp=2), ALONE)
-    model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
-    check_shared(model, TrainConfig(), ALONE)
-    with pytest.raises(UserError, match="h.0.mlp.c_fc.weight and .*h.1.mlp.c_fc.weight are the"):
-        check_shared(model, TrainConfig(tp=2), ALONE)
+    check_shared(model, LargeConfig(tp=2))
+    block = model.transformer.h[0]
+    block.ln_2.weight = block.ln_1.weight
+    check_shared(model, LargeConfig())
+    with pytest.raises(UserError, match="h.0.ln_1.weight and .*h.0.ln_2.weight are the same param"):
+        check_shared(model, LargeConfig(tp=2))
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():

@@ -8,7 +8,7 @@ from conftest import ALONE, MODEL, TINY, checkpoint, forget_steps_after, names, 
 from test_experiments import WAYS, copy_program, edit_model
 
 from model import GPT
-from train_gpt2 import TrainConfig, make_training, train_step
+from train_gpt2 import TrainConfig, Training, train_step
 
 # What model.py has, and what a reader writes instead.
 ADAMW = (
@@ -283,7 +283,7 @@ def test_an_optimizer_with_a_state_dict_of_its_own(monkeypatch):
         monkeypatch.setattr(
             GPT, "configure_optimizers", lambda self, *_: [Wrapper(self.parameters(), 0.1, 0.9)]
         )
-        return make_training(MODEL, TrainConfig(), ALONE)
+        return Training(MODEL, TrainConfig(), ALONE)
 
     before, after = make(), make()
     x = torch.zeros((2, 8), dtype=torch.long)

@@ -20,9 +20,12 @@ import transformers
 from conftest import (
     ALONE,
     CPU,
+    FSDP,
     MODEL,
     ONE_BYTE_IDS,
+    PP,
     ROOT,
+    TP,
     as_training,
     fresh,
     program,
@@ -30,7 +33,6 @@ from conftest import (
     train,
     write_lines,
 )
-from test_parallel import FSDP, PP, TP
 from test_step import plain_curve
 
 import answers

@@ -1,11 +1,14 @@
-"""plaingpt/distributed: every way to split a model gives the same training run. Uses gloo."""
+"""DDP, and every layout of train_large.py, give the same training run. Uses gloo."""
 
 import re
 
 import pytest
 import torch
 from conftest import (
+    FSDP,
+    PP,
     TINY,
+    TP,
     assert_close_logs,
     checkpoint,
     forget_steps_after,
@@ -25,12 +28,11 @@ SMALL = [
         "--sample_tokens 3 --grad_clip 0.5 --evals lambada=examples.jsonl --keep_best"
     ).split(),
 ]
-FSDP, TP, PP = ["--parallel", "fsdp"], ["--tp", 2], ["--pp", 2]
 RECOMPUTE = ["--activation_checkpointing"]
 WAYS = {
     "ddp": (2, []),
-    "fsdp x pp": (4, FSDP + PP),
-    "ddp x pp": (4, PP),
+    "fsdp x pp": (4, PP),
+    "tp": (2, TP),
     "recompute, fsdp": (2, RECOMPUTE + FSDP),
 }
 
@@ -90,7 +92,7 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
     short = "--max_steps 4 --val_every 4 --save_every 1 --keep 0".split()
     expected, _ = run_small(tmp_path, 1, "--log_dir", "one", *short)
     run = tmp_path / "run"
-    ways = ((0, 4, FSDP + TP), (1, 1, []), (2, 4, RECOMPUTE + TP + PP), (3, 2, []))
+    ways = ((0, 4, TP), (1, 1, []), (2, 4, RECOMPUTE + TP + PP[1:]), (3, 2, []))
     for start, processes, flags in ways:
         # Each run goes to step 4. The next run resumes a step after the start of this one.
         forget_steps_after(run, start)
@@ -99,6 +101,14 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
         assert f"resumed from step {start} " in out or start == 0
         assert_same_run(run, tmp_path / "one", steps=4)
         assert sample(out) == sample(expected)
+
+
+def test_compiled_tensor_parallelism(tmp_path):
+    """The loss, too. One block, because compiling takes long."""
+    flags = "--n_layer 1 --evals= --val_every 0".split()
+    run_small(tmp_path, 1, *flags, "--log_dir", "one")
+    run_small(tmp_path, 2, *flags, *TP, "--compile", "--log_dir", "tp")
+    assert_close_logs(tmp_path / "one", tmp_path / "tp", rel=1e-5)
 
 
 def test_batch_size_rampup_in_a_pipeline(tmp_path):
@@ -149,7 +159,7 @@ def test_parallel_muon_with_bfloat16(tmp_path):
     muon = ["--optimizer", "muon", "--muon_lr", 4e-3, "--dtype", "bfloat16"]
     run_small(tmp_path, 1, *muon, "--log_dir", "one")
     assert ["n_stacked" in groups[0] for groups, _ in state("one")] == [True, False]  # Muon, AdamW
-    for name, processes, flags in (("fsdp", 2, FSDP), ("pp", 3, ["--pp", 3])):
+    for name, processes, flags in (("fsdp", 2, FSDP), ("pp", 3, ["--large", "--pp", 3])):
         run_small(tmp_path, processes, *muon, *flags, "--log_dir", name)
         assert_close_logs(tmp_path / "one", tmp_path / name, rel=2e-2)
         assert state(name) == state("one")
@@ -179,11 +189,11 @@ def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
         program(*way, "results", cwd=tmp_path, processes=processes, program="tests/methods.py")
         return [torch.load(tmp_path / f"results.{rank}") for rank in range(processes)]
 
-    (alone,) = results(["ddp", 1, 1], 1)  # parallel, tp, pp
+    (alone,) = results([1, 1], 1)  # tp, pp
     for way, processes in (
-        (["fsdp", 1, 1], 2),
-        (["ddp", 2, 1], 2),
-        (["ddp", 1, 3], 3),  # the stage in the middle has no embedding and no head
+        ([1, 1], 2),
+        ([2, 1], 2),
+        ([1, 3], 3),  # the stage in the middle has no embedding and no head
     ):
         found = results(way, processes)
         for result in found:
@@ -212,8 +222,7 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
     [
         (
             TP,
-            "--tp 2 does not divide the 3 heads of transformer.h.0.attn.c_attn; "
-            "give a divisor of 3",
+            "--tp 2: must divide --n_head, which is 3; give a divisor of it",
         ),
         (PP, "--pp 2: is above --n_layer 1; give fewer stages"),
     ],

@@ -215,7 +215,7 @@ def test_run_the_code_of_all_pages(tmp_path):
         """Runs commands in their order: those of Python and torchrun fast, others in bash."""
         output, code = "", re.sub(r"--max_steps \d+", "--max_steps 2", code.replace("\\\n", ""))
         small = "--total_batch_size 256 --batch_size 2 --val_tokens 1024 --sample_tokens 20"
-        code = code.replace("train_gpt2.py", f"train_gpt2.py {small}")
+        code = re.sub(r"train_(gpt2|large)\.py", rf"\g<0> {small}", code)
         for command in re.split(r"^((?:python|torchrun) .*)\n", code, flags=re.M):
             if command.startswith(("python ", "torchrun ")):
                 first, path, *flags = shlex.split(command.removeprefix("torchrun "), comments=True)
@@ -240,7 +240,7 @@ def test_run_the_code_of_all_pages(tmp_path):
     printed, runs = {}, 1
     for name in ENGLISH:
         for code in blocks(name, "sh"):
-            runs += code.count("train_gpt2.py")
+            runs += len(re.findall(r"train_(?:gpt2|large)\.py", code))
             out += run(code)
         if code := "\n".join(blocks(name, "python")):
             (tmp_path / "page.py").write_text(code)

@@ -29,6 +29,8 @@ import pytest
 import torch
 import transformers
 from conftest import (
+    FSDP,
+    PP,
     ROOT,
     TEXT,
     TINY,
@@ -242,7 +244,7 @@ def test_a_service_manager_stops_torchrun_and_its_processes(tmp_path, python):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, layout", [(signal.SIGTERM, []), (signal.SIGINT, ["--pp", 2])])
+@pytest.mark.parametrize("number, layout", [(signal.SIGTERM, []), (signal.SIGINT, PP)])
 def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, number, layout):
     flags = ["--save_every", 0, "--log_dir", "run", "--val_tokens", 128, "--sample_tokens", 1]
     a, b = spawn(*TINY, *flags, *LONG, *layout, cwd=tmp_path, processes=2)
@@ -278,7 +280,7 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim, flags", [(0, []), (1, ["--parallel", "fsdp"]), (0, ["--pp", 2])])
+@pytest.mark.parametrize("victim, flags", [(0, []), (1, FSDP), (0, PP)])
 def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     """The other one ends, too. The run continues from the last step that was saved."""
     flags = [*TINY, "--log_dir", "run", "--save_every", 1, "--keep", 0, *flags]

@@ -112,7 +112,7 @@ from plaingpt.base.files import read_log
 from plaingpt.run.log import Path, RunLog
 path, name = Path("log.txt"), "val_\u6570"
 RunLog.write(SimpleNamespace(metrics={}, known={}, path=path, publish=lambda *args: None,
-                             process=SimpleNamespace(rank=0)), 1, **{name: 2.5})
+                             process=SimpleNamespace(is_main=True)), 1, **{name: 2.5})
 assert read_log(path) == [(1, name, "2.5")]
 """
     ascii_only = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")

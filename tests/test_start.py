@@ -1,17 +1,17 @@
-"""What a program does not import, because it takes a second and helps nobody."""
+"""What a program does not import, because it takes seconds and helps nobody."""
 
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 
-def imported_by(source):
+def imported_by(source, **options):
     """Runs Python code in a new process -> the names of all modules that it has imported."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{source}\nprint(*sys.modules)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, **options)
     return set(done.stdout.splitlines()[-1].split())
 
 
@@ -19,3 +19,13 @@ def imported_by(source):
 @pytest.mark.parametrize("program", ["experiment", "fineweb", "tokenizer"])
 def test_programs_that_compute_nothing_import_no_torch(program):
     assert "torch" not in imported_by(f"import {program}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [None, [*TINY, "--max_steps", "1"]], ids=["import", "run"])
+def test_train_gpt2_loads_nothing_of_train_large(tmp_path, flags):
+    source = "import train_gpt2" + (f"; train_gpt2.main({flags!r})" if flags else "")
+    names = imported_by(source, cwd=tmp_path)
+    assert "train_gpt2" in names and "plaingpt.distributed.process" in names
+    large = ("train_large", "plaingpt.large", "torch.distributed.pipelining")
+    assert not [name for name in names if name.startswith(large)]

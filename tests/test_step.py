@@ -32,9 +32,9 @@ from torch._dynamo.utils import counters
 import train_gpt2
 from train_gpt2 import (
     TrainConfig,
+    Training,
     estimate_loss,
     get_lr,
-    make_training,
     make_val_loader,
     train_step,
 )
@@ -124,8 +124,8 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path, whole):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     """Counts the transfers from the device to Python in a step of three micro-steps."""
-    process = Process(0, 1, 0, 1, CPU, dtype)
-    training = make_training(MODEL, TrainConfig(optimizer=optimizer), process)
+    process = Process(0, 1, CPU, dtype)
+    training = Training(MODEL, TrainConfig(optimizer=optimizer), process)
     x = torch.randint(256, (2, 16))
     calls = []
 

@@ -415,7 +415,7 @@ def test_a_tokenizer_json_that_the_package_refuses():
 def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
     """Samples and bits per byte, too."""
     make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / "zh.json")
-    flags = [*TINY, "--max_steps", "1", "--parallel", "fsdp", "--data", "s"]
+    flags = [*TINY, "--max_steps", "1", "--data", "s"]
     others = {"tiktoken", "tokenizers", "transformers", "datasets", "pyarrow"}
     (tmp_path / "a.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

@@ -3,7 +3,7 @@
 A field has a type. The arguments of `flag` are the field's default, help text and range:
 
   max_lr: float = flag(6e-4, "peak learning rate", above=0)
-  tp: int = flag(1, "tensor parallel processes", above=0)
+  batch_size: int = flag(64, "sequences per micro-batch", above=0)
 """
 
 import argparse
@@ -18,6 +18,7 @@ from plaingpt.base.errors import UserError
 
 # {our flag: its names in nanoGPT, build-nanogpt, llm.c or Hugging Face's Trainer}
 OTHER_NAMES = {
+    "train_large.py": ["parallel", "tp", "pp"],  # of version 2.1
     "--batch_size": ["per_device_train_batch_size"],
     "--total_batch_size": ["gradient_accumulation_steps"],
     "--max_steps": ["max_iters", "lr_decay_iters", "num_iterations", "num_train_epochs", "epochs"],

@@ -10,14 +10,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
+def plan_steps(config, T, n_sequences, world_size, keeps_batch_size=True):
     """Returns a plan: (n, B) for each step of the batch-size ramp, then (n, B) for later steps.
 
     n: number of sequences per step, on all processes together. In the ramp, n rises linearly to
     total_batch_size / T, and is always a multiple of the first n.
 
-    B: number of sequences per micro-batch of one process. A step needs at least pp micro-batches,
-    so B is smaller than batch_size if a process has fewer than pp x batch_size sequences per step.
+    B: number of sequences per micro-batch of one process. B is smaller than batch_size if a process
+    has fewer than min_micro_batches x batch_size sequences per step.
     During the ramp, n grows, but B does not change, so that torch.compile compiles only one shape.
 
     n_sequences: number of sequences in the training data. keeps_batch_size: whether the user has
@@ -25,7 +25,7 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     B is lowered to the next divisor of this number. Raises UserError unless every process reads
     whole micro-batches.
     """
-    limits = (T, n_sequences, dp_size, keeps_batch_size)
+    limits = (T, n_sequences, world_size, keeps_batch_size)
     n, B = step_size(config, "total_batch_size", *limits)
     if not config.rampup_steps:
         return [(n, B)]
@@ -44,35 +44,39 @@ def plan_steps(config, T, n_sequences, dp_size, keeps_batch_size=True):
     return plan
 
 
-def step_size(config, flag, T, n_sequences, dp_size, keeps_batch_size):
+def step_size(config, flag, T, n_sequences, world_size, keeps_batch_size):
     """Returns (n, B) for a step whose number of tokens is the value of a flag.
 
     flag: "total_batch_size" or "rampup_batch_size". The other arguments are as in plan_steps.
     """
     size = getattr(config, flag)  # tokens
-    unit = T * dp_size  # tokens of one sequence on every process
+    unit = T * world_size  # tokens of one sequence on every process
     if size % unit or not unit <= size <= n_sequences * T:
         raise UserError(
-            f"--{flag} {size}: must be a multiple of {unit} (--block_size {T} x {dp_size} "
-            f"processes) and at most {n_sequences * T}, the number of training tokens"
+            f"--{flag} {size}: must be a multiple of {unit} (--block_size {T} x {world_size} "
+            f"data-parallel processes) and at most {n_sequences * T}, the number of training tokens"
         )
     share = size // unit  # sequences per process
     explanation = (
         f"each process has {share} sequences in a step (--{flag} {size} / --block_size {T} / "
-        f"{dp_size} processes)"
+        f"{world_size} data-parallel processes)"
     )
-    most = share // config.pp  # the largest B with at least pp micro-batches
+    least = config.min_micro_batches
+    most = share // least  # the largest B with at least this number of micro-batches
     if most == 0:
-        raise UserError(f"--pp {config.pp}: {explanation}; give at most {share} stages")
+        raise UserError(
+            f"--{flag} {size}: a step needs {least} micro-batches, but each process has only "
+            f"{share} sequences; give a multiple of {least * unit}"
+        )
     B = min(config.batch_size, most)
     while share % B and not keeps_batch_size:
         B -= 1
     if share % B:
-        limit = f", at most {most}" if config.pp > 1 else ""
+        limit = f", at most {most}" if least > 1 else ""
         raise UserError(
             f"--batch_size {config.batch_size}: {explanation}; give a divisor of {share}{limit}"
         )
-    return share * dp_size, B
+    return share * world_size, B
 
 
 def fit_batch_size(training, config, T, plan, process):
@@ -81,12 +85,11 @@ def fit_batch_size(training, config, T, plan, process):
     All processes must call this function before the first step. plan: from plan_steps. Returns the
     same plan, but with at most B sequences per micro-batch. The search begins with the largest B of
     `plan`, and halves B until the micro-batch fits. Raises UserError if even one sequence does not
-    fit. On a CPU, or if the model is split, this function returns batch_size and `plan` unchanged:
-    if one process of a split model ran out of memory, the other processes would wait for it.
+    fit. On a CPU, this function returns batch_size and `plan` unchanged.
     """
-    if process.device.type != "cuda" or training.is_split:
+    if process.device.type != "cuda":
         return config.batch_size, plan
-    candidates = halved_batch_sizes(plan, process.dp_size)
+    candidates = halved_batch_sizes(plan, process.world_size)
     found = 0  # index in candidates
     # torch.compile takes a minute per micro-batch size, so the first search runs in eager mode.
     # Compiled code needs less memory, so the second search begins with the last size that did not
@@ -101,7 +104,7 @@ def fit_batch_size(training, config, T, plan, process):
     if found == len(candidates):
         raise UserError(
             "no sequence fits into memory; try --activation_checkpointing, a smaller "
-            "--preset, or more GPUs with --parallel fsdp"
+            "--preset, or train_large.py on more GPUs"
         )
     torch.cuda.reset_peak_memory_stats()  # bench.py reads these statistics
     B = candidates[found]
@@ -114,7 +117,7 @@ def limit_plan(plan, B):
     return [(n, min(B, planned)) for n, planned in plan]
 
 
-def halved_batch_sizes(plan, dp_size):
+def halved_batch_sizes(plan, world_size):
     """Returns the micro-batch sizes B to try, from the largest to the smallest.
 
     plan: from plan_steps. The first B is the largest B of `plan`. Each later B is the largest
@@ -124,7 +127,7 @@ def halved_batch_sizes(plan, dp_size):
     found = []
     B = max(B for _, B in plan)
     while B > 0:
-        while any(n // dp_size % micro_B for n, micro_B in limit_plan(plan, B)):
+        while any(n // world_size % micro_B for n, micro_B in limit_plan(plan, B)):
             B -= 1
         found.append(B)
         B //= 2
@@ -170,4 +173,4 @@ def has_memory(training, B, T, process):
     training.raw_model.zero_grad()
     for module, name, buffer, values in buffers:
         setattr(module, name, None if buffer is None else buffer.copy_(values))
-    return process.sum(n_fit).item() == process.dp_size
+    return process.sum(n_fit).item() == process.world_size

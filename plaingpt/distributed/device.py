@@ -168,5 +168,5 @@ def peak_flops(process):
     hardware = hardware_name(process.device)
     for name, peak in PEAK_FLOPS.items():
         if re.search(rf"\b{name}\b", hardware):
-            return peak * process.world_size
+            return peak * process.n_processes
     return None

@@ -1,4 +1,4 @@
-"""Sets whether glibc keeps freed memory, and adds advice to out-of-memory errors."""
+"""Makes glibc keep freed memory, and adds advice to out-of-memory errors."""
 
 import contextlib
 import ctypes
@@ -13,25 +13,18 @@ M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest C int
 
 
-def set_malloc(keep_memory):
-    """Sets whether glibc keeps large freed blocks.
+def keep_freed_memory(limit=MOST):
+    """Makes glibc keep freed blocks of up to `limit` bytes.
 
-    By default, glibc returns such blocks to the operating system, which zeroes memory before a
-    process can use it again. Zeroing takes a third of the time of a step, so glibc should keep the
-    blocks. FSDP is an exception: FSDP often frees whole tensors, and kept blocks would fragment the
-    memory.
+    By default, glibc returns large blocks to the operating system, which zeroes memory before a
+    process can use it again. Zeroing takes a third of the time of a step.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # libc is not glibc
-        return
-    if keep_memory:
-        libc.mallopt(M_TRIM_THRESHOLD, MOST)
-        libc.mallopt(M_MMAP_THRESHOLD, MOST)
-    else:
-        # This is the default value. If a program sets it, glibc no longer raises it.
-        libc.mallopt(M_MMAP_THRESHOLD, 2**17)
+    if hasattr(libc, "mallopt"):  # otherwise, libc is not glibc
+        libc.mallopt(M_TRIM_THRESHOLD, limit)
+        libc.mallopt(M_MMAP_THRESHOLD, limit)
 
 
 @contextlib.contextmanager

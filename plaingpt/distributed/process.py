@@ -16,7 +16,7 @@ from plaingpt.distributed.device import (
     set_deterministic,
     set_matmul_precision,
 )
-from plaingpt.distributed.memory import set_malloc
+from plaingpt.distributed.memory import keep_freed_memory
 
 import torch
 import torch.distributed as dist
@@ -24,21 +24,26 @@ import torch.distributed as dist
 
 @dataclass
 class Process:
-    """This process of a program: its rank, its device and its dtype.
+    """This process of a program: its share of the data, its device and its dtype.
 
-    The processes form a mesh of size pp x dp x tp, which holds dp_size replicas of the model. Each
-    replica reads its own sequences. With TP or PP, several processes share a replica and read the
-    same sequences.
+    The data are split over world_size processes. This process reads share number `rank`.
     """
 
     rank: int
     world_size: int
-    dp_rank: int
-    dp_size: int
     device: torch.device
     dtype: torch.dtype  # the dtype of matrix multiplications
-    tp_group_index: int = 0  # the processes of a TP group draw the same dropout masks
     stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def is_main(self):
+        """Whether this process prints and writes files."""
+        return self.rank == 0
+
+    @property
+    def n_processes(self):
+        """The number of processes of the program."""
+        return self.world_size
 
     @property
     def dtype_name(self):
@@ -57,17 +62,15 @@ class Process:
         CPU waits for the result.
         """
         values = torch.stack(list(scalars.values()))  # (number of names)
-        return dict(zip(scalars, (self.sum(values) / self.dp_size).tolist()))
+        return dict(zip(scalars, (self.sum(values) / self.world_size).tolist()))
 
     def sum(self, tensor):
-        """Sums a tensor over the replicas of the model."""
+        """Sums a tensor over all processes."""
         if self.world_size == 1:
             return tensor
         tensor = tensor.to(self.device, copy=True)  # a copy, because all_reduce works in place
         dist.all_reduce(tensor)
-        # All processes of a replica have the same values. all_reduce has added the values of each
-        # process, so the sum is divided by the number of processes per replica.
-        return tensor / (self.world_size // self.dp_size)
+        return tensor
 
     def check_stop(self):
         """Raises Stopped on all processes if one process has received a signal.
@@ -79,11 +82,11 @@ class Process:
 
     def barrier(self):
         """Waits for all processes."""
-        if self.world_size > 1:
+        if dist.is_initialized():
             dist.barrier()
 
 
-def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
+def setup(device, dtype, deterministic=False):
     """Prepares PyTorch, and creates the process group -> Process. Raises UserError.
 
     Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
@@ -93,35 +96,23 @@ def setup(device, dtype, tp=1, pp=1, parallel="ddp", deterministic=False):
     if deterministic:
         set_deterministic()
     rank, local_rank, world_size = read_ranks()
-    n_parts = pp * tp  # processes per replica
-    if world_size % n_parts:
-        raise UserError(
-            f"--tp {tp} --pp {pp}: needs a multiple of {n_parts} processes, but there "
-            f"{'is' if world_size == 1 else 'are'} {world_size}; use torchrun "
-            f"--nproc_per_node={n_parts}"
-        )
     device = find_device(device, local_rank, world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dtype = choose_dtype(dtype, device)
     set_matmul_precision(dtype, device)
-    set_malloc(keep_memory=parallel != "fsdp" or world_size == 1)
+    keep_freed_memory()
     if world_size > 1:
         join_processes(rank, world_size, device)
         check_equal(
             hash_of_program(), "the processes run different code; give all processes the same clone"
         )
-    dp_size = world_size // n_parts
-    tp_group_index = rank // tp  # in the mesh, tp varies fastest, then dp, then pp
-    dp_rank = tp_group_index % dp_size
-    return Process(rank, world_size, dp_rank, dp_size, device, dtype, tp_group_index)
+    return Process(rank, world_size, device, dtype)
 
 
 def join_processes(rank, world_size, device):
     """Joins PyTorch's process group, and leaves the group at exit."""
     is_cuda = device.type == "cuda"
-    # Without this setting, NCCL warns about the messages between pipeline stages.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     # rendezvous raises ValueError if MASTER_ADDR or MASTER_PORT is missing.
     with explaining("the processes cannot join", "use torchrun", ValueError):
         timeout = timedelta(hours=1)  # a download on rank 0 may take long

@@ -7,9 +7,10 @@ import functools
 import itertools
 
 from plaingpt.distributed.memory import memory_advice
-from plaingpt.ops.dtensors import count_tp, is_dtensor, reorder_rows
+from plaingpt.large.tensor_parallel import count_parts, is_qkv, reorder_rows
 
 import torch
+from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 # Initialization
@@ -46,7 +47,7 @@ def fill_split_model(part, meta_gpt, weights, seed, device):
     with memory_advice("the model does not fit into memory; choose a smaller model"):
         for name, whole in values:
             if name in own:
-                sliced = slice_like(own[name], name, whole.detach(), device, part.tp_plan)
+                sliced = slice_like(own[name], name, whole.detach(), device)
                 # The tied weights stay tied.
                 torch.utils.swap_tensors(own[name], torch.nn.Parameter(sliced))
     for name, buffer in list(part.named_buffers()):
@@ -76,32 +77,27 @@ def init_layers(meta_gpt, seed, constructed):
         module.to_empty(device="meta", recurse=False)  # frees the memory
 
 
+def tie_head(model):
+    """Ties the embedding of a GPT to its head, if this process has a head.
+
+    On the last stage of a pipeline, the embedding is an nn.Identity. There, the tied matrix gets
+    the same name as on the first stage.
+    """
+    if model.lm_head is not None:
+        model.transformer.wte.weight = model.lm_head.weight
+
+
 # One tensor
 
 
-def slice_like(p, name, whole, device, tp_plan):
+def slice_like(p, name, whole, device):
     """Returns this process's part of a whole tensor, split in the same way as parameter p.
 
-    name: the name of p. device: the device of the result. tp_plan: GPT.tp_plan. The processes do
-    not communicate.
+    name: the name of p. device: the device of the result. The processes do not communicate.
     """
-    if not is_dtensor(p):
-        return whole.to(device, copy=True)  # a copy, so that Python can close the checkpoint file
-    from torch.distributed.tensor import distribute_tensor
-
-    if is_qkv(name, tp_plan):
-        whole = reorder_rows(whole, 3, count_tp(p))  # (3C, ...)
+    if is_qkv(name):
+        whole = reorder_rows(whole, 3, count_parts(p))  # (3C, ...)
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
-
-
-def is_qkv(name, tp_plan):
-    """Returns whether a parameter stacks the rows of query, key and value. name: its name.
-
-    A whole tensor contains all rows of q, then all rows of k, then all rows of v. Tensor
-    parallelism reorders the rows into one part per process, with the rows of q, k and v of its own
-    heads.
-    """
-    return any(word == "qkv" and f".{layer}." in name for layer, word in tp_plan.items())
 
 
 # The state of optimizers. A state dict is a result of torch.optim.Optimizer.state_dict, but each
@@ -116,17 +112,17 @@ def names_by_number(state):
     return names
 
 
-def slice_state(optimizer, saved, tp_plan):
+def slice_state(optimizer, saved):
     """Slices the tensors of a state dict like the parameters of an optimizer -> a state dict."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = dict(saved["state"])
     for p, (i, name) in zip(parameters, names_by_number(saved).items()):
         if i in state:
-            state[i] = slice_values(state[i], p, name, tp_plan)
+            state[i] = slice_values(state[i], p, name)
     return dict(saved, state=state)
 
 
-def slice_values(values, p, name, tp_plan):
+def slice_values(values, p, name):
     """Slices the values that an optimizer stores for parameter p. The arguments: as in slice_like.
 
     A tensor whose shape is not the shape of p, such as AdamW's step count, stays whole.
@@ -135,35 +131,33 @@ def slice_values(values, p, name, tp_plan):
     def slice_tensor(tensor):
         if tensor.shape != p.shape:
             return tensor
-        return slice_like(p, name, tensor, p.device, tp_plan)
+        return slice_like(p, name, tensor, p.device)
 
     return tree_map_only(torch.Tensor, slice_tensor, values)
 
 
-def restore_qkv(state, tp_plan, tp):
+def restore_qkv(state, n_parts):
     """Restores the order of the rows of query, key and value, after tensor parallelism, in place.
 
-    state: a result of Training.state_dict.
+    state: a result of Training.state_dict. n_parts: the number of processes of tensor parallelism.
     """
-    if tp == 1:
-        return
     model = state["model"]
     for optimizer in state["optimizers"]:
         names = names_by_number(optimizer)
         for i, values in optimizer["state"].items():
-            if i in names and is_qkv(names[i], tp_plan):
+            if i in names and is_qkv(names[i]):
                 shape = model[names[i]].shape
-                optimizer["state"][i] = restore_rows(values, shape, tp)
+                optimizer["state"][i] = restore_rows(values, shape, n_parts)
     for name, tensor in model.items():
-        if is_qkv(name, tp_plan):
-            model[name] = restore_rows(tensor, tensor.shape, tp)
+        if is_qkv(name):
+            model[name] = restore_rows(tensor, tensor.shape, n_parts)
 
 
-def restore_rows(values, shape, tp):
+def restore_rows(values, shape, n_parts):
     """Restores the order of the rows of each tensor with this shape."""
 
     def restore(tensor):
-        return reorder_rows(tensor, 3, tp, back=True) if tensor.shape == shape else tensor
+        return reorder_rows(tensor, 3, n_parts, back=True) if tensor.shape == shape else tensor
 
     return tree_map_only(torch.Tensor, restore, values)
 

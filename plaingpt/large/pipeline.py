@@ -1,9 +1,5 @@
 """Pipeline parallelism: each process holds some of the blocks of a GPT."""
 
-import copy
-from dataclasses import replace
-
-from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import add_metrics
 from plaingpt.ops.precision import stream_dtype
@@ -12,8 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-
-SMALL_FAILS = "--pp: a small test GPT of this model.py fails"  # it may work for only one size
 
 
 class Pipeline(nn.Module):
@@ -191,8 +185,8 @@ def send_to_rank0(stage, value, pipeline):
             is_here = stage == pipeline.index
             tensor = tensors[i].to(device) if is_here else torch.empty_like(leaf, device=device)
             dist.broadcast(tensor, group=pipeline.group, group_src=stage)
-            leaves[i] = tensor.cpu() if pipeline.process.rank == 0 else None
-    return tree_unflatten(leaves, spec) if pipeline.process.rank == 0 else None
+            leaves[i] = tensor.cpu() if pipeline.process.is_main else None
+    return tree_unflatten(leaves, spec) if pipeline.process.is_main else None
 
 
 class NoPositions(nn.Module):
@@ -217,59 +211,6 @@ def keep_stage(model, stage, n_stages):
     if stage < n_stages - 1:
         t.ln_f = nn.Identity()
         model.lm_head = None
-
-
-def check_stages(model, n_stages):
-    """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
-
-    A stage passes only the residual stream to the next stage, and only the last stage calls
-    GPT.forward. An edited model.py may need more than this. Therefore, this function creates a
-    small GPT, and compares its training loss with the loss of its stages, all in this process.
-
-    model: the GPT to split, of which this function uses only the class and the config.
-    """
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        idx = torch.randint(64, (2, 17))
-        x, y = idx[:, :-1], idx[:, 1:]  # (B, T) = (2, 16) each
-        whole = make_small_gpt(type(model), model.config)
-        with explaining(SMALL_FAILS, "remove --pp"):
-            # Copies the model first, because forward may store tensors that deepcopy rejects.
-            parts = [copy.deepcopy(whole) for _ in range(n_stages)]
-            expected = metrics_of_forward(whole, x, y)
-        # An edited model.py may need the whole GPT, but a stage contains only a part.
-        with explaining("--pp: model.py cannot run in stages", "remove --pp"):
-            for stage, part in enumerate(parts):
-                keep_stage(part, stage, n_stages)
-                if stage < n_stages - 1:
-                    x = part.hidden(x)  # (B, T, C)
-            found = metrics_of_forward(part, x, y)
-    for name, value in expected.items():
-        if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
-            raise UserError(
-                f"--pp: the stages of this model.py compute a different {name} from the whole "
-                f"model: {found[name]:.6g} instead of {value:.6g}; remove --pp"
-            )
-
-
-def make_small_gpt(GPT, config):
-    """Returns a small GPT with random parameters, to test an edited model.py. Raises UserError.
-
-    It has 64 ids and a context of 16 tokens. config: the GPTConfig of the whole model.
-    """
-    shape = dict(n_embd=4 * config.n_head, vocab_size=64, block_size=16, dropout=0.0)
-    with explaining(SMALL_FAILS, "remove --pp"):
-        model = GPT(replace(config, **shape))
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3)  # large weights; small weights would hide an edit
-    return model
-
-
-def metrics_of_forward(model, x, y):
-    """Returns the loss and the metrics that GPT.forward returns: {name: scalar tensor}."""
-    _, loss, *more = model(x, y)
-    metrics = dict(loss=loss, **(more[0] if more else {}))
-    return {name: value.detach() for name, value in metrics.items()}
 
 
 def first_block(stage, n_stages, config):

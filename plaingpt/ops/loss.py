@@ -7,11 +7,9 @@ the loss and the gradients of a chunk (Hsu et al. 2024, "Liger Kernel", arXiv:24
 
 import math
 
-from plaingpt.ops.dtensors import is_dtensor
 from plaingpt.ops.precision import matmul_dtype
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -28,9 +26,9 @@ class ChunkedCrossEntropy(torch.nn.Module):
     def forward(self, x, targets, head, reduction="mean"):
         """x: (B, T, C). targets: (B, T).
 
-        head: if the logits are x @ head.T, the weight (V, C), which may be a DTensor sharded by
-        rows. For any other logits, a function (N, C) -> (N, V). Both the forward and the backward
-        pass call this function for each chunk, which is slower, but works for all functions.
+        head: if the logits are x @ head.T, the weight (V, C). For any other logits, a function
+        (N, C) -> (N, V). Both the forward and the backward pass call this function for each chunk,
+        which is slower, but works for all functions.
 
         The loss ignores positions with target -100. Other targets must be in the vocabulary.
         reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
@@ -44,41 +42,31 @@ class ChunkedCrossEntropy(torch.nn.Module):
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
         if torch.is_grad_enabled() and reduction == "none":
             raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
-        if torch.is_tensor(head):
-            losses, mean = fused_losses(x, head, targets, counted)
-        else:
-            losses = recomputed_losses(x, head, targets, self.vocab_size)
-            mean = losses.sum() / counted.sum().clamp(min=1)  # 0 if no target is counted
+        losses, mean = self.losses(x, targets, counted, head)
         return mean if reduction == "mean" else losses.view(shape)
 
+    def losses(self, x, targets, counted, head):
+        """x (N, C), targets and counted (N), head as in forward -> losses (N), and their mean."""
+        if torch.is_tensor(head):
+            return LinearCrossEntropy.apply(x, head, targets, counted, torch.is_grad_enabled())
 
-def recomputed_losses(x, logits, targets, vocab_size):
+        def losses_of_chunk(x, targets):
+            return F.cross_entropy(head(x).float(), targets, reduction="none")  # 0 if ignored
+
+        losses = recomputed_losses(x, targets, self.vocab_size, losses_of_chunk)
+        return losses, losses.sum() / counted.sum().clamp(min=1)  # 0 if no target is counted
+
+
+def recomputed_losses(x, targets, vocab_size, losses_of_chunk):
     """x (N, C), targets (N) -> losses (N). Only one chunk of logits is in memory at a time.
 
-    With tensor parallelism, `logits` returns all logits on each process.
+    losses_of_chunk: a function that returns the losses of some rows of x and targets.
     """
-
-    def losses_of_chunk(x, targets):
-        return F.cross_entropy(logits(x).float(), targets, reduction="none")  # 0 if ignored
-
     rows = rows_of_chunk(x.device.type, matmul_dtype(x), vocab_size)
     losses = []
     for x_chunk, y in zip(x.split(rows), targets.split(rows)):
         losses.append(checkpoint(losses_of_chunk, x_chunk, y, use_reentrant=False))
     return torch.cat(losses)
-
-
-def fused_losses(x, weight, targets, counted):
-    """x (N, C), targets and counted (N) -> losses (N), without a gradient, and their mean."""
-    group = None
-    if is_dtensor(weight):  # with tensor parallelism
-        group = weight.device_mesh.get_group()
-        rows_per_process = math.ceil(weight.size(0) / weight.device_mesh.size())
-        # Now, target 0 is the first row of this process.
-        targets = targets - rows_per_process * weight.device_mesh.get_local_rank()
-        weight = weight.to_local()
-    with_gradient = torch.is_grad_enabled()
-    return LinearCrossEntropy.apply(x, weight, targets, counted, with_gradient, group)
 
 
 def rows_of_chunk(device, dtype, V):
@@ -100,13 +88,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     Matrix multiplications follow autocast. The sums are float32, because sums of 50,000 terms would
     be inexact in bfloat16. The division by n, the number of counted targets, is in backward,
     because float16 gradients could underflow if forward divided by n.
-
-    group: the processes that hold the other rows of the weight, or None. With a group, target 0 is
-    the first row of this process (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, counted, with_gradient, group):
+    def forward(ctx, x, weight, targets, counted, with_gradient):
         device = x.device.type
         V = weight.size(0)
         dtype = matmul_dtype(x)
@@ -125,20 +110,23 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = x_chunk @ w.t()  # (rows, padded V)
             logits[:, V:] = -math.inf
             p = logits.float()
-            p -= all_reduce(p.amax(1, keepdim=True), dist.ReduceOp.MAX, group)
-            local = (0 <= y) & (y < V)  # (rows, 1): True if this process has the target's logit
-            y = y.where(local, 0)
-            target_logit = p.gather(1, y) * local  # (rows, 1)
+            p -= p.amax(1, keepdim=True)
+            is_id = (0 <= y) & (y < V)  # (rows, 1): False if the target is ignored
+            y = y.where(is_id, 0)
+            target_logit = p.gather(1, y) * is_id  # (rows, 1)
+            # cat and split change no number. Without them, torch.compile gathers the logits of the
+            # targets of all chunks in one kernel, at the end: it keeps all logits until then, and
+            # its 32-bit indices overflow if N x V is above 2^31 ("illegal memory access" on CUDA).
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
-            denominator, target_logit = all_reduce(sums, dist.ReduceOp.SUM, group).split(1, dim=1)
+            denominator, target_logit = sums.split(1, dim=1)  # (rows, 1) each
             loss = denominator.log() - target_logit  # (rows, 1)
             losses[start : start + rows] = loss.masked_fill(ignored, 0)[:, 0]
             if with_gradient:  # the gradient w.r.t. the logits is softmax - one_hot(target)
                 p.div_(denominator.masked_fill(ignored, math.inf))  # the gradient is 0 if ignored
                 if torch.compiler.is_compiling():  # the compiler can fuse this, unlike scatter_add_
-                    p = p - (local & (torch.arange(p.size(1), device=p.device) == y)).float()
+                    p = p - (is_id & (torch.arange(p.size(1), device=p.device) == y)).float()
                 else:
-                    p.scatter_add_(1, y, -local.float())
+                    p.scatter_add_(1, y, -is_id.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the logits
                 dx[start : start + rows] = p @ w
                 # += first converts its operand to float32. In parts, this copy needs less memory.
@@ -146,7 +134,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     total += part
         n = counted.sum().clamp(min=1)  # the mean is 0 if no target is counted
         if with_gradient:
-            ctx.save_for_backward(all_reduce(dx, dist.ReduceOp.SUM, group), dw[:V], n)
+            ctx.save_for_backward(dx, dw[:V], n)
         ctx.mark_non_differentiable(losses)
         return losses, losses.sum() / n
 
@@ -155,11 +143,4 @@ class LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph is True
             raise RuntimeError("the loss in chunks has no second derivative; use all logits")
         dx, dw, n = ctx.saved_tensors
-        return grad / n * dx, grad / n * dw, None, None, None, None
-
-
-def all_reduce(tensor, op, group):
-    """Reduces the tensor in place over the group, if there is one, and returns it."""
-    if group is not None:
-        dist.all_reduce(tensor, op, group=group)
-    return tensor
+        return grad / n * dx, grad / n * dw, None, None, None

@@ -2,7 +2,6 @@
 
 import math
 
-from plaingpt.ops.dtensors import count_tp, is_dtensor, reorder_rows
 from plaingpt.ops.precision import has_bfloat16
 
 import torch
@@ -23,8 +22,9 @@ class Muon(torch.optim.Optimizer):
     params: as for any optimizer of PyTorch: parameters, pairs of a name and a parameter, or groups.
     All parameters must be matrices. n_stacked is the number of matrices that are stacked by rows in
     each parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
-    matrices separately. All processes must create a Muon, because its constructor calls a
-    collective operation.
+    matrices separately. If query, key and value were orthogonalized as one matrix, they would share
+    their singular directions, and their updates would be smaller than in the code of Muon's
+    authors.
 
     With DDP, each process orthogonalizes its share of the matrices and sends the results to the
     other processes, because orthogonalization takes most of Muon's time. Each process stores the
@@ -34,36 +34,40 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_stacked=1):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, n_stacked=n_stacked)
         super().__init__(params, defaults)
-        self.n_processes = count_copies(self.param_groups)
 
     @torch.no_grad()
     def step(self):
-        stacks = {}  # {(rows, columns): [(p, group)]}
+        stacks = {}  # {(momentum, rows, columns): [(p, group)]}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     sides = [p.size(0) // group["n_stacked"], p.size(1)]
-                    stacks.setdefault(tuple(sorted(sides)), []).append((p, group))
-        for (rows, columns), members in stacks.items():
+                    key = (group["momentum"], *sorted(sides))
+                    stacks.setdefault(key, []).append((p, group))
+        for (_, rows, columns), members in stacks.items():
             n = max(1, MOST_NUMBERS // (3 * rows * columns))
             for start in range(0, len(members), n):
                 self.step_stack(members[start : start + n])
 
     def step_stack(self, members):
-        """Takes a step for parameters whose matrices have the same shape. members: [(p, group)]."""
+        """Takes a step for parameters with the same momentum and matrices of the same shape.
+
+        members: [(p, group)].
+        """
         parameters = [p for p, _ in members]
         gradients = [p.grad for p in parameters]
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
-        torch._foreach_lerp_(momenta, gradients, [1 - group["momentum"] for _, group in members])
+        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+        momentum = members[0][1]["momentum"]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         matrices = []  # (n_stacked, rows, columns) of each parameter
-        for (p, group), gradient, momentum in zip(members, gradients, momenta):
-            update = gradient.lerp(momentum, group["momentum"])  # Nesterov momentum
+        for (p, group), gradient, buffer in zip(members, gradients, buffers):
+            update = gradient.lerp(buffer, momentum)  # Nesterov momentum
             if has_bfloat16(p.device):
                 update = update.bfloat16()
-            matrices.append(to_matrices(update, group["n_stacked"]))
+            matrices.append(self.to_matrices(update, group["n_stacked"]))
         stack = self.orthogonalize(torch.cat(matrices))  # (n, rows, columns)
         decays = [1 - group["lr"] * group["weight_decay"] for _, group in members]
         torch._foreach_mul_(parameters, decays)
@@ -71,64 +75,32 @@ class Muon(torch.optim.Optimizer):
             # The mean square of an orthogonal matrix is 1 / its longer side, so the root mean
             # square of this update is 0.2 lr, about as large as that of AdamW's updates.
             alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
-            p.add_(from_matrices(part, p), alpha=alpha)
+            p.add_(self.from_matrices(part, p), alpha=alpha)
+
+    def to_matrices(self, x, n_stacked):
+        """Returns the matrices of a parameter (n_stacked, rows, columns), with rows <= columns.
+
+        x: a tensor with the shape of the parameter, (n_stacked * rows, columns).
+        """
+        x = x.unflatten(0, (n_stacked, -1))
+        return x.mT if x.size(1) > x.size(2) else x
+
+    def from_matrices(self, x, p):
+        """Returns a tensor with the shape of parameter p. The inverse of to_matrices."""
+        return (x.mT if x.size(2) != p.size(1) else x).flatten(0, 1)
 
     def orthogonalize(self, stack):
         """Orthogonalizes a stack of matrices (n, rows, columns). The processes share the work."""
-        if self.n_processes == 1:
+        n_processes = dist.get_world_size() if dist.is_initialized() else 1
+        if n_processes == 1:
             return orthogonalize(stack)
-        n = math.ceil(len(stack) / self.n_processes)  # matrices per process
+        n = math.ceil(len(stack) / n_processes)  # matrices per process
         own = stack[n * dist.get_rank() :][:n]  # the last processes may have fewer matrices
         done = stack.new_zeros(n, *stack.shape[1:])
         done[: len(own)] = orthogonalize(own)
-        all_done = stack.new_empty(n * self.n_processes, *stack.shape[1:])
+        all_done = stack.new_empty(n * n_processes, *stack.shape[1:])
         dist.all_gather_into_tensor(all_done, done)
         return all_done[: len(stack)]
-
-
-def count_copies(groups):
-    """Returns the number of processes that store the same parameters: all with DDP, otherwise 1."""
-    if not dist.is_initialized():
-        return 1
-    # Pipeline stages have parameters with different names. If the names are unknown, this function
-    # assumes that each process stores different parameters.
-    own = [group.get("param_names") for group in groups]
-    names = [None] * dist.get_world_size()
-    dist.all_gather_object(names, own)
-    is_split = any(is_dtensor(p) for group in groups for p in group["params"])
-    is_same = None not in own and all(each == own for each in names)
-    return len(names) if is_same and not is_split else 1
-
-
-def to_matrices(x, n_stacked):
-    """Returns the matrices of a parameter, (n_stacked, rows, columns), with rows <= columns.
-
-    If query, key and value were orthogonalized as one matrix, they would share their singular
-    directions, and their updates would be smaller than in the code of Muon's authors. x: (n_stacked
-    * rows, columns). If x is a DTensor, this function gathers it first.
-    """
-    tp = count_tp(x)
-    if is_dtensor(x):
-        x = x.full_tensor()
-    if n_stacked > 1:
-        x = reorder_rows(x, n_stacked, tp, back=True)
-    x = x.unflatten(0, (n_stacked, -1))
-    return x.mT if x.size(1) > x.size(2) else x
-
-
-def from_matrices(x, p):
-    """The inverse of to_matrices: (n_stacked, rows, columns) -> a tensor that is sharded like p."""
-    n_stacked = len(x)
-    if x.size(2) != p.size(1):
-        x = x.mT
-    x = x.flatten(0, 1)  # (n_stacked * rows, columns)
-    if n_stacked > 1:
-        x = reorder_rows(x, n_stacked, count_tp(p))
-    if is_dtensor(p):
-        from torch.distributed.tensor import distribute_tensor
-
-        x = distribute_tensor(x.contiguous(), p.device_mesh, p.placements, src_data_rank=None)
-    return x
 
 
 def orthogonalize(x):

@@ -122,7 +122,7 @@ def write_facts(step, training, config, flags, data, process):
         train_tokens=sum(map(len, data.train)),
         dtype=process.dtype_name,
         device=hardware_name(process.device),
-        processes=process.world_size,
+        processes=process.n_processes,
         threads=torch.get_num_threads(),
         program=hash_of_program(),
         git_commit=commit or None,

@@ -83,8 +83,7 @@ def check_loss(model, idx, autocast):
     edits only one of these two methods, training and scoring use different models. This function
     calls both methods in the same way as validation.
 
-    model: a GPT. idx: token ids, (1, T). autocast: a context manager for GPT.hidden. All processes
-    of a split model must call this function.
+    model: a GPT. idx: token ids, (1, T). autocast: a context manager for GPT.hidden.
     """
     idx = idx[:, :MOST_COMPARED]  # (1, n); also used as targets, which may be any ids
     precision = torch.get_float32_matmul_precision()

@@ -197,17 +197,17 @@ def print_summary(training, config, data, plan, process):
     n_train = sum(map(len, data.train))
     print0(
         f"{n_parameters:,} parameters, {n_train:,} training tokens, {process.dtype_name} "
-        f"on {hardware_name(process.device)}, {process.world_size} processes, in {config.log_dir}"
+        f"on {hardware_name(process.device)}, {process.n_processes} processes, in {config.log_dir}"
     )
     n, B = plan[-1]  # after the ramp, if there is one
     T = config.total_batch_size // n
-    n_micro = n // B // process.dp_size
+    n_micro = n // B // process.world_size
     schedule = f"learning rate {config.max_lr:g} after {config.warmup_steps} steps of warm-up"
     if config.schedule != "constant":
         schedule += f", then {config.schedule} to {config.min_lr:g}"
     parts = f"{n_micro} micro-batch{'es' if n_micro > 1 else ''} of {B} sequences of {T} tokens"
     print0(f"a step: {parts} on each process; {schedule}")
-    n_tensors = {}  # {optimizer and decay: number of tensors}; with --pp, only of the first stage
+    n_tensors = {}  # {optimizer and decay: number of tensors}
     for optimizer in training.optimizers:
         for group in optimizer.param_groups:
             name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
@@ -283,7 +283,7 @@ class RunLog:
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not contain yet. Raises UserError."""
         self.metrics.update(values)
-        if self.process.rank > 0:
+        if not self.process.is_main:
             return
         new = {}
         lines = []
@@ -337,7 +337,7 @@ class RunLog:
         """
         memory = 0
         has_trained = len(self.progress.seconds_per_token) > 0
-        if self.process.device.type == "cuda" and self.process.rank == 0 and has_trained:
+        if self.process.device.type == "cuda" and self.process.is_main and has_trained:
             memory = torch.cuda.max_memory_reserved()
             path = self.path.with_name("run.json")
             write_json(path, read_json(path) | dict(gpu_memory_gb=round(memory / 1e9, 1)))

@@ -69,7 +69,7 @@ def run_benchmark(benchmark, GPT, argv=None):
     for name, value in facts.items():
         print0(f"{name:<18} {value}")
     print_figures(benchmark, figures, len(examples))
-    if config.json and process.rank == 0:
+    if config.json and process.is_main:
         results = results_of_examples(examples, scores)
         write_json(config.json, dict(**facts, figures=figures, examples=results))
     process.barrier()

@@ -206,9 +206,9 @@ def score(model, examples, rows, process, tokens_per_forward):
             L = rows[first].length
             L += -L % ROUND[process.device.type]
             B = max(1, tokens_per_forward // L)
-            batch = rows[first : first + B * process.dp_size]
+            batch = rows[first : first + B * process.world_size]
             first += len(batch)
-            own = batch[process.dp_rank :: process.dp_size]
+            own = batch[process.rank :: process.world_size]
             # A process that has no rows left runs one row with weight 0, because all processes must
             # take part in the collective operations.
             pair, values = forward(model, own or batch[:1], L, process.device)

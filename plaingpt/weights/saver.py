@@ -41,7 +41,7 @@ class Saver:
             return
         self.write(f"model_{step:06d}.pt", step, position)
         self.saved = step
-        if self.config.keep and self.process.rank == 0:
+        if self.config.keep and self.process.is_main:
             for old in find_checkpoints(self.config.log_dir)[: -self.config.keep]:
                 old.unlink()
 
@@ -51,7 +51,7 @@ class Saver:
         more: additional entries of the dict in the file.
         """
         state = self.training.state_dict()
-        if self.process.rank > 0:
+        if not self.process.is_main:
             return
         state.update(
             step=step,
@@ -179,7 +179,8 @@ def load_optimizer(optimizer, saved):
     for group, old in zip(optimizer.param_groups, saved["param_groups"]):
         for p, i in zip(group["params"], old["params"]):
             if i in saved["state"]:
-                optimizer.state[p] = tree_map(restore_value, saved["state"][i], optimizer.state[p])
+                values = saved["state"].pop(i)  # frees the memory of the values after their copy
+                optimizer.state[p] = tree_map(restore_value, values, optimizer.state[p])
 
 
 def restore_value(saved, loaded):

@@ -1,0 +1,33 @@
+"""A process that holds a part of a model."""
+
+from dataclasses import dataclass
+
+from plaingpt.distributed.process import Process
+
+import torch.distributed as dist
+
+
+@dataclass
+class SplitProcess(Process):
+    """A Process of a model that n_parts processes compute together, with --tp and --pp.
+
+    These processes read the same share of the data. Therefore, they have the same `rank`, and
+    world_size is the number of shares.
+    """
+
+    n_parts: int = 1
+
+    @property
+    def is_main(self):
+        return dist.get_rank() == 0
+
+    @property
+    def n_processes(self):
+        return self.world_size * self.n_parts
+
+    def sum(self, tensor):
+        """Sums a tensor over the shares of the data."""
+        tensor = tensor.to(self.device, copy=True)  # a copy, because the next lines change it
+        dist.all_reduce(tensor)
+        # The processes of a share have equal values, and all_reduce has added the values of each.
+        return tensor.div_(self.n_parts)
