@@ -146,7 +146,7 @@ class Subject:
     config: TrainConfig
     process: Process
     training: Training
-    micro_batches: list  # of (x, y, weight), as in train_step
+    micro_batches: list  # of (x, y), as in train_step
     B: int  # sequences per process in each step
     T: int
     flops_per_token: int  # of our GPT, even if the model is a peer
@@ -160,7 +160,7 @@ class Subject:
         """Takes a training step -> its time in seconds. Raises UserError if memory runs out."""
         begin = time.perf_counter()
         with batch_size_advice(self.B):
-            # train_step returns only after the device has finished.
+            # train_step returns only after the device has finished all work of the step.
             train_step(self.training, self.micro_batches, self.config.grad_clip, self.process)
         return time.perf_counter() - begin
 
@@ -199,15 +199,15 @@ def make_subject(name, given):
     else:
         training = PeerTraining(name, gpt_config, config, process)
     B = largest_B
-    if not (bench.batch_size or bench.peer):  # with --peer, all models use the same batch size
+    # With --peer, all models use the same batch size. train_large.py does not search for one.
+    if not (bench.batch_size or bench.peer or bench.large):
         B, plan = training.fit_batch_size(T, plan)
     # All micro-batches have the same size. With --pp, a step contains several of them.
     _, micro_B = plan[0]
     torch.manual_seed(process.rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
-    weight = torch.ones((), device=process.device)  # the weight of each micro-batch in train_step
-    micro_batches = [(*batch, weight) for batch in zip(x.split(micro_B), y.split(micro_B))]
+    micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
     label = f"{bench.preset} B={B} T={T}"
     flops = make_whole_gpt(GPT, gpt_config).flops_per_token()
     return Subject(label, config, process, training, micro_batches, B, T, flops)

@@ -1,4 +1,7 @@
-"""Runs train_gpt2.py with Ctrl-C, or a bad gradient, at a fixed moment: faulty.py MOMENT FLAGS…"""
+"""Runs train_gpt2.py, or with --large train_large.py, with a fault at a fixed moment.
+
+faulty.py MOMENT FLAGS…: Ctrl-C, or a gradient that is not finite.
+"""
 
 import math
 import os
@@ -8,13 +11,20 @@ import sys
 from plaingpt.base.errors import run_program
 
 import train_gpt2
+import train_large
 
+main = train_gpt2.main
+if "--large" in sys.argv:
+    sys.argv.remove("--large")
+    main = train_large.main
 MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
     "start": (train_gpt2.Training, "build", 1),
     "step": (train_gpt2.GPT, "forward", 6),  # a step of TINY has two micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
-    "gradient": (train_gpt2.Training, "clip", 3),  # gets one that is not finite
+    # The gradient of a block. With --pp, only one of the stages holds this block.
+    "gradient": (train_gpt2.Training, "clip", 3),
+    "sharded gradient": (train_large.ShardedTraining, "clip", 3),
 }
 owner, name, n = MOMENTS[sys.argv.pop(1)]
 function, calls = getattr(owner, name), 0
@@ -23,12 +33,14 @@ function, calls = getattr(owner, name), 0
 def interrupted(*args, **kwargs):
     global calls
     calls += 1
-    if calls == n and name == "clip":
-        args[0].raw_model.transformer.ln_f.bias.grad.fill_(math.nan)
+    if calls == n and name == "clip":  # before the norm is measured
+        for key, p in args[0].raw_model.named_parameters():
+            if key == "transformer.h.1.ln_1.bias":
+                p.grad.fill_(math.nan)
     elif calls == n:
         os.kill(os.getpid(), signal.SIGINT)
     return function(*args, **kwargs)
 
 
 setattr(owner, name, interrupted)
-run_program(train_gpt2.main)
+run_program(main)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.machine import read_ranks
+from plaingpt.base.signals import StopRequest
 from plaingpt.data.order import prefetch
 from plaingpt.distributed import batch_size
 from plaingpt.distributed.device import choose_compile, find_device
@@ -19,7 +20,7 @@ from plaingpt.distributed.process import Process, setup
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALONE, CPU, MODEL, ROOT, TINY, program, read_log
+from conftest import ALONE, MODEL, ROOT, TINY, program, read_log
 
 import plot
 import train_gpt2
@@ -183,16 +184,19 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
         raise UserError("a shard broke off")
 
     taken = []
+    stop = StopRequest()
     with pytest.raises(UserError, match="broke off"):
-        for batch in prefetch(batches(), CPU):
+        for batch in prefetch(batches(), replace(ALONE, stop=stop)):
             taken.append(batch)
-    assert taken == [0, 1, 2, 3, 4]
+            assert stop.requested == (batch == 4)  # before the run needs the next batch
+    assert taken == [0, 1, 2, 3, 4] and str(stop.error) == "a shard broke off"
 
 
 def test_on_mps_only_the_main_thread_makes_batches():
     """There, two threads at once may crash the process."""
     batches = (threading.current_thread() for _ in range(2))
-    assert [*prefetch(batches, torch.device("mps"))] == [threading.main_thread()] * 2
+    process = Process(0, 1, torch.device("mps"), torch.float32)
+    assert [*prefetch(batches, process)] == [threading.main_thread()] * 2
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,8 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
             assert {stream[step][0] for stream in streams} == {n_step}
             seen = Counter()
             for stream in streams:
-                for x, y, weight in stream[step][1]:
+                for x, y in stream[step][1]:
                     seen.update(numbers(x, y))
-                    assert weight == 1
             assert seen.total() == end - position
             # The last steps continue into the third epoch.
             assert not Counter(order[position:end]) - seen

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from plaingpt.base.files import lock, write_json
+from plaingpt.data.order import permute
 from plaingpt.data.tokenizer_json import build_tokenizer_json
 from plaingpt.weights.checkpoint import load_checkpoint
 
@@ -505,10 +506,21 @@ def test_resumed_with_other_data(tmp_path, shards):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_with_a_non_finite_gradient_changes_nothing(tmp_path, optimizer):
+@pytest.mark.parametrize("layout", ["one", "ddp", "fsdp", "pp"])
+def test_a_step_with_a_non_finite_gradient_changes_nothing(tmp_path, optimizer, layout):
     """The third one. The next step changes all weights and moments."""
     flags = [*TINY, "--optimizer", optimizer, "--max_steps", 4, "--save_every", 1, "--keep", 0]
-    program("gradient", *flags, "--log_dir", "run", cwd=tmp_path, program="tests/faulty.py")
+    large = dict(fsdp=FSDP, pp=PP).get(layout, [])
+    program(
+        *(["sharded gradient"] if large else ["gradient"]),
+        *flags,
+        *large,
+        "--log_dir",
+        "run",
+        cwd=tmp_path,
+        program="tests/faulty.py",
+        processes=1 if layout == "one" else 2,
+    )
     states = []
     for step in (2, 3, 4):
         saved = checkpoint(tmp_path / "run", step)
@@ -529,6 +541,80 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     )
     assert err.startswith("error: no finite gradient in 10 consecutive steps; use --resume")
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
+
+
+# Row: data become unreadable during a run | all processes save the last step; then the run ends
+# with an error message; with readable data, the run resumes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "ddp", "fsdp"])
+def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
+    """Only the last process reads it, for step 5. The check at the start reads only the ends."""
+    flags = [
+        *TINY,
+        "--data",
+        "shards",
+        "--tokenizer",
+        "bytes",
+        "--log_dir",
+        "run",
+        "--save_every",
+        0,
+        "--val_every",
+        0,
+    ]
+    large = FSDP if layout == "fsdp" else []
+    options = dict(cwd=tmp_path, processes=1 if layout == "one" else 2)
+    (tmp_path / "shards").mkdir()
+    ids = np.random.default_rng(0).integers(0, 256, 400_000).astype(np.uint16)
+    np.save(tmp_path / "shards/a_val_000000.npy", ids[:5000])
+    good = tmp_path / "good.npy"
+    np.save(good, ids)
+    n = (len(ids) - 1) // 32
+    middle = range(80_000, 320_000)
+    last_of_step_5 = [permute(position, n, 1337, 0) * 32 for position in range(5 * 16 + 8, 6 * 16)]
+    ids[next(start for start in last_of_step_5 if start in middle) + 3] = 999
+    np.save(tmp_path / "shards/a_train_000001.npy", ids)
+    out, err = program(*flags, *large, **options, status=2)
+    assert err.startswith("error: --data shards, train split: id 999 is outside the vocabulary; ")
+    assert "step 5 is saved; --resume continues" in out
+    assert names(tmp_path / "run", "*.pt") == ["model_000005.pt"]
+    good.rename(tmp_path / "shards/a_train_000001.npy")
+    out, _ = program(*flags, *large, "--resume", **options)
+    assert "resumed from step 5" in out
+
+
+@pytest.mark.slow
+def test_shards_that_vanish(tmp_path):
+    """While two processes train. A process keeps 48 shards open, which it can still read."""
+    (tmp_path / "shards").mkdir()
+    ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
+    for name in ("val_000000", *(f"train_{i:06}" for i in range(1, 100))):
+        np.save(tmp_path / f"shards/a_{name}.npy", ids)
+    flags = [
+        *TINY,
+        "--data",
+        "shards",
+        "--tokenizer",
+        "bytes",
+        "--log_dir",
+        "run",
+        "--save_every",
+        0,
+    ]
+    running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
+    wait_for(running[0], "step     2/")
+    (tmp_path / "shards").rename(tmp_path / "elsewhere")
+    outputs = [process.communicate(timeout=60) for process in running]
+    assert [process.returncode for process in running] == [2, 2]
+    (saved,) = names(tmp_path / "run", "*.pt")
+    for _, err in outputs:
+        assert re.match(r"error: shards/a_train_0000\d\d.npy: cannot be read \(", err), err
+    (tmp_path / "elsewhere").rename(tmp_path / "shards")
+    step = int(saved[6:12])
+    out, _ = program(*flags, "--resume", "--max_steps", step + 1, cwd=tmp_path, processes=2)
+    assert f"resumed from step {step}" in out
 
 
 # Row: an input file of `fineweb.py` has changed, but its name and size are the same | error

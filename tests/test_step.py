@@ -28,8 +28,10 @@ from conftest import (
     write_lines,
 )
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 import train_gpt2
+from model import GPT
 from train_gpt2 import (
     TrainConfig,
     Training,
@@ -134,10 +136,74 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
 
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    step_of = train_gpt2.take_step
+    monkeypatch.setattr(train_gpt2, "take_step", counted("step", step_of))
     for _ in range(2):
         calls.clear()
-        metrics = train_step(training, [(x, x, torch.ones(()))] * 3, 1.0, process)
-        assert calls == ["tolist"] and all(map(math.isfinite, metrics.values()))
+        metrics = train_step(training, [(x, x)] * 3, 1.0, process)
+        # All optimizers have their work before Python waits.
+        assert calls == [*["step"] * len(training.optimizers), "tolist"]
+        assert all(map(math.isfinite, metrics.values()))
+
+
+class Counting(torch.optim.AdamW):
+    """A subclass whose step does more than the one of PyTorch, which knows found_inf."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.mul_(0.99)
+
+
+OWN_OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, 0.9),
+    "fused SGD": lambda p: torch.optim.SGD(p, 0.1, 0.9, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, 0.1),
+    "subclass": lambda p: Counting(p, 0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["adamw", "muon", *OWN_OPTIMIZERS])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, value):
+    """Weights, moments and step counts. test_reliability.py tests several processes."""
+    if make := OWN_OPTIMIZERS.get(name):
+        monkeypatch.setattr(
+            GPT, "configure_optimizers", lambda self, *_: [make([*self.parameters()])]
+        )
+    process = Process(0, 1, CPU, dtype)
+    optimizer = name if name in ("adamw", "muon") else "adamw"
+    training = Training(MODEL, TrainConfig(optimizer=optimizer), process)
+    x = torch.randint(256, (2, 16))
+    clip = training.clip
+
+    def spoiled(max_norm):
+        training.raw_model.transformer.h[0].ln_1.bias.grad[3] = value
+        return clip(max_norm)
+
+    def state():
+        return [t.clone() if torch.is_tensor(t) else t for t in tree_leaves(training.state_dict())]
+
+    train_step(training, [(x, x)] * 2, 1.0, process)
+    before = state()
+    monkeypatch.setattr(training, "clip", spoiled)
+    metrics = train_step(training, [(x, x)] * 2, 1.0, process)
+    assert not math.isfinite(metrics["norm"])
+    after = state()
+    differ = [
+        a
+        for a, b in zip(before, after, strict=True)
+        if not (torch.equal(a, b) if torch.is_tensor(a) else a == b)
+    ]
+    # Only float16's scaler has changed: the number of steps since its last change.
+    assert len(differ) <= (dtype == torch.float16)
+    monkeypatch.setattr(training, "clip", clip)
+    train_step(training, [(x, x)] * 2, 1.0, process)
+    assert not torch.equal(before[0], state()[0])
 
 
 # Muon

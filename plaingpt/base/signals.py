@@ -1,4 +1,4 @@
-"""Signals that stop a program: the program saves a checkpoint and ends, or it ends at once."""
+"""What stops a program: it saves a checkpoint and ends, or a signal ends it at once."""
 
 import contextlib
 import math
@@ -13,16 +13,35 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Stores whether a run should stop, because of a signal or because of its time limit."""
+    """Stores whether a run should save a checkpoint and stop.
+
+    The reasons are a signal, the time limit, and an error of this process in reading data. The run
+    must then save the last step, on all processes, before one of them shows the error.
+
+    next_batch: the Future of the batch that a thread reads, or None.
+    """
 
     def __init__(self):
         self.has_signal = False
         self.deadline = math.inf
+        self.error = None
+        self.next_batch = None
 
     @property
     def requested(self):
-        """Whether the run should end after this step."""
-        return self.has_signal or time.monotonic() > self.deadline
+        """Whether the run should end after this step. Waits until the next batch is read."""
+        with self.reading():
+            if self.next_batch is not None:
+                self.next_batch.result()
+        return self.has_signal or self.error is not None or time.monotonic() > self.deadline
+
+    @contextlib.contextmanager
+    def reading(self):
+        """Context manager: stores an error, instead of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
 
     @contextlib.contextmanager
     def listening(self, max_minutes=None):

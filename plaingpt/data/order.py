@@ -5,7 +5,7 @@ the sequence in this data set.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import torch
 
@@ -84,19 +84,38 @@ def hash_numbers(*numbers):
     return x
 
 
-def prefetch(batches, device):
+def prefetch(batches, process):
     """Yields the batches. While the caller uses a batch, a background thread reads the next batch.
 
-    On MPS, there is no background thread.
+    process.stop knows the next batch: if it cannot be read, the run stops before it needs the
+    batch. On MPS, there is no background thread.
     """
-    if device.type == "mps":
-        # Two threads that use MPS may crash the process (pytorch/pytorch#197805).
-        yield from batches
-        return
-    with ThreadPoolExecutor(1) as thread:
-        if device.type == "cuda":  # otherwise, the thread would also use memory of GPU 0
-            thread.submit(torch.cuda.set_device, device)
-        future = thread.submit(next, batches, None)
-        while (batch := future.result()) is not None:
-            future = thread.submit(next, batches, None)
-            yield batch
+    device = process.device
+    # Two threads that use MPS may crash the process (pytorch/pytorch#197805).
+    thread = MainThread() if device.type == "mps" else ThreadPoolExecutor(1)
+
+    def read_next():
+        process.stop.next_batch = thread.submit(next, batches, None)
+
+    def generate():
+        with thread:
+            while (batch := process.stop.next_batch.result()) is not None:
+                read_next()
+                yield batch
+
+    if device.type == "cuda":  # otherwise, the thread would also use memory of GPU 0
+        thread.submit(torch.cuda.set_device, device)
+    read_next()
+    return generate()
+
+
+class MainThread(Executor):
+    """An executor without a thread."""
+
+    def submit(self, function, *args):
+        future = Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future

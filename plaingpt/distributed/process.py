@@ -10,6 +10,7 @@ from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.signals import Stopped, StopRequest
 from plaingpt.base.source import hash_of_program
+from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import (
     choose_dtype,
     find_device,
@@ -73,12 +74,31 @@ class Process:
         return tensor
 
     def check_stop(self):
-        """Raises Stopped on all processes if one process has received a signal.
+        """Raises Stopped on all processes if one has received a signal or cannot read its data.
 
         All processes call this method before each batch of validation, benchmarks and sampling.
         """
-        if self.sum(torch.tensor(float(self.stop.has_signal))).item() > 0:
+        if self.any(self.stop.has_signal or self.stop.error is not None):
             raise Stopped
+
+    def any(self, flag):
+        """Returns whether a flag is True on at least one process."""
+        return self.sum(torch.tensor(float(flag))).item() > 0
+
+    def raise_error(self, step):
+        """Raises, on all processes, the error of a process that cannot read its data, if any.
+
+        step: the step that the run has saved, or 0.
+        """
+        errors = [self.stop.error]
+        if dist.is_initialized():
+            errors = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, self.stop.error)
+        for error in (self.stop.error, *errors):  # its own error has a traceback
+            if error is not None:
+                if step > 0:
+                    print0(f"step {step} is saved; --resume continues")
+                raise error
 
     def barrier(self):
         """Waits for all processes."""
@@ -160,13 +180,13 @@ def check_equal(value, message):
             raise UserError(message)
 
 
-def add_metrics(metrics, loss, more, weight, n_micro):
+def add_metrics(metrics, loss, more, share):
     """Adds the loss and the metrics of a micro-batch to the means of its step.
 
     metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
-    GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the
-    micro-batch. n_micro: the number of micro-batches per step.
+    GPT.forward returns, or [] if GPT.forward returns only two values. share: the factor of the
+    micro-batch, from Training.target_shares.
     """
     extra = more[0] if more else {}
     for name, value in dict(train=loss, **extra).items():
-        metrics[name] = metrics.get(name, 0.0) + value.detach() * weight / n_micro
+        metrics[name] = metrics.get(name, 0.0) + value.detach() * share

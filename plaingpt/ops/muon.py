@@ -31,6 +31,10 @@ class Muon(torch.optim.Optimizer):
     momentum of all matrices, so a checkpoint does not depend on the number of processes.
     """
 
+    # step reads the attribute found_inf, like the fused optimizers of PyTorch: if it is 1.0, the
+    # step changes nothing.
+    _step_supports_amp_scaling = True
+
     def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_stacked=1):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, n_stacked=n_stacked)
         super().__init__(params, defaults)
@@ -55,11 +59,13 @@ class Muon(torch.optim.Optimizer):
         members: [(p, group)].
         """
         parameters = [p for p, _ in members]
-        gradients = [p.grad for p in parameters]
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+        skip = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device)) > 0
+        # If the gradient is the buffer, the next lerp does not change the buffer.
+        gradients = [torch.where(skip, buffer, p.grad) for p, buffer in zip(parameters, buffers)]
         momentum = members[0][1]["momentum"]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         matrices = []  # (n_stacked, rows, columns) of each parameter
@@ -69,12 +75,12 @@ class Muon(torch.optim.Optimizer):
                 update = update.bfloat16()
             matrices.append(self.to_matrices(update, group["n_stacked"]))
         stack = self.orthogonalize(torch.cat(matrices))  # (n, rows, columns)
-        decays = [1 - group["lr"] * group["weight_decay"] for _, group in members]
-        torch._foreach_mul_(parameters, decays)
+        stack = stack.where(~skip, 0)
         for (p, group), part in zip(members, stack.split([len(each) for each in matrices])):
             # The mean square of an orthogonal matrix is 1 / its longer side, so the root mean
             # square of this update is 0.2 lr, about as large as that of AdamW's updates.
             alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
+            p.mul_(torch.where(skip, 1, 1 - group["lr"] * group["weight_decay"]))
             p.add_(self.from_matrices(part, p), alpha=alpha)
 
     def to_matrices(self, x, n_stacked):
