@@ -184,13 +184,14 @@ def make_subject(name, given):
     process = training_class.setup(config)
     T = gpt_config.block_size
     largest_B = bench.batch_size or (64 if process.device.type == "cuda" else 4)
-    if bench.large:  # each process has one micro-batch per pipeline stage
-        largest_B = config.batch_size * config.min_micro_batches
+    if bench.large:
+        largest_B = config.batch_size  # of the preset, unless the user has given --batch_size
     config = replace(
         config,
         compile=choose_compile(config.compile, process.device),
-        batch_size=largest_B // config.min_micro_batches,
-        total_batch_size=largest_B * T * process.world_size,
+        batch_size=largest_B,
+        # With --pp, each process has one micro-batch per pipeline stage.
+        total_batch_size=largest_B * config.min_micro_batches * T * process.world_size,
         optimizer=config.optimizer if name == OURS else "adamw",
     )
     plan = plan_steps(config, T, math.inf, process.world_size)
@@ -198,7 +199,7 @@ def make_subject(name, given):
         training = training_class(gpt_config, config, process)
     else:
         training = PeerTraining(name, gpt_config, config, process)
-    B = largest_B
+    B = largest_B * config.min_micro_batches
     # With --peer, all models use the same batch size. train_large.py does not search for one.
     if not (bench.batch_size or bench.peer or bench.large):
         B, plan = training.fit_batch_size(T, plan)

@@ -17,11 +17,11 @@ Three methods split the model over the processes. FSDP is always on:
           arXiv:2104.04473, section 2.2). FSDP then all-gathers all blocks of a
           process once per step.
 
---tp and --pp can be combined. The N processes of --tp, and those of --pp, read
-the same sequences. FSDP shards over the processes that read different
-sequences: with 8 processes and --tp 2, over 4.
+--tp and --pp can be combined. The N processes of --tp read the same
+sequences, and so do the N processes of --pp. FSDP shards over the processes
+that read different sequences: with 8 processes and --tp 2, over 4.
 
-All other flags are those of train_gpt2.py. The order of the data, the losses
+All other flags work as in train_gpt2.py. The order of the data, the losses
 (except for rounding) and the checkpoints are the same, too: each of the two
 programs can resume a run of the other.
 """

@@ -4,13 +4,11 @@ Checks that splitting replaces no method or attribute of the model. FSDP wraps h
 register_fsdp_forward_method.
 """
 
-import sys
-
 from plaingpt.base.errors import run_program
 from plaingpt.large import split
 
-import train_gpt2
-import train_large
+from either import choose_main
+
 from model import GPT
 
 cut_model = split.cut_model
@@ -40,8 +38,4 @@ def checked_split(model, *args):
 
 GPT.forward = forward
 split.cut_model = checked_split
-main = train_gpt2.main
-if "--large" in sys.argv:
-    sys.argv.remove("--large")
-    main = train_large.main
-run_program(main)
+run_program(choose_main())

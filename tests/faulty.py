@@ -10,13 +10,12 @@ import sys
 
 from plaingpt.base.errors import run_program
 
+from either import choose_main
+
 import train_gpt2
 import train_large
 
-main = train_gpt2.main
-if "--large" in sys.argv:
-    sys.argv.remove("--large")
-    main = train_large.main
+main = choose_main()
 MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
     "start": (train_gpt2.Training, "build", 1),
     "step": (train_gpt2.GPT, "forward", 6),  # a step of TINY has two micro-batches

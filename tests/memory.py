@@ -7,7 +7,6 @@ are above what the process had before.
 """
 
 import re
-import sys
 from pathlib import Path
 
 from plaingpt.base.errors import run_program
@@ -16,9 +15,9 @@ from plaingpt.weights.saver import Saver
 # These imports come before memory is measured.
 import torch._dynamo  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
+from either import choose_main
 
 import train_gpt2
-import train_large
 from train_gpt2 import Training
 
 make_training, numbers = Training.__init__, {}
@@ -44,10 +43,6 @@ def measured_configure_optimizers(*args):
 Training.__init__ = measured_make_training
 train_gpt2.GPT.configure_optimizers = measured_configure_optimizers
 Saver.write = lambda *args, **more: None  # saves time
-main = train_gpt2.main
-if "--large" in sys.argv:
-    sys.argv.remove("--large")
-    main = train_large.main
-run_program(main)
+run_program(choose_main())
 taken = [most - numbers["before"] for most in (numbers["start"], memory("VmHWM"))]
 print("MEMORY", *(size / numbers["parameters"] for size in taken))

@@ -51,6 +51,7 @@ from conftest import (
 
 from model import GPT
 
+FROM_SHARDS = "--data shards --tokenizer bytes --log_dir run --save_every 0".split()
 LONG = ["--max_steps", 100_000, "--val_every", 0]  # runs until the test stops it
 
 
@@ -551,19 +552,7 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
 @pytest.mark.parametrize("layout", ["one", "ddp", "fsdp"])
 def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
     """Only the last process reads it, for step 5. The check at the start reads only the ends."""
-    flags = [
-        *TINY,
-        "--data",
-        "shards",
-        "--tokenizer",
-        "bytes",
-        "--log_dir",
-        "run",
-        "--save_every",
-        0,
-        "--val_every",
-        0,
-    ]
+    flags = [*TINY, *FROM_SHARDS, "--val_every", 0]
     large = FSDP if layout == "fsdp" else []
     options = dict(cwd=tmp_path, processes=1 if layout == "one" else 2)
     (tmp_path / "shards").mkdir()
@@ -592,17 +581,7 @@ def test_shards_that_vanish(tmp_path):
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     for name in ("val_000000", *(f"train_{i:06}" for i in range(1, 100))):
         np.save(tmp_path / f"shards/a_{name}.npy", ids)
-    flags = [
-        *TINY,
-        "--data",
-        "shards",
-        "--tokenizer",
-        "bytes",
-        "--log_dir",
-        "run",
-        "--save_every",
-        0,
-    ]
+    flags = [*TINY, *FROM_SHARDS]
     running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
     wait_for(running[0], "step     2/")
     (tmp_path / "shards").rename(tmp_path / "elsewhere")

@@ -11,16 +11,12 @@ class ShardedMuon(Muon):
 
     def to_matrices(self, x, n_stacked):
         n_parts = count_parts(x)
-        x = x.full_tensor()
-        if n_stacked > 1:
-            x = reorder_rows(x, n_stacked, n_parts, back=True)
+        x = reorder_rows(x.full_tensor(), n_stacked, n_parts, back=True)
         return super().to_matrices(x, n_stacked)
 
     def from_matrices(self, x, p):
         n_stacked = len(x)
-        x = super().from_matrices(x, p)
-        if n_stacked > 1:
-            x = reorder_rows(x, n_stacked, count_parts(p))
+        x = reorder_rows(super().from_matrices(x, p), n_stacked, count_parts(p))
         return distribute_tensor(x.contiguous(), p.device_mesh, p.placements, src_data_rank=None)
 
     def orthogonalize(self, stack):

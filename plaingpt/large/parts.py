@@ -23,9 +23,9 @@ def fill_split_model(part, meta_gpt, weights, seed, device):
     process draws the random numbers of all layers and keeps its own part. Therefore, the
     initialization depends only on the seed, not on the split.
 
-    part: the GPT of this process, on the meta device. meta_gpt: from make_whole_gpt. weights: a
-    state dict, or None for GPT-2's initialization. Raises UserError if the device has too little
-    memory.
+    part: the GPT of this process, on the meta device. meta_gpt: from make_whole_gpt; if weights are
+    given, any GPT of the same class and config. weights: a state dict, or None for GPT-2's
+    initialization. Raises UserError if the device has too little memory.
     """
 
     @functools.cache

@@ -102,7 +102,7 @@ def reorder_rows(x, n_stacked, n_parts, back=False):
     Each part contains the same whole heads of every matrix. x: (n_stacked * rows, ...). back:
     whether to restore the original order.
     """
-    if n_parts == 1:
+    if n_stacked == 1 or n_parts == 1:
         return x
     shape = (n_parts, n_stacked, -1) if back else (n_stacked, n_parts, -1)
     return x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
