@@ -33,24 +33,24 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from plaingpt.base.errors import UserError, require, run_program
-from plaingpt.base.flags import flag, parse_flags, pick, types_of
+from plaingpt.base.flags import flag, parse_flags, pick
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.terminal import print0
-from plaingpt.distributed.batch_size import plan_steps
+from plaingpt.batch_size import check_step_size
 from plaingpt.distributed.device import choose_compile, peak_flops
 from plaingpt.distributed.memory import batch_size_advice
 from plaingpt.distributed.process import Process
-from plaingpt.run.config import PRESETS
+from plaingpt.settings import PRESETS
 from plaingpt.weights.checkpoint import make_whole_gpt
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, Training, train_step
+from train_gpt2 import TrainConfig, Training, step_size, train_step
 
 OURS = "plaingpt"  # the label of our own row, with --peer
 ROUNDS = 3
@@ -89,7 +89,7 @@ def shared_config():
     """Builds a dataclass from the fields of GPTConfig and TrainConfig whose names are in SHARED."""
     shared = []
     for config in (GPTConfig, TrainConfig):
-        types = types_of(config)
+        types = get_type_hints(config)
         for each in fields(config):
             if each.name in SHARED:
                 copy = field(default=each.default, metadata=each.metadata)
@@ -194,7 +194,7 @@ def make_subject(name, given):
         total_batch_size=largest_B * config.min_micro_batches * T * process.world_size,
         optimizer=config.optimizer if name == OURS else "adamw",
     )
-    plan = plan_steps(config, T, math.inf, process.world_size)
+    check_step_size(config, T, math.inf, process, is_B_given=True)
     if name == OURS:
         training = training_class(gpt_config, config, process)
     else:
@@ -202,9 +202,10 @@ def make_subject(name, given):
     B = largest_B * config.min_micro_batches
     # With --peer, all models use the same batch size. train_large.py does not search for one.
     if not (bench.batch_size or bench.peer or bench.large):
-        B, plan = training.fit_batch_size(T, plan)
+        B = training.fit_batch_size(T)
+        config = replace(config, batch_size=B)
     # All micro-batches have the same size. With --pp, a step contains several of them.
-    _, micro_B = plan[0]
+    _, micro_B = step_size(0, config, T, process)
     torch.manual_seed(process.rank)
     with batch_size_advice(B):
         x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each

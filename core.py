@@ -54,7 +54,7 @@ COLUMNS = ("query", "choices", "context_options", "context", "continuation", "go
 @dataclass
 class Options:
     bundle: str | None = flag(None, "bundle directory or .jsonl file [current directory]")
-    tasks: str | None = flag(None, "names of tasks, separated by commas [all]")
+    tasks: list[str] | None = flag(None, "names of tasks, also separated by commas [all]")
     max_per_task: int | None = flag(None, "maximum number of items per task [all]", at_least=1)
     num_fewshot: int | None = flag(
         None, "number of solved examples per prompt [from the bundle; .jsonl file: 0]", at_least=0
@@ -114,7 +114,7 @@ def find_tasks(path, names):
     if not names:
         return list(tasks.values())
     chosen = []
-    for name in dict.fromkeys(map(str.strip, names.split(","))):  # removes duplicates
+    for name in dict.fromkeys(map(str.strip, ",".join(names).split(","))):  # removes duplicates
         if name not in tasks:
             raise UserError(f"--tasks {name}: must be one of {', '.join(tasks)}")
         chosen.append(tasks[name])

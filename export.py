@@ -18,7 +18,7 @@ from plaingpt.base.files import read_facts, read_json, writing
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.weights.checkpoint import find_newest_model
-from plaingpt.weights.pretrained import save_gpt2
+from plaingpt.weights.pretrained import load_model, save_gpt2
 
 import torch
 
@@ -110,7 +110,7 @@ def main(argv=None):
     source = find_newest_model(config.checkpoint)
     output = Path(config.output)
     check_directory(output, source)
-    model, tokenizer = GPT.load(source)
+    model, tokenizer = load_model(source, GPT)
     card = make_card(source, model, tokenizer, config)
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import setup
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.weights.checkpoint import find_newest_model, list_model_files
+from plaingpt.weights.pretrained import load_model
 
 import torch
 
@@ -36,7 +37,7 @@ class GenerateConfig:
     model: str | None = flag(
         None, "instead of --checkpoint: name or directory of a Hugging Face GPT-2", either=True
     )
-    prompt: str | None = flag(None, "prompt: text to continue [empty]", empty=True)
+    prompt: str | None = flag(None, "prompt: text to continue [empty]", empty=True, path=False)
     prompts: str | None = flag(
         None, "instead of --prompt: text file with one prompt per line", either=True
     )
@@ -160,7 +161,7 @@ def main(argv=None):
     name = config.model or find_newest_model(config.checkpoint)
     check_output("--json", config.json, [config.prompts, *list_model_files(name)])
     process = setup(config.device, config.dtype)
-    model, tokenizer = GPT.load(name)
+    model, tokenizer = load_model(name, GPT)
     model.to(process.device, process.dtype).eval()
     if process.device.type == "cpu" and process.dtype == torch.float32:
         # A CPU multiplies a tall matrix by a vector faster if the matrix is in column-major order.

@@ -49,6 +49,7 @@ from plaingpt.weights.checkpoint import (
     list_model_files,
     step_of,
 )
+from plaingpt.weights.pretrained import load_model
 
 import torch
 
@@ -77,7 +78,7 @@ class Run:
 
     name: str
     checkpoints: (
-        dict  # {name of the snapshot, such as "step 300": argument of GPT.load}, oldest first
+        dict  # {name of the snapshot, such as "step 300": argument of load_model}, oldest first
     )
     directory: Path | None  # the run directory; None for a GPT-2 from Hugging Face
     GPT: type = GPT  # the class of the run's model
@@ -249,7 +250,7 @@ def load(run, snapshot, process):
 
     snapshot: the name of the snapshot, or None, as in find_own_snapshot.
     """
-    model, tokenizer = run.GPT.load(str(run.checkpoints[find_own_snapshot(run, snapshot)]))
+    model, tokenizer = load_model(str(run.checkpoints[find_own_snapshot(run, snapshot)]), run.GPT)
     return model.to(process.device).eval(), tokenizer
 
 

@@ -16,13 +16,10 @@ Block (03, 04), several heads and several blocks (05, 06), and a GPT without opt
 import math
 from dataclasses import dataclass
 
-from plaingpt.base.errors import UserError
 from plaingpt.base.flags import flag
-from plaingpt.ops.loss import ChunkedCrossEntropy
+from plaingpt.ops.loss import ChunkedCrossEntropy, matmul_dtype
 from plaingpt.ops.muon import Muon
-from plaingpt.ops.precision import stream_dtype
 from plaingpt.ops.sampling import generate_tokens
-from plaingpt.weights.pretrained import load_model
 
 import torch
 import torch.nn as nn
@@ -193,8 +190,8 @@ class GPT(nn.Module):
             pos = torch.arange(start, start + T, device=idx.device)[None]  # (1, T)
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)
-        # On CUDA, a bfloat16 residual stream is faster. LayerNorm still computes in float32.
-        x = x.to(stream_dtype(x))
+        if x.is_cuda and matmul_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # a faster residual stream; LayerNorm still computes in float32
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
                 # checkpoint saves memory: it stores only the block's input, and the backward pass
@@ -252,15 +249,6 @@ class GPT(nn.Module):
         """
         return torch.cat([idx, *generate_tokens(self, idx, max_new_tokens, **options)], dim=1)
 
-    @classmethod
-    def load(cls, place):
-        """Loads a trained model onto the CPU -> (GPT, Tokenizer). Raises UserError.
-
-        place: a checkpoint of plainGPT, nanoGPT or build-nanogpt; a run directory, whose newest
-        checkpoint is loaded; or the name or the directory of a Hugging Face GPT-2.
-        """
-        return load_model(place, cls)
-
     def configure_optimizers(
         self, weight_decay, learning_rate, optimizer="adamw", muon_lr=None, muon_class=Muon
     ):
@@ -287,8 +275,8 @@ class GPT(nn.Module):
                 matrices.append(p)
             elif name.endswith(".c_attn.weight"):
                 if len(p) != 3 * p.size(1):
-                    raise UserError(
-                        f"model.py: {name} has {len(p)} rows instead of {p.size(1)} rows each for "
+                    raise ValueError(
+                        f"{name} has {len(p)} rows instead of {p.size(1)} rows each for "
                         "query, key and value; for --optimizer muon, write three separate layers"
                     )
                 qkv.append(p)

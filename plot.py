@@ -29,7 +29,7 @@ from plaingpt.base.files import check_output, read_facts, read_json, read_stream
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0
 from plaingpt.lab.verdict import welch
-from plaingpt.run.config import RunConfig
+from plaingpt.settings import CHANGE_NO_LOSS
 from plaingpt.weights.checkpoint import list_model_files
 
 import numpy as np
@@ -79,7 +79,7 @@ def group_runs(runs):
 
     A run is (streams, facts), as read_run returns it.
     """
-    ignored = {"seed", *RunConfig.__dataclass_fields__}  # settings that may differ within a group
+    ignored = {"seed", *CHANGE_NO_LOSS}  # settings that may differ within a group
     groups = {}  # {(stem of the names, settings): {directory: run}}
     for directory, (streams, facts) in runs.items():
         settings = {}

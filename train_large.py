@@ -21,7 +21,8 @@ Three methods split the model over the processes. FSDP is always on:
 sequences, and so do the N processes of --pp. FSDP shards over the processes
 that read different sequences: with 8 processes and --tp 2, over 4.
 
-All other flags work as in train_gpt2.py. The order of the data, the losses
+All other flags work as in train_gpt2.py, whose --help also describes the
+presets and the files that a run writes. The order of the data, the losses
 (except for rounding) and the checkpoints are the same, too: each of the two
 programs can resume a run of the other.
 """
@@ -34,6 +35,7 @@ from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.flags import flag, parse_flags, pick
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.terminal import print0
+from plaingpt.check_loss import check_loss
 from plaingpt.data.order import hash_numbers
 from plaingpt.distributed.memory import keep_freed_memory
 from plaingpt.distributed.process import check_equal
@@ -42,8 +44,6 @@ from plaingpt.large.check import make_small_gpt
 from plaingpt.large.muon import ShardedMuon
 from plaingpt.large.process import SplitProcess
 from plaingpt.large.split import split_model
-from plaingpt.run.config import GROUPS, HELP
-from plaingpt.run.evals import check_loss
 from plaingpt.weights.checkpoint import make_whole_gpt
 
 import torch
@@ -66,14 +66,9 @@ class LargeConfig(TrainConfig):
     def min_micro_batches(self):
         return self.pp  # PyTorch's 1F1B schedule needs at least one micro-batch per stage
 
-    def settings_of_losses(self):
-        settings = super().settings_of_losses()
-        return {name: value for name, value in settings.items() if name not in ("tp", "pp")}
-
 
 def main(argv=None):
-    groups = dict(GROUPS, tp="tensor and pipeline parallelism")
-    flags = parse_flags(__doc__ + HELP, GPTConfig, LargeConfig, argv=argv, groups=groups)
+    flags = parse_flags(__doc__, GPTConfig, LargeConfig, argv=argv)
     training_class = choose_training(pick(LargeConfig, flags))
     return train_gpt2.main(argv, training_class, LargeConfig)  # parses the flags once more
 
@@ -131,12 +126,12 @@ class ShardedTraining(Training):
     def wrap(self):
         return self.raw_model, self.raw_model.hidden  # split_model has compiled each block
 
-    def fit_batch_size(self, T, plan):
-        """Returns batch_size and the same plan, without a search.
+    def fit_batch_size(self, T):
+        """Returns batch_size, without a search.
 
         If one process ran out of memory, the other processes would wait for it.
         """
-        return self.config.batch_size, plan
+        return self.config.batch_size
 
     def sync_gradients(self, is_on):
         self.raw_model.set_requires_gradient_sync(is_on)  # a method of FSDP

@@ -18,6 +18,8 @@ from plaingpt.base.files import read_facts, replacing, write_json
 from plaingpt.base.flags import pick
 from plaingpt.base.source import hash_of_program
 from plaingpt.data.data_sets import Data, Sources
+from plaingpt.settings import CHANGE_NO_LOSS
+from plaingpt.weights.pretrained import load_model
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ from model import GPT, GPTConfig
 def main():
     validation, place = Path(sys.argv[1]), Path(sys.argv[-1])  # the last flag is --log_dir
     train_gpt2.main(sys.argv[2:])
-    other = sorted(train_gpt2.RunConfig.__dataclass_fields__.keys() - {"device"})
+    other = sorted(CHANGE_NO_LOSS - {"device"})
     write_json(place / "program.json", dict(hash=hash_of_program(), change_no_loss=other))
     facts = read_facts(place / "run.json")
     config = pick(train_gpt2.TrainConfig, facts["train_config"])
@@ -41,7 +43,7 @@ def main():
         torch.set_float32_matmul_precision("highest")
         device = "cpu" if config.device == "auto" else config.device
         sets = [(share, x.to(device), y.to(device)) for share, x, y in torch.load(validation)]
-        model = GPT.load(checkpoint)[0].to(device).requires_grad_(False).eval()
+        model = load_model(checkpoint, GPT)[0].to(device).requires_grad_(False).eval()
         later = effect_of_later_tokens(model, sets[0][1])
         loss = sum(share * mean_loss(model, x, y) for share, x, y in sets)
         loss = loss if math.isfinite(loss) else None
@@ -54,7 +56,7 @@ def read_validation(place, config, model_config):
     share: the weight of the data set in the loss. x, y: (n, T), int64.
     """
     sources = Sources(config.data, config.tokenizer, config.val_fraction)
-    data = Data(sources, GPT.load(place)[1], pick(GPTConfig, model_config))
+    data = Data(sources, load_model(place, GPT)[1], pick(GPTConfig, model_config))
     sets = []
     for share, tokens in zip(data.shares, data.val):
         loader = train_gpt2.make_val_loader(tokens, model_config["block_size"], config)

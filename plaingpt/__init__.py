@@ -5,7 +5,8 @@ distributed    processes, devices, memory
 data           documents, tokenizers, shards, data sets, their order
 weights        checkpoints, and weights of other programs
 scoring        benchmarks: examples, rows of tokens, scores
-run            a training run: settings, directory, log, benchmarks and samples
+               the files in no folder: settings, log, TensorBoard and W&B, batch sizes,
+               and the check of GPT.loss
 look           what a model does with a text, and the page that shows it
 lab            experiments, which compare two programs; no other folder imports lab
 large          models that are split over processes; no other folder imports large

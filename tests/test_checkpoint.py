@@ -12,9 +12,8 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.files import read_json, read_streams
 from plaingpt.data.shards import open_shard
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.checkpoint import load_checkpoint, load_newest
+from plaingpt.weights.checkpoint import load_checkpoint, load_newest, read_best_val
 from plaingpt.weights.pretrained import load_model, save_gpt2
-from plaingpt.weights.saver import read_best_val
 
 import numpy as np
 import pytest
@@ -67,7 +66,6 @@ def test_what_a_run_writes(tmp_path):
     adamw.load_state_dict(saved["optimizers"][0])
     values = [(name, key) for name, _ in model.named_parameters() for key in MOMENTS]
     assert optimizer_values(saved).keys() == {f"{name}.{key}" for name, key in values}
-    assert not {"batch_size", "rank", "world_size"} & {*saved["train_config"]}
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["model_config"]["n_embd"] == 32 and run["train_config"]["max_steps"] == 2
     assert run["versions"]["torch"] == torch.__version__ and run["dtype"] == "float32"
@@ -129,8 +127,7 @@ def test_keep_best_first_given_at_a_resume(tmp_path):
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
     flags = ["--data", "my.txt", "--log_dir", "run", "--val_every", 2]
     train(*flags, "--max_steps", 12, cwd=tmp_path)
-    out, _ = train(*flags, "--max_steps", 16, "--resume", "--keep_best", cwd=tmp_path)
-    assert "note: --keep_best compares only validation losses from step 12 on\n" in out
+    train(*flags, "--max_steps", 16, "--resume", "--keep_best", cwd=tmp_path)
     step = torch.load(tmp_path / "run/model_best.pt")["step"]
     losses = read_streams(tmp_path / "run/log.txt")["val"]
     assert min(losses.values()) < losses[step] == min(losses[i] for i in (12, 14, 16))

@@ -1,13 +1,11 @@
-"""What users of nanoGPT, build-nanogpt, llm.c and `datasets` bring: flags, tokens, checkpoints."""
+"""What users of nanoGPT, build-nanogpt, llm.c and `datasets` bring: tokens and checkpoints."""
 
 import dataclasses
 import sys
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.flags import OTHER_NAMES, parse_flags
 from plaingpt.data.data_sets import Sources, open_splits
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.scoring.program import EvalConfig
 from plaingpt.weights.checkpoint import load_newest
 from plaingpt.weights.pretrained import load_model
 
@@ -16,71 +14,9 @@ import pytest
 import torch
 from conftest import program, randomise, write_bin
 
-import train_gpt2
-from bench import BenchConfig
-from generate import GenerateConfig
 from model import GPT, GPTConfig
 
 SHAPE = dict(block_size=8, n_layer=2, n_head=2, n_embd=4)
-
-
-def test_flags_of_other_trainers():
-    """The README of nanoGPT: its flags in one command, each with its name here."""
-    flags = (
-        "config/train_gpt2.py --max_iters=2000 --lr_decay_iters=2000 --eval_interval=250 "
-        "--eval_iters=20 --beta2=0.9 --out_dir=out --gradient_accumulation_steps=4 "
-        "--warmup_iters=9 --val_max_steps=20 --learning_rate_decay_frac=0.1"
-    )
-    with pytest.raises(UserError) as error:
-        parse_flags("", GPTConfig, train_gpt2.TrainConfig, argv=[*flags.split(), "--seed", "1"])
-    for pair in (
-        "config/train_gpt2.py (settings are flags; ",
-        "--max_iters (use --max_steps)",
-        "--lr_decay_iters (use --max_steps)",
-        "--eval_interval (use --val_every)",
-        "--eval_iters (use --val_tokens)",
-        "--val_max_steps (use --val_tokens)",
-        "--out_dir (use --log_dir)",
-        "--beta2 (use code in model.py)",
-        "--warmup_iters (use --warmup_steps)",
-        "_decay_frac (use --min_lr)",
-        "accumulation_steps (use --total_batch_size)",
-    ):
-        assert pair in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "config, flags, message",
-    [
-        (
-            GenerateConfig,
-            "--start=hi --out_dir x --top_k 1",
-            "--start (use --prompt), --out_dir (use --checkpoint)",
-        ),
-        (
-            GenerateConfig,
-            "--log_dir=log/baby --init_from=gpt2-xl",
-            "--log_dir (use --checkpoint), --init_from (use --model)",
-        ),
-        (EvalConfig, "-m gpt2 -x 1", "-m (use --model), -x (no such flag)"),
-        (
-            BenchConfig,
-            "--max_iters=9 --model_type=gpt2",
-            "--max_iters (no such flag), --model_type (use --preset)",
-        ),
-    ],
-)
-def test_a_program_suggests_only_its_own_flags(config, flags, message):
-    with pytest.raises(UserError) as error:
-        parse_flags("", config, argv=flags.split())
-    assert str(error.value) == f"unknown flags: {message}; see --help"
-
-
-def test_the_table_of_flags_names_flags_that_exist():
-    configs = (GPTConfig, train_gpt2.TrainConfig, GenerateConfig)
-    ours = {field.name for config in configs for field in dataclasses.fields(config)}
-    others = {"code in model.py", "train_large.py"}
-    assert {name.lstrip("-") for name in OTHER_NAMES} - others <= ours
 
 
 def test_tokens_of_nanogpt_and_llm_c(tmp_path):

@@ -8,16 +8,16 @@ from unittest import mock
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.flags import parse_flags
+from plaingpt.batch_size import check_step_size
 from plaingpt.data.data_sets import Sources
-from plaingpt.distributed.batch_size import plan_steps
-from plaingpt.run.config import choose_preset, find_start, resolve
+from plaingpt.settings import choose_preset, find_start, resolve
 
 import pytest
 import torch
 from conftest import ALONE, ROOT, program, read_log, train
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, get_lr
+from train_gpt2 import TrainConfig, get_lr, step_size
 from train_large import LargeConfig
 
 
@@ -34,7 +34,7 @@ def configs(*flags):
 def resolved(*flags, saved=None, process=ALONE):
     """What `resolve` decides from these flags."""
     given = given_flags(*flags)
-    with mock.patch("plaingpt.run.config.load_newest", return_value=saved):
+    with mock.patch("plaingpt.settings.load_newest", return_value=saved):
         start = find_start(given | dict(resume=saved is not None), GPT)
     return resolve(given, start, process.device, GPTConfig, TrainConfig)
 
@@ -185,16 +185,6 @@ def test_flags_that_contradict_others(flags, message):
         config_of(*flags.split())
 
 
-def test_all_contradictions_are_reported_together():
-    with pytest.raises(UserError) as error:
-        config_of("--decay_steps", 9, "--n_head", 3, "--vocab_size", 1)
-    assert [part.split(":")[0] for part in str(error.value).split("; --")] == [
-        "--decay_steps",
-        "n_head 3",
-        "vocab_size 1",
-    ]
-
-
 def test_mps_recomputes_no_dropout():
     """PyTorch does not repeat the masks there."""
     process = replace(ALONE, device=torch.device("mps"))
@@ -282,10 +272,16 @@ def test_a_short_run_has_fewer_validations():
     assert found == {5: 1, 300: 30, 2700: 270, 19073: 500}  # ten, or each 500 steps
 
 
+def sizes_of_steps(config, n_steps, T=64, world_size=1):
+    """Returns (n, B) of the first steps."""
+    process = replace(ALONE, world_size=world_size)
+    return [step_size(step, config, T, process) for step in range(n_steps)]
+
+
 def test_a_ramp_has_two_micro_batch_sizes():
     """torch.compile compiles the step for each size, and fails after eight."""
     config = TrainConfig(rampup_steps=100, rampup_batch_size=2**15)
-    sizes = plan_steps(config, 1024, 10**7, 8)
+    sizes = sizes_of_steps(config, 200, 1024, 8)
     assert {B for _, B in sizes[:100]} == {4} and {B for _, B in sizes[100:]} == {64}
     assert all(n % (8 * B) == 0 for n, B in sizes)
 
@@ -304,7 +300,9 @@ def test_a_ramp_has_two_micro_batch_sizes():
 )
 def test_the_sizes_of_the_steps(settings, sizes):
     """In sequences of 64 tokens: (n, B). After the ramp, a step has 8 of them."""
-    assert plan_steps(LargeConfig(total_batch_size=512, **settings), 64, 10**6, 1) == sizes
+    config = LargeConfig(total_batch_size=512, **settings)
+    check_step_size(config, 64, 10**6, ALONE, is_B_given=True)
+    assert sizes_of_steps(config, len(sizes)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -312,9 +310,10 @@ def test_the_sizes_of_the_steps(settings, sizes):
 )
 def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
     config = TrainConfig(total_batch_size=64 * n, batch_size=batch_size)
-    assert plan_steps(config, 64, 10**6, 1, keeps_batch_size=False) == [(n, B)]
+    check_step_size(config, 64, 10**6, ALONE, is_B_given=False)
+    assert step_size(0, config, 64, ALONE) == (n, B)
     config = LargeConfig(total_batch_size=64 * n, batch_size=batch_size, pp=2)
-    assert plan_steps(config, 64, 10**6, 1, keeps_batch_size=False)[0][1] <= n // 2
+    assert step_size(0, config, 64, ALONE)[1] <= n // 2
 
 
 @pytest.mark.parametrize(
@@ -353,4 +352,5 @@ def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
 )
 def test_sizes_that_do_not_fit(settings, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        plan_steps(LargeConfig(**{"total_batch_size": 512, **settings}), 64, 10**6, 1)
+        config = LargeConfig(**{"total_batch_size": 512, **settings})
+        check_step_size(config, 64, 10**6, ALONE, is_B_given=True)

@@ -8,11 +8,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from plaingpt import batch_size
 from plaingpt.base.errors import UserError
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.signals import StopRequest
 from plaingpt.data.order import prefetch
-from plaingpt.distributed import batch_size
 from plaingpt.distributed.device import choose_compile, find_device
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import Process, setup
@@ -88,7 +88,7 @@ def small_gpu(monkeypatch):
     The search runs the model on the CPU. Test and search use both lists.
     """
     most, tried, forward = [4], [], GPT.forward
-    has_memory, fit = batch_size.has_memory, train_gpt2.fit_batch_size
+    has_memory, fit = batch_size.has_memory, train_gpt2.Training.fit_batch_size
 
     def limited(model, idx, targets=None):
         torch.rand(1)
@@ -97,40 +97,44 @@ def small_gpu(monkeypatch):
         return forward(model, idx, targets)
 
     monkeypatch.setattr(GPT, "forward", limited)
-    monkeypatch.setattr(
-        batch_size,
-        "has_memory",
-        lambda training, B, T, _: tried.append(B) or has_memory(training, B, T, ALONE),
-    )
-    monkeypatch.setattr(
-        train_gpt2,
-        "fit_batch_size",
-        lambda *args: fit(*args[:-1], replace(args[-1], device=torch.device("cuda"))),
-    )
+
+    def fit_on_a_gpu(training, T):
+        training.process = replace(ALONE, device=torch.device("cuda"))
+        return fit(training, T)
+
+    def has_memory_on_the_cpu(training, B, T):
+        tried.append(B)
+        training.process = ALONE
+        return has_memory(training, B, T)
+
+    monkeypatch.setattr(train_gpt2.Training, "fit_batch_size", fit_on_a_gpu)
+    monkeypatch.setattr(batch_size, "has_memory", has_memory_on_the_cpu)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     return most, tried
 
 
 @pytest.mark.parametrize(
-    "sizes, most, tried",
+    "n, B, first, most, tried",
     [
-        ([(64, 16)], 4, [16, 8, 4, 8, 4]),  # compiled code begins with one that eager code cannot
-        ([(45, 15)], 8, [15, 5, 15, 5]),  # 7 and 6 do not divide 45
-        ([(6, 6), (12, 6), (16, 16)], 3, [16, 8, 2, 8, 2]),  # 4 does not divide the ramp's 6
-        ([(2, 2)], 0, [2, 1, 1]),
+        # The search with compiled code begins with the last size that eager code cannot run.
+        (64, 16, 0, 4, [16, 8, 4, 8, 4]),
+        (45, 15, 0, 8, [15, 5, 15, 5]),  # 7 and 6 do not divide 45
+        (16, 16, 6, 3, [16, 8, 4, 2, 4, 2]),  # with a ramp-up, whose first step has 6 sequences
+        (2, 2, 0, 0, [2, 1, 1]),
     ],
 )
-def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, sizes, most, tried):
-    small_gpu[0][0], config = most, train_gpt2.TrainConfig()
+def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, n, B, first, most, tried):
+    small_gpu[0][0] = most
+    config = train_gpt2.TrainConfig(total_batch_size=32 * n, batch_size=B)
+    if first:
+        config = replace(config, rampup_steps=4, rampup_batch_size=32 * first)
     training, state = train_gpt2.Training(MODEL, config, ALONE), torch.get_rng_state()
-    args = training, replace(config, compile=True), 32, sizes, ALONE
+    training.config = replace(config, compile=True)
     if most:
-        B, fitting = train_gpt2.fit_batch_size(*args)
-        assert B == tried[-1]
-        assert fitting == [(n, min(B, planned)) for n, planned in sizes]
+        assert training.fit_batch_size(32) == tried[-1]
     else:
         with pytest.raises(UserError, match="^no sequence fits .* train_large.py on more GPUs$"):
-            train_gpt2.fit_batch_size(*args)
+            training.fit_batch_size(32)
     assert small_gpu[1] == tried and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in training.raw_model.parameters())
 
@@ -155,7 +159,7 @@ def test_the_search_leaves_the_buffers_as_they_are(monkeypatch):
     monkeypatch.setattr(train_gpt2, "GPT", Counting)
     training = train_gpt2.Training(MODEL, train_gpt2.TrainConfig(), ALONE)
     calls = training.raw_model.calls
-    assert batch_size.has_memory(training, 2, 32, ALONE)
+    assert batch_size.has_memory(training, 2, 32)
     assert training.raw_model.calls is calls and calls == 0
     assert len(training.raw_model.lengths) == 0 and training.raw_model.table is None
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import clean_text, get_tokenizer
 from plaingpt.distributed.process import Process
-from plaingpt.run.evals import import_benchmarks, load_evals, run_evals
 from plaingpt.scoring import program as scoring_program
 from plaingpt.scoring.benchmark import Example, accuracy, load_examples, perplexity
 from plaingpt.scoring.score import ROUND, make_rows, score
@@ -41,7 +40,7 @@ import lambada
 import storycloze
 import wikitext
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig
+from train_gpt2 import TrainConfig, load_evals, run_evals
 
 T = 48  # context of the tiny model; some rows below are longer
 
@@ -763,14 +762,17 @@ def own_benchmark():
     return names["BENCHMARK"]
 
 
-def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, capsys):
+def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "own.jsonl", PASSAGES)
     model = Parrot()
     tokenizer = get_tokenizer("bytes")
-    evals = load_evals([(own_benchmark(), path)], tokenizer, model.config)
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(BENCHMARK=own_benchmark()))
+    (tmp_path / "own.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TrainConfig(batch_size=4, evals=[f"own={path}"])
+    evals = load_evals(config, tokenizer, model.config)
     training = SimpleNamespace(raw_model=model, process=ALONE)
-    assert run_evals(evals, training, TrainConfig(batch_size=4), 5) == dict(mine=0.5)
-    assert "step 5 | mine 0.5000" in capsys.readouterr().out
+    assert run_evals(evals, training, config) == dict(mine=0.5)
 
 
 @pytest.mark.parametrize(
@@ -787,11 +789,12 @@ def test_names_of_evals(tmp_path, monkeypatch):
     (tmp_path / "l.jsonl").write_text('{"text": "The boat came home"}\n')
     tokenizer, gpt_config = get_tokenizer("bytes"), GPTConfig(1, 1, 8, 64, 256)
 
-    def load(evals):
-        config = TrainConfig(evals=evals, eval_every=1)
-        evals = load_evals(import_benchmarks(config), tokenizer, gpt_config)
-        return [found.name for found, *_ in evals]
+    def load(*evals):
+        config = TrainConfig(evals=[*evals], eval_every=1)
+        return [found.name for found, *_ in load_evals(config, tokenizer, gpt_config)]
 
     assert load(" lambada=l.jsonl, wikitext=l.jsonl,") == ["lambada", "wikitext"]
+    assert load("lambada=l.jsonl", "wikitext=l.jsonl") == ["lambada", "wikitext"]
+    assert load("") == []
     with pytest.raises(UserError, match="--evals math: no such benchmark; give a module, such as"):
         load("math")

@@ -568,7 +568,6 @@ def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeyp
             "--json no/v.json: cannot write there; give",
         ),
         (["no.patch"], "PATCH (No such file or directory); give a file"),
-        (["--seeds", "1"], "--seeds 1: must be at least 2"),
         (
             ["--flags", "--data 'a", "--", "--seed", "3"],
             "--flags --data 'a (No closing quotation);",

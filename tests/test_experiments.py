@@ -37,7 +37,7 @@ from train_gpt2 import DataLoaderLite
 # Changed lines.
 LIMITS = {
     "attention-gate": 7,
-    "document-mask": 19,  # with 1 in plaingpt/run/config.py
+    "document-mask": 19,  # with 1 in plaingpt/settings.py
     "dyt": 19,
     "grouped-query": 25,
     "inverse-sqrt": 8,

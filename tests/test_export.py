@@ -6,7 +6,7 @@ import shutil
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.pretrained import save_gpt2
+from plaingpt.weights.pretrained import load_model, save_gpt2
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_pipeline_equals_generate(exported):
     out, _ = program(json.dumps(PROMPTS), *KINDS, cwd=exported, program=exported / "use.py")
     found = json.loads(out)
     for kind in KINDS:
-        model, tokenizer = GPT.load(exported / kind)
+        model, tokenizer = load_model(exported / kind, GPT)
         for prompt, text in zip(PROMPTS, found[kind]):
             idx = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode(prompt)]])
             ids = model.eval().generate(idx, 12, temperature=0)[0, 1:].tolist()
@@ -86,7 +86,7 @@ def test_pipeline_equals_generate(exported):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizer_is_the_same(exported, kind):
     """On any Unicode and any ids, except for the name of end_of_text in a text."""
-    _, tokenizer = GPT.load(exported / kind)
+    _, tokenizer = load_model(exported / kind, GPT)
     auto = transformers.AutoTokenizer.from_pretrained(exported / f"{kind}-hf")
     end = tokenizer.decode([tokenizer.end_of_text])
 
@@ -109,8 +109,8 @@ def test_tokenizer_is_the_same(exported, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_programs_read_an_export(exported, kind):
     """The same tokenizer and the same weights."""
-    model, tokenizer = GPT.load(exported / kind)
-    again, same = GPT.load(exported / f"{kind}-hf")
+    model, tokenizer = load_model(exported / kind, GPT)
+    again, same = load_model(exported / f"{kind}-hf", GPT)
     assert same.name == tokenizer.name and same.end_of_text == tokenizer.end_of_text
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     flags = ["--prompt", "Ada ", "--temperature", 0, "--dtype", "float32", "--max_new_tokens", 5]
@@ -137,7 +137,7 @@ def test_bfloat16_model_card_and_a_second_export(exported):
         cwd=exported,
     )
     assert names(exported / "own-hf") == sorted([*FILES, "notes.txt"])
-    model, _ = GPT.load(exported / "own")
+    model, _ = load_model(exported / "own", GPT)
     hf = transformers.GPT2LMHeadModel.from_pretrained(exported / "own-hf")
     assert hf.dtype == torch.bfloat16 and hf.lm_head.weight is hf.transformer.wte.weight
     assert torch.equal(hf.transformer.wte.weight, model.transformer.wte.weight.bfloat16())
@@ -170,7 +170,7 @@ def test_a_window_of_attention_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change", ["activation", "norm"])
 def test_a_model_that_is_not_gpt2_is_refused(exported, change, tmp_path):
-    model, tokenizer = GPT.load(exported / "bytes")
+    model, tokenizer = load_model(exported / "bytes", GPT)
     block = model.transformer.h[0]
     if change == "norm":
         block.ln_1 = torch.nn.RMSNorm(model.config.n_embd)
@@ -204,7 +204,7 @@ def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, messag
     with pytest.raises(
         UserError, match=f"transformers cannot load it .*{message}.*; use gpt2, "
     ) as e:
-        GPT.load(str(tmp_path))
+        load_model(str(tmp_path), GPT)
     assert "\n" not in str(e.value)
 
 

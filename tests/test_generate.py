@@ -56,11 +56,6 @@ def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
     [
         ("--prompts missing.txt", "--prompts missing.txt: cannot be read .No such file or direct"),
         ("--prompts latin.txt", "--prompts latin.txt: cannot be read .*; give a UTF-8 text file$"),
-        ("--prompts latin.txt --prompt a", "--prompt: not allowed with argument --prompts; see"),
-        (
-            "--prompts latin.txt --interactive",
-            "--interactive.*: not allowed with argument --prompts",
-        ),
     ],
 )
 def test_a_file_of_prompts_that_cannot_be_used(flags, sentence, tmp_path, monkeypatch):

@@ -16,12 +16,13 @@ from dataclasses import asdict
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import encode_text
 from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.log import prepare_run_directory
 from plaingpt.look.live import LINES, find_lines, find_reason, gpt2_shapes
 from plaingpt.look.page import build_page, fill_template, name_token, split_text
 from plaingpt.look.record import attention_weights, record_text
-from plaingpt.run.directory import prepare_run_directory
 from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.score import make_rows, score
+from plaingpt.weights.pretrained import load_model
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_losses_are_those_of_wikitext(run, tmp_path):
     examples = load_examples(wikitext.BENCHMARK, tmp_path / "held.txt")
     for snapshot, step in zip(data["snapshots"], (5, 10, 20), strict=True):
         assert snapshot["name"] == f"step {step}"
-        gpt, tokenizer = model.GPT.load(run / f"model_{step:06d}.pt")
+        gpt, tokenizer = load_model(run / f"model_{step:06d}.pt", model.GPT)
         rows = make_rows(examples, tokenizer, gpt.config)
         scores = score(gpt.eval(), examples, rows, ALONE, 2048)
         (packed,) = snapshot["looks"]
@@ -153,7 +154,7 @@ def attention_by_hand(gpt, idx):
 
 def test_attention_is_that_of_the_model(run, page_of_text):
     (packed,) = read_page(page_of_text)["snapshots"][-1]["looks"]
-    gpt, _ = model.GPT.load(run)
+    gpt, _ = load_model(run, model.GPT)
     expected = attention_by_hand(gpt, torch.tensor([ids_of(TEXT)[:-1]]))
     assert [call["block"] for call in packed["calls"]] == [1, 2]
     for layer, call in enumerate(packed["calls"]):
@@ -574,7 +575,7 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
     for snapshot, token in ((0, 3), (1, 7), (2, len(tokens) - 1)):
         fragment = f"token={token}&snapshot={snapshot}&head=0.1.0"
         dom = open_page(browser, tmp_path / "a.html", fragment)
-        gpt, _ = model.GPT.load(run / f"model_{(5, 10, 20)[snapshot]:06d}.pt")
+        gpt, _ = load_model(run / f"model_{(5, 10, 20)[snapshot]:06d}.pt", model.GPT)
         record = record_text(gpt.eval(), ids_of(evil))
         prediction = record.prediction
         card = text_of(dom, "card")
@@ -618,7 +619,7 @@ def test_keys_and_clicks(browser, run, page_of_text):
     assert browser.run("location.hash") == "#token=8&snapshot=0&head=0.1.1"
     dom = browser.run("document.documentElement.outerHTML")
     assert "token 2 A" in text_of(dom, "card")  # that under the pointer
-    gpt, _ = model.GPT.load(run / "model_000005.pt")
+    gpt, _ = load_model(run / "model_000005.pt", model.GPT)
     losses = record_text(gpt.eval(), ids_of(TEXT)).prediction.losses
     assert f"Mean loss {losses.mean():.4f}" in text_of(dom, "facts")
     assert f"loss {losses[1]:.4f}" in text_of(dom, "card")
@@ -633,7 +634,7 @@ def test_a_browser_shows_pairs(browser, run, tmp_path):
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     dom = open_page(browser, tmp_path / "a.html", "")
     assert "token 6 1 " in text_of(dom, "card")
-    gpt, _ = model.GPT.load(run / "model_000020.pt")
+    gpt, _ = load_model(run / "model_000020.pt", model.GPT)
     mean = record_text(gpt.eval(), ids_of("12+3=15\n")).prediction.losses[-3:].mean()
     assert f"Mean loss {mean:.4f} nats per token over 3 tokens of the" in text_of(dom, "facts")
     text = dom.partition('aria-label="the text, losses of run"')[2].partition("</div>")[0]
@@ -675,7 +676,7 @@ def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path, page_of_t
     look_at(run, "--text", TEXT, "--no-live", "--output", tmp_path / "a.html")
     assert read_page(tmp_path / "a.html")["live"] == dict(why="--no-live was given")
     weights = read_page(page_of_text)["live"]["weights"]
-    loaded, _ = model.GPT.load(run)
+    loaded, _ = load_model(run, model.GPT)
     assert weights.keys() == loaded.state_dict().keys() - {"lm_head.weight"}  # it is tied
     for name, p in loaded.named_parameters():
         assert (unpack(weights[name], "<f4") == p.detach().numpy().ravel()).all()
@@ -720,7 +721,7 @@ def test_a_page_computes_the_model(browser, run, page_of_text):
     dom = open_page(browser, page_of_text, "")
     found = re.search(r"differ from PyTorch's by at most (\S+)\.", text_of(dom, "live"))
     assert float(found[1]) < 1e-4
-    gpt = model.GPT.load(run)[0].eval()
+    gpt = load_model(run, model.GPT)[0].eval()
     rng = np.random.default_rng(1)
     texts = [rng.integers(256, size=n).tolist() for n in rng.integers(1, 33, size=20)]
     texts += [texts[-1][:n] for n in (3, 1)]  # the cache is used
@@ -765,7 +766,7 @@ def test_a_page_computes_the_model(browser, run, page_of_text):
 @needs_chromium
 def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     open_page(browser, page_of_text, "")
-    gpt = model.GPT.load(run)[0].eval()
+    gpt = load_model(run, model.GPT)[0].eval()
     text = "Boats 船"
     browser.run(f"typed.value = {json.dumps(text)}; typed.dispatchEvent(new Event('input'))")
     assert browser.run("document.querySelector('.text').textContent") == "⏎\nBoats 船··"
@@ -895,7 +896,7 @@ def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
 def test_the_bars_of_a_full_context(browser, run, page_of_text):
     """The model reads the last tokens, as in generate.py; the context has 32."""
     open_page(browser, page_of_text, "")
-    gpt = model.GPT.load(run)[0].eval()
+    gpt = load_model(run, model.GPT)[0].eval()
     for n in (31, 32, 33):
         text = (TEXT * 2).replace("船", "s")[:n]
         browser.run(f"typed.value = {json.dumps(text)}; typed.dispatchEvent(new Event('input'))")

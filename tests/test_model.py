@@ -227,8 +227,8 @@ def test_one_layer_of_query_key_and_value_that_differ_in_size():
     model = GPT(SMALL)
     model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 2 heads, 1 of keys and values
     model.configure_optimizers(0.1, 1e-3, "adamw")
-    message = "model.py: transformer.h.1.attn.c_attn.weight has 64 rows .*three separate layers"
-    with pytest.raises(UserError, match=message):
+    message = "transformer.h.1.attn.c_attn.weight has 64 rows .*three separate layers"
+    with pytest.raises(ValueError, match=message):
         model.configure_optimizers(0.1, 1e-3, "muon")
 
 

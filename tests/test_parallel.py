@@ -105,7 +105,7 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
 
 def test_compiled_tensor_parallelism(tmp_path):
     """The loss, too. One block, because compiling takes long."""
-    flags = "--n_layer 1 --evals= --val_every 0".split()
+    flags = "--n_layer 1 --eval_every 0 --val_every 0".split()
     run_small(tmp_path, 1, *flags, "--log_dir", "one")
     run_small(tmp_path, 2, *flags, *TP, "--compile", "--log_dir", "tp")
     assert_close_logs(tmp_path / "one", tmp_path / "tp", rel=1e-5)
@@ -113,7 +113,8 @@ def test_compiled_tensor_parallelism(tmp_path):
 
 def test_batch_size_rampup_in_a_pipeline(tmp_path):
     """A step has 8 and later 16 sequences, in two micro-batches of 4 and later of 8."""
-    flags = "--max_steps 4 --rampup_steps 2 --rampup_batch_size 256 --batch_size 8 --evals=".split()
+    flags = "--max_steps 4 --rampup_steps 2 --rampup_batch_size 256 --batch_size 8".split()
+    flags += ["--eval_every", 0]
     for name, processes, way in (("one", 1, []), ("two", 2, PP)):
         run_small(tmp_path, processes, *flags, *way, "--log_dir", name)
     assert_same_run(tmp_path / "two", tmp_path / "one", steps=4)
@@ -173,7 +174,7 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     FSDP has half of the weights and one whole tensor.
     """
     flags = (
-        "--n_layer 16 --n_head 6 --n_embd 336 --vocab_size 256 --block_size 8 --evals= "
+        "--n_layer 16 --n_head 6 --n_embd 336 --vocab_size 256 --block_size 8 --eval_every 0 "
         "--batch_size 1 --total_batch_size 16 --max_steps 2 --val_tokens 8 "
         "--sample_tokens 1"
     ).split()
@@ -230,6 +231,6 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
 )
 def test_a_model_that_cannot_be_split(tmp_path, flags, message):
     shape = ["--n_head", 3, "--n_layer", 1, "--n_embd", 33]
-    _, err = run_small(tmp_path, 2, *flags, *shape, "--evals", "", "--log_dir", "run", status=2)
+    _, err = run_small(tmp_path, 2, *flags, *shape, "--eval_every", 0, "--log_dir", "run", status=2)
     assert err.splitlines()[-1] == f"error: {message}"
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,8 @@ import math
 import re
 import sys
 
+from plaingpt.weights.pretrained import load_model
+
 import pytest
 import torch
 from conftest import (
@@ -114,7 +116,7 @@ def test_the_average_of_two_checkpoints(tmp_path, monkeypatch):
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     code = code.replace("log/baby", "model_000001.pt").replace("log/notebook", "model_000002.pt")
     exec(code, {})
-    model, tokenizer = GPT.load("mean.pt")
+    model, tokenizer = load_model("mean.pt", GPT)
     assert tokenizer.name == "bytes" and model.lm_head.weight is model.transformer.wte.weight
     first, second = (checkpoint(tmp_path, step)["model"] for step in (1, 2))
     for name, tensor in model.state_dict().items():
@@ -123,7 +125,7 @@ def test_the_average_of_two_checkpoints(tmp_path, monkeypatch):
 
 def patched(name, directory, monkeypatch):
     """Returns model.py with a patch."""
-    for path in ("model.py", "plaingpt/run/config.py"):
+    for path in ("model.py", "plaingpt/settings.py"):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_bytes((ROOT / path).read_bytes())
     apply_patch(name, directory)

@@ -6,14 +6,17 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
-from plaingpt.run.directory import prepare_run_directory
-from plaingpt.run.log import Progress, find_wandb_id
+from plaingpt.log import RunLog, prepare_run_directory
+from plaingpt.sinks import find_wandb_id
 from plaingpt.weights.checkpoint import find_newest_model
 
 import conftest
 import pytest
+import torch
 from conftest import (
     ROOT,
     TINY,
@@ -30,6 +33,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 import train_gpt2
+
+
+def open_log(**settings):
+    """The RunLog of a run of five steps."""
+    training = SimpleNamespace(flops_per_token=lambda: 1, gpt_config=conftest.MODEL)
+    config = train_gpt2.TrainConfig(max_steps=5, **settings)
+    return RunLog({}, config, training, None, 5, conftest.ALONE)
+
 
 # The run directory
 
@@ -107,17 +118,16 @@ def test_an_old_run_is_not_the_newest_model(tmp_path):
 def test_the_log_is_utf8_in_every_locale(tmp_path):
     """Windows has other encodings by default. The names of data sets are in the log."""
     code = r"""
-from types import SimpleNamespace
-from plaingpt.base.files import read_log
-from plaingpt.run.log import Path, RunLog
-path, name = Path("log.txt"), "val_\u6570"
-RunLog.write(SimpleNamespace(metrics={}, known={}, path=path, publish=lambda *args: None,
-                             process=SimpleNamespace(is_main=True)), 1, **{name: 2.5})
-assert read_log(path) == [(1, name, "2.5")]
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_runlog import open_log
+with open_log(log_dir=".") as log:
+    log.write(1, **{"val_\u6570": 2.5})
 """
     ascii_only = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     env = dict(os.environ, PYTHONPATH=str(ROOT), **ascii_only)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
+    command = [sys.executable, "-c", code, ROOT / "tests"]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
     assert (tmp_path / "log.txt").read_text("utf-8") == "1 val_\u6570 2.5\n"
 
 
@@ -135,12 +145,11 @@ def test_printed_steps(tmp_path):
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
 
 
-def test_the_time_to_go_in_a_ramp(capsys):
+def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
     """The steps take 1, 2, 3, 4 and 4 seconds."""
-    config = train_gpt2.TrainConfig(max_steps=5, rampup_steps=3)
-    progress = Progress(config, 1, conftest.ALONE)
+    log = open_log(rampup_steps=3, log_dir=str(tmp_path))
     for step, n in enumerate((1, 2, 3, 4, 4)):
-        progress.show_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0))
+        log.write_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0))
     shown = re.findall(r"0:00:(\d+) to go", capsys.readouterr().out)
     assert shown == ["13", "11", "08", "04", "00"]
 
@@ -149,23 +158,27 @@ def test_the_time_to_go_in_a_ramp(capsys):
     "keep_best, advice",
     [
         (False, "start again with --keep_best, which saves the best checkpoint"),
-        (True, "log/baby/model_best.pt is the best checkpoint"),
+        (True, "baby/model_best.pt is the best checkpoint"),
     ],
 )
-def test_the_advice_after_three_rises(capsys, keep_best, advice):
-    config = train_gpt2.TrainConfig(keep_best=keep_best, log_dir="log/baby")
-    progress = Progress(config, 1, conftest.ALONE)
+def test_the_advice_after_three_rises(tmp_path, monkeypatch, capsys, keep_best, advice):
+    monkeypatch.chdir(tmp_path)
+    log = open_log(keep_best=keep_best, log_dir="baby")
     for step, val in enumerate((5.0, 3.0, 3.1, 3.2, 3.3, 3.4)):
-        progress.show_validation(step, dict(val=val, bpb=1.0), ["a"], [0.0])
+        log.write_validation(step, dict(val=val, bpb=1.0))
     out = capsys.readouterr().out
     assert out.count(f"note: the validation loss has risen three times in a row; {advice}\n") == 1
 
 
-def test_the_end_of_a_run_says_how_much_memory_it_took_on_a_gpu(capsys):
-    progress = Progress(train_gpt2.TrainConfig(max_steps=5, log_dir="x"), 1, conftest.ALONE)
-    progress.show_end(5, is_complete=True, memory=12_345_678_901)
-    out = capsys.readouterr().out
-    assert out == "done: 12.3 GB of the GPU; python generate.py --checkpoint x generates text\n"
+def test_a_step_on_a_gpu_says_how_much_memory_is_reserved(tmp_path, monkeypatch, capsys):
+    log = open_log(log_dir=str(tmp_path))
+    log.process = replace(conftest.ALONE, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 12_345_678_901)
+    log.write_step(0, 2**17, 1.0, dict(train=5.0, lr=1e-3, norm=1.0))
+    assert capsys.readouterr().out.endswith(" | 0.00 TFLOP/s | 12.3 GB\n")
+    (tmp_path / "run.json").write_text("{}")
+    log.write_end(5, is_complete=True)
+    assert json.loads((tmp_path / "run.json").read_text()) == dict(gpu_memory_gb=12.3)
 
 
 def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):

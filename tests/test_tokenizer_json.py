@@ -9,7 +9,6 @@ from dataclasses import replace
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import open_pairs, open_splits
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.run.evals import load_evals
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.benchmark import prompt_ids as harness_ids
 from plaingpt.scoring.score import make_rows
@@ -24,6 +23,7 @@ import fineweb
 import generate
 import lambada
 from model import GPTConfig
+from train_gpt2 import TrainConfig, load_evals
 
 hf = pytest.importorskip("tokenizers")
 TEXT = "Tiếng Việt: đã  uống cà phê.\n한국어 문장입니다. It's 12 o'clock, isn't it?\n"
@@ -293,10 +293,12 @@ def test_an_ending_without_tokens_of_its_own_is_refused(name):
         assert len(row.endings[0][0]) > 0
 
 
-def test_evals_of_a_run_skip_a_benchmark_that_the_tokenizer_cannot_score(capsys):
+def test_evals_of_a_run_skip_a_benchmark_that_the_tokenizer_cannot_score(capsys, monkeypatch):
     """Its data come from the hub, so they are no mistake of the user."""
     benchmark = replace(lambada.BENCHMARK, load=lambda *_: [Example(["red"], ["中文"])])
-    assert load_evals([(benchmark, "")], load(characters()), GPTConfig()) == []
+    monkeypatch.setattr(lambada, "BENCHMARK", benchmark)
+    config = TrainConfig(evals=["lambada"])
+    assert load_evals(config, load(characters()), GPTConfig()) == []
     assert "note: lambada is skipped: the ending '中文' after 'red'" in capsys.readouterr().out
     with pytest.raises(UserError, match="adds no tokens to the context"):
-        load_evals([(benchmark, "mine.jsonl")], load(characters()), GPTConfig())
+        load_evals(replace(config, evals=["lambada=a.jsonl"]), load(characters()), GPTConfig())

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 
-from plaingpt.run.config import PRESETS
+from plaingpt.settings import PRESETS
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -301,6 +301,7 @@ class Data:
     """
 
     def __init__(self, sources, tokenizer, gpt_config):
+        self.T = gpt_config.block_size
         self.shares = list(sources.shares.values())
         splits = sources.open(tokenizer, gpt_config.block_size, gpt_config.vocab_size)
         self.train = [train for train, _ in splits]
@@ -317,6 +318,27 @@ class Data:
             "training split": fingerprint(self.train, self.shares),
             "validation split": fingerprint(self.val, self.shares),
         }
+
+    def find_prompts(self, n):
+        """Returns the first n prompts of the validation pairs: [(ids of prompt, of response)].
+
+        Takes at most one prompt from each sequence. Without pairs, returns [].
+        """
+        found = []
+        for tokens in self.val:
+            if not tokens.has_pairs:
+                continue
+            for start in range(0, len(tokens) - 1, self.T):
+                if len(found) < n:
+                    found.append(self.first_prompt(*tokens.read_sequence(start, self.T)))
+        return found
+
+    def first_prompt(self, x, y):
+        """Returns (ids of the prompt, ids of the response). x, y: inputs and targets, (T,) each."""
+        first = int((y != -100).argmax())  # this position predicts the first token of the response
+        response = y[first:].tolist()
+        # A response ends with end_of_text.
+        return x[: first + 1].tolist(), response[: response.index(self.tokenizer.end_of_text) + 1]
 
 
 def log_names(paths):

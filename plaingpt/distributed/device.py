@@ -17,7 +17,7 @@ from typing import Literal
 
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.terminal import print0
-from plaingpt.ops.precision import has_bfloat16
+from plaingpt.ops.muon import has_bfloat16
 
 import torch
 

@@ -9,7 +9,6 @@ from datetime import timedelta
 from plaingpt.base.errors import UserError, explaining
 from plaingpt.base.machine import read_ranks
 from plaingpt.base.signals import Stopped, StopRequest
-from plaingpt.base.source import hash_of_program
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.device import (
     choose_dtype,
@@ -110,8 +109,8 @@ def setup(device, dtype, deterministic=False):
     """Prepares PyTorch, and creates the process group -> Process. Raises UserError.
 
     Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
-    float32 matrix multiplications, and how glibc frees memory. Checks that all processes run the
-    same code. The arguments are the values of the flags with these names.
+    float32 matrix multiplications, and how glibc frees memory. The arguments are the values of the
+    flags with these names.
     """
     if deterministic:
         set_deterministic()
@@ -124,9 +123,6 @@ def setup(device, dtype, deterministic=False):
     keep_freed_memory()
     if world_size > 1:
         join_processes(rank, world_size, device)
-        check_equal(
-            hash_of_program(), "the processes run different code; give all processes the same clone"
-        )
     return Process(rank, world_size, device, dtype)
 
 

@@ -2,7 +2,6 @@
 
 from plaingpt.base.terminal import print0
 from plaingpt.distributed.process import add_metrics
-from plaingpt.ops.precision import stream_dtype
 
 import torch
 import torch.distributed as dist
@@ -82,8 +81,9 @@ class Pipeline(nn.Module):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         print0(f"pipeline: {self.n_stages} stages, {n_micro} micro-batches of {B}")
-        with self.process.autocast:
-            dtype = stream_dtype(torch.zeros((), device=self.process.device))
+        # GPT.hidden keeps the residual stream in this dtype.
+        is_bfloat16 = self.process.device.type == "cuda" and self.process.dtype == torch.bfloat16
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         shape = (B, T, self.config.n_embd)
         residual = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         x = torch.empty((B, T), dtype=torch.long, device="meta") if self.is_first else residual

@@ -7,8 +7,6 @@ the loss and the gradients of a chunk (Hsu et al. 2024, "Liger Kernel", arXiv:24
 
 import math
 
-from plaingpt.ops.precision import matmul_dtype
-
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -67,6 +65,12 @@ def recomputed_losses(x, targets, vocab_size, losses_of_chunk):
     for x_chunk, y in zip(x.split(rows), targets.split(rows)):
         losses.append(checkpoint(losses_of_chunk, x_chunk, y, use_reentrant=False))
     return torch.cat(losses)
+
+
+def matmul_dtype(x):
+    """Returns the dtype in which x is multiplied: autocast's dtype if autocast is on, or x's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def rows_of_chunk(device, dtype, V):

@@ -13,6 +13,7 @@ from plaingpt.distributed.process import on_rank0, setup
 from plaingpt.scoring.benchmark import load_examples, split_by_example
 from plaingpt.scoring.score import TOKENS, make_rows, score
 from plaingpt.weights.checkpoint import find_newest_model, list_model_files
+from plaingpt.weights.pretrained import load_model
 
 
 @dataclass
@@ -44,7 +45,7 @@ def run_benchmark(benchmark, GPT, argv=None):
     check_output("--json", config.json, inputs)
     process = setup(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
-    model, tokenizer = GPT.load(source)
+    model, tokenizer = load_model(source, GPT)
     model.to(process.device).eval()
     rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
     tokens = config.tokens_per_forward or TOKENS[process.device.type]

@@ -1,5 +1,6 @@
-"""Finds, checks and reads checkpoints of our runs, of nanoGPT and of build-nanogpt."""
+"""Writes checkpoints. Finds, checks and reads checkpoints of our runs and of other trainers."""
 
+import math
 import pickle
 import re
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import reading
+from plaingpt.base.files import reading, replacing, writing
 from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.distributed.process import check_equal, on_rank0
@@ -87,7 +88,7 @@ def convert_nanogpt(found, GPT):
 
 
 def load_checkpoint(path, GPT, remedy="give another checkpoint"):
-    """Loads the dict of a checkpoint, in the format of Saver.write, on the CPU. Raises UserError.
+    """Loads the dict of a checkpoint, in the format of `save` in train_gpt2.py, on the CPU.
 
     All processes must call this function. Only rank 0 computes the checksums. GPT: the class of the
     model. remedy: what the user can do if the file is damaged, or if another program wrote it.
@@ -152,6 +153,40 @@ def load_file(file, device, **options):
         if not refused:
             raise
         raise ValueError(f"torch.load refuses the type {refused[1]}") from error
+
+
+def write_checkpoint(path, state):
+    """Writes a dict as a checkpoint. An error never leaves an incomplete file. Raises UserError."""
+    with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # PyTorch raises this while it handles an OSError
+            raise (error.__context__ or error) from None
+    read_back(path)
+
+
+def read_back(path):
+    """Raises UserError if torch.load refuses a checkpoint that torch.save has written.
+
+    torch.save also writes values of types that torch.load(weights_only=True) refuses, such as a
+    NumPy number in the state of an optimizer. Reads no tensors, so this takes milliseconds.
+    """
+    what = f"{path}: the optimizers contain a value that cannot be read back"
+    remedy = "store only tensors, Python's numbers and strings, and lists and dicts of them"
+    with explaining(what, remedy, ValueError), open(path, "rb") as file:
+        load_file(file, "meta")
+
+
+def read_best_val(directory):
+    """Returns the validation loss of model_best.pt in a run directory, or inf if there is no file.
+
+    log.txt may contain a lower loss, if an earlier part of the run did not use --keep_best.
+    """
+    path = directory / "model_best.pt"
+    if not path.is_file():
+        return math.inf
+    with reading(path, "move it away", NOT_READABLE):
+        return map_file(path)["val"]
 
 
 def find_checkpoints(directory):

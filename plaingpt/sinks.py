@@ -1,0 +1,70 @@
+"""Sends the metrics and samples of a run to TensorBoard and to Weights & Biases."""
+
+import re
+from dataclasses import asdict
+
+from plaingpt.base.errors import explaining, require
+from plaingpt.base.files import writing
+
+
+class TensorBoard:
+    """Writes event files into the run directory.
+
+    step: where the run starts. Removes the values of this step and of all later steps, which an
+    earlier part of the run may have written.
+    """
+
+    def __init__(self, directory, step):
+        require("tensorboard")  # torch.utils.tensorboard needs this package
+        self.directory = directory
+        self.writer = require("torch.utils.tensorboard").SummaryWriter(directory, purge_step=step)
+
+    def write(self, step, values):
+        """Writes {name: number, or a string with HTML}."""
+        with writing(self.directory, "free some space, then continue with --resume"):
+            for name, value in values.items():
+                if isinstance(value, str):
+                    self.writer.add_text(name, value, step)
+                else:
+                    self.writer.add_scalar(name, value, step)
+            self.writer.flush()
+
+    def close(self):
+        self.writer.close()
+
+
+class WandB:
+    """Sends values to a project of Weights & Biases. A resumed run continues its W&B run."""
+
+    def __init__(self, directory, config, gpt_config):
+        self.wandb = require("wandb")
+        with explaining("--wandb", "first run wandb login", self.wandb.Error):
+            self.run = self.wandb.init(
+                project=config.wandb,
+                id=find_wandb_id(directory),
+                resume="allow",
+                name=directory.name,
+                dir=directory,
+                config={**asdict(config), **asdict(gpt_config)},
+                settings=self.wandb.Settings(console="off"),
+            )
+
+    def write(self, step, values):
+        """Sends {name: number, or a string with HTML}."""
+        sent = {}
+        for name, value in values.items():
+            sent[name] = self.wandb.Html(value) if isinstance(value, str) else value
+        self.wandb.log(sent, step=step)
+
+    def close(self):
+        self.run.finish()
+
+
+def find_wandb_id(directory):
+    """Returns the id of the newest run of W&B in a run directory, or None."""
+    ids = []
+    for path in directory.glob("wandb/*run-*"):
+        # The id may contain dashes.
+        if found := re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(.+)", path.name):
+            ids.append(found.groups())  # (time, id)
+    return max(ids)[1] if ids else None
