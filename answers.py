@@ -21,14 +21,14 @@ from model import GPT
 
 
 def examples(records):
-    """Turns each record into an Example with one ending. Raises UserError."""
+    """Turns each record into an Example with one ending."""
     for record in records:
         prompt, response = get_fields(record, prompt=str, response=str)
         yield Example([prompt], [response.removesuffix(END_OF_TEXT)])
 
 
 def prompt_ids(example, tokenizer):
-    """Yields the ids of a prompt and of its response, as in training. Raises UserError."""
+    """Yields the ids of a prompt and of its response, as in training."""
     prompt = tokenizer.encode(example.contexts[0])
     response = tokenizer.encode(example.endings[0])
     check_ending(response, example.contexts[0], example.endings[0])

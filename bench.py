@@ -260,7 +260,7 @@ def profile_step(subject):
 
 
 def compare(names, given):
-    """Times models in turn, each in its own process. Prints their rows. Raises UserError."""
+    """Times models in turn, each in its own process. Prints their rows."""
     _, _, world_size = read_ranks()
     if world_size > 1:
         raise UserError(f"--peer {names[-1]}: needs a single process; do not use torchrun")

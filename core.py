@@ -80,7 +80,7 @@ class Task:
 
 
 def load(path, limit=0, **options):
-    """Loads a bundle -> Examples of all its tasks, in order. Raises UserError.
+    """Loads a bundle -> Examples of all its tasks, in order.
 
     path, limit: the values of --data and --limit, which mean the same as --bundle and
     --max_per_task. options: the fields of Options.
@@ -100,7 +100,7 @@ def load(path, limit=0, **options):
 
 
 def find_tasks(path, names):
-    """Finds the Tasks of a directory with core.yaml, or of a file. Raises UserError.
+    """Finds the Tasks of a directory with core.yaml, or of a file.
 
     names: the value of --tasks, or None for all tasks.
     """
@@ -122,7 +122,7 @@ def find_tasks(path, names):
 
 
 def read_chances(path):
-    """Reads eval_meta_data.csv -> {label of a task: chance accuracy}. Raises UserError."""
+    """Reads eval_meta_data.csv -> {label of a task: chance accuracy}."""
     chances = {}
     with reading(path):
         for row in read_records([path], ("Eval Task", "Random baseline")):
@@ -134,7 +134,7 @@ def read_chances(path):
 
 
 def read_tasks(path, chances):
-    """Reads core.yaml -> {label: Task}. chances: see read_chances. Raises UserError."""
+    """Reads core.yaml -> {label: Task}. chances: see read_chances."""
     tasks = {}
     with reading(path):
         for task in yaml.safe_load(path.read_text("utf-8"))["icl_tasks"]:
@@ -165,7 +165,7 @@ def read_tasks(path, chances):
 
 
 def load_task(task, options):
-    """Loads a Task -> Examples of its items. Raises UserError."""
+    """Loads a Task -> Examples of its items."""
     items = list(read_records([task.file], COLUMNS))
     random.Random(1337).shuffle(items)
     items = items[: options.max_per_task or None]
@@ -198,7 +198,7 @@ def mean_chance(examples):
 
 
 def make_example(item, delimiter, kind=None):
-    """Turns an item into an Example. Raises UserError.
+    """Turns an item into an Example.
 
     kind: one of KINDS. If None, the kind is inferred from the fields of the item.
     """

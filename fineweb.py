@@ -69,7 +69,7 @@ class ShardConfig:
 
 
 def read_progress(directory, name, settings):
-    """Reads the description of the shards in a directory from meta.json -> facts. Raises UserError.
+    """Reads the description of the shards in a directory from meta.json -> facts.
 
     If the directory contains neither shards nor a file that fineweb.py would replace, returns the
     facts of an empty directory.
@@ -207,7 +207,7 @@ def skip_damaged(batch, n_before, strict):
 
 
 def write_shards(directory, facts, config, paths, tokenizer):
-    """Writes the shards that are not in the directory yet. Raises UserError."""
+    """Writes the shards that are not in the directory yet."""
     if facts["shards"]:
         print0(f"{directory} contains {facts['shards']} complete shards: continuing after them")
     # n_used: how many tokens of the next batch are already in earlier shards
@@ -245,7 +245,7 @@ def write_shards(directory, facts, config, paths, tokenizer):
 def load_source(config):
     """Finds the files of --input, or downloads --dataset -> (paths of the files, facts).
 
-    facts: the entries of meta.json that identify these files. Raises UserError.
+    facts: the entries of meta.json that identify these files.
     """
     if config.input:
         if config.name:

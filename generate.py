@@ -60,7 +60,7 @@ class GenerateConfig:
 
 
 def tokenize_prompt(prompt, tokenizer, T):
-    """Encodes a prompt as at most T ids; the first id is end_of_text. Raises UserError."""
+    """Encodes a prompt as at most T ids; the first id is end_of_text."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     note_unknown(tokenizer, [prompt], "the prompt")
     if len(ids) > T:
@@ -69,7 +69,7 @@ def tokenize_prompt(prompt, tokenizer, T):
 
 
 def read_prompts(path):
-    """Reads a text file with one prompt per line -> list of prompts. Raises UserError."""
+    """Reads a text file with one prompt per line -> list of prompts."""
     with (
         explaining(
             f"--prompts {path}: cannot be read", "give a UTF-8 text file", (OSError, ValueError)

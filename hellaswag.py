@@ -35,7 +35,7 @@ class Options:
 
 
 def examples(records, style=Options.style):
-    """Turns each record into an Example. Raises UserError."""
+    """Turns each record into an Example."""
     for record in records:
         endings, context, label = get_fields(record, endings=list, ctx=str, label=int | str)
         if style == "harness":

@@ -22,7 +22,7 @@ from model import GPT
 
 
 def examples(records):
-    """Turns each record into an Example with one ending. Raises UserError."""
+    """Turns each record into an Example with one ending."""
     for record in records:
         text = get_fields(record, text=str)[0].rstrip("\r\n")
         if record["text"] and not text:

@@ -85,7 +85,7 @@ class Run:
 
 
 def find_run(place):
-    """Returns the Run for a run directory, a checkpoint file or an export. Raises UserError."""
+    """Returns the Run for a run directory, a checkpoint file or an export."""
     path = Path(place)
     found = find_checkpoints(path)
     if found:
@@ -101,7 +101,7 @@ def find_run(place):
 
 
 def find_runs(places, model):
-    """Returns the one or two Runs that the command line names. Raises UserError.
+    """Returns the one or two Runs that the command line names.
 
     places: the positional arguments. model: the value of --model, or None. If both are missing,
     returns the run with the newest checkpoint in log/.
@@ -136,7 +136,7 @@ def own_class(run):
     """Context manager that sets run.GPT to the class with which the run was trained.
 
     The class is from model.py at the commit of the run, with the run's changes.patch. All other
-    code is from this clone. Raises UserError.
+    code is from this clone.
     """
     facts = read_facts(run.directory / "run.json")
     if not facts.get("git_commit"):
@@ -173,7 +173,7 @@ def import_file(path, name):
 def read_text(given, tokenizer, n):
     """Reads --text -> Text of at most n + 1 ids, the first of which is end_of_text.
 
-    given: the value of --text. Raises UserError.
+    given: the value of --text.
     """
     is_file = os.path.isfile(given)
     if is_file and kind_of(Path(given)) in RECORDS:
@@ -246,7 +246,7 @@ def find_own_snapshot(run, snapshot):
 
 
 def load(run, snapshot, process):
-    """Loads a checkpoint of a run -> (GPT on the device, Tokenizer). Raises UserError.
+    """Loads a checkpoint of a run -> (GPT on the device, Tokenizer).
 
     snapshot: the name of the snapshot, or None, as in find_own_snapshot.
     """
@@ -264,7 +264,7 @@ def describe(run, snapshot, model):
 
 
 def look_at_all(runs, config, process):
-    """Records all snapshots of the runs -> (Text, Snapshots, newest). Raises UserError.
+    """Records all snapshots of the runs -> (Text, Snapshots, newest).
 
     newest: (GPT, Tokenizer) of the last checkpoint of each run.
     """

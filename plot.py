@@ -67,7 +67,7 @@ class PlotConfig:
 
 
 def read_run(directory):
-    """Reads a run directory -> ({stream: {step: value}}, facts of run.json). Raises UserError."""
+    """Reads a run directory -> ({stream: {step: value}}, facts of run.json)."""
     streams = read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
         raise UserError(f"{directory}: has no log.txt with values; give a run, such as log/baby")
@@ -262,7 +262,7 @@ def fit_to_the_end(panel):
 
 
 def draw(runs, x, wanted=None):
-    """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure. Raises UserError.
+    """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure.
 
     x: "steps" or "tokens". wanted: names of the panels to draw, or None for all panels.
     """
@@ -329,7 +329,7 @@ def draw_score(panel, model, score):
 
 
 def draw_sizes(entry, place):
-    """Draws a verdict of experiment.py --sizes -> a matplotlib Figure. Raises UserError.
+    """Draws a verdict of experiment.py --sizes -> a matplotlib Figure.
 
     Draws the losses of the base and of the change over the compute of the base: mean and standard
     deviation of the runs. entry: the verdict. place: the path of its file, for error messages.

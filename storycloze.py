@@ -23,7 +23,7 @@ from model import GPT
 
 
 def examples(records):
-    """Turns each record into an Example with two endings. Raises UserError."""
+    """Turns each record into an Example with two endings."""
     for record in map(unify_names, records):
         story = get_fields(
             record,

@@ -35,7 +35,7 @@ class VocabularyConfig:
 
 
 def read_sample(config):
-    """Returns the texts to train on: a random sample of pieces of all files. Raises UserError.
+    """Returns the texts to train on: a random sample of pieces of all files.
 
     The pieces contain at most sample_bytes bytes in total, unless a single piece is larger.
     """

@@ -88,7 +88,7 @@ class ShardedTraining(Training):
 
     @staticmethod
     def setup(config):
-        """Prepares PyTorch and the processes -> SplitProcess. Raises UserError."""
+        """Prepares PyTorch and the processes -> SplitProcess."""
         n_parts = config.tp * config.pp
         rank, _, world_size = read_ranks()
         if world_size == 1 or world_size % n_parts:

@@ -53,7 +53,7 @@ class Options:
 
 
 def examples(records, stride=Options.stride):
-    """Turns records into Examples, one per article. Raises UserError."""
+    """Turns records into Examples, one per article."""
     for page in pages(records):
         # This counts words as EleutherAI's harness does: white space at the start or at the end of
         # the page adds an empty word.

@@ -129,10 +129,7 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """Reads a JSON file that contains an object -> dict. Returns {} if the file does not exist.
-
-    Raises UserError.
-    """
+    """Reads a JSON file that contains an object -> dict. Returns {} if the file does not exist."""
     with reading(path, "restore it"):
         value = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if not isinstance(value, dict):
@@ -182,7 +179,7 @@ def read_streams(path):
 
 
 def read_facts(path):
-    """Reads run.json -> dict. Raises UserError.
+    """Reads run.json -> dict.
 
     The fields train_config, model_config and fingerprints are always dicts. They are empty if the
     file does not exist, as in a run of build-nanogpt.

@@ -34,7 +34,7 @@ def count_gpus():
 
 
 def read_ranks():
-    """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size). Raises UserError.
+    """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size).
 
     If these variables are missing, the program runs in one process. If only LOCAL_RANK is missing,
     one process runs on each machine.

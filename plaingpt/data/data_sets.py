@@ -37,7 +37,7 @@ MAX_PERIOD = 100_000  # the order of the data sets repeats after at most this ma
 def read_shares(items):
     """Returns {path: share} for the values of --data, PATH or PATH=WEIGHT. The shares add up to 1.
 
-    A data set without a weight has weight 1. Raises UserError.
+    A data set without a weight has weight 1.
     """
     weights = {}
     for item in items:
@@ -50,7 +50,7 @@ def read_shares(items):
 
 
 def read_weight(item):
-    """Returns (path, weight) for a value of --data, PATH or PATH=WEIGHT. Raises UserError."""
+    """Returns (path, weight) for a value of --data, PATH or PATH=WEIGHT."""
     if "=" not in item[1:] or Path(item).exists():
         return item, Fraction(1)
     path, _, text = item.rpartition("=")
@@ -88,7 +88,7 @@ def encode_text(path, tokenizer):
 
     If the file contains <|endoftext|>, the ids are the same as in shards of fineweb.py, with
     end_of_text before each document. Otherwise, the ids contain no end_of_text. With byte tokens,
-    the ids are always the bytes of the file, without a BOM. Raises UserError.
+    the ids are always the bytes of the file, without a BOM.
     """
     data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
@@ -115,7 +115,7 @@ def encode_text(path, tokenizer):
 
 
 def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
-    """Opens a file of pairs -> (training Tokens, validation Tokens). Raises UserError.
+    """Opens a file of pairs -> (training Tokens, validation Tokens).
 
     Holds out val_fraction of the pairs, by default a tenth. T: tokens per sequence. vocab_size: as
     in open_splits.
@@ -131,7 +131,7 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
 
 
 def open_whole_text(path, tokenizer, vocab_size=None):
-    """Opens a whole text file, without holding out a part -> Tokens. Raises UserError.
+    """Opens a whole text file, without holding out a part -> Tokens.
 
     vocab_size: as in open_splits.
     """
@@ -142,7 +142,7 @@ def open_whole_text(path, tokenizer, vocab_size=None):
 
 
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
-    """Opens a text file or token files -> (training Tokens, validation Tokens). Raises UserError.
+    """Opens a text file or token files -> (training Tokens, validation Tokens).
 
     path: a text file, which is encoded with `tokenizer`; a directory with shards; or X for
     Megatron's files X.bin and X.idx. The validation data are the val shards. If there are no val
@@ -189,7 +189,7 @@ def find_document(tokens, start, end_of_text):
 
 
 class Sources:
-    """The data sets that --data names, before they are opened. Raises UserError.
+    """The data sets that --data names, before they are opened.
 
     items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
     attribute `tokenizer` is the Tokenizer of all data sets. The attribute `shares` is {path: share
@@ -208,7 +208,7 @@ class Sources:
             raise UserError("--val_fraction: the data have val shards; remove this flag")
 
     def open(self, tokenizer, T, vocab_size=None):
-        """Opens the data sets -> [(training Tokens, validation Tokens)]. Raises UserError.
+        """Opens the data sets -> [(training Tokens, validation Tokens)].
 
         tokenizer: the Tokenizer of the run, which may come from loaded weights. T: tokens per
         sequence, used only for pairs. vocab_size: as in open_splits.
@@ -292,7 +292,7 @@ def check_gpt2_ids(path):
 
 
 class Data:
-    """The opened data sets of a run. Raises UserError.
+    """The opened data sets of a run.
 
     tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
     The lists train, val, shares and names contain one element per data set: its training Tokens,

@@ -179,7 +179,7 @@ def choose_columns(names, columns):
 
 
 def find_files(patterns):
-    """Returns the paths of the files that some patterns name. Raises UserError.
+    """Returns the paths of the files that some patterns name.
 
     A pattern is a path, a glob, or a directory with .arrow files. An existing path may contain "["
     or "*", so this function never treats an existing path as a glob.
@@ -206,7 +206,7 @@ def find_files(patterns):
 
 
 def find_arrow(directory):
-    """Returns the paths of the .arrow files of a data set on disk. Raises UserError.
+    """Returns the paths of the .arrow files of a data set on disk.
 
     After map, filter, sort or shuffle, `datasets` keeps cache-*.arrow files next to the data. These
     files are skipped. save_to_disk writes a state.json, which names the files of the data.
@@ -277,7 +277,7 @@ def parse_record(item):
 
 
 def read_records(paths, columns=()):
-    """Yields the records of files, as dicts. Raises UserError.
+    """Yields the records of files, as dicts.
 
     The field `where` of a dict says where the record comes from, such as "a.jsonl, line 7". A file
     contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
@@ -295,7 +295,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
 
     patient: whether to wait for minutes if the Hugging Face Hub does not answer. If False, waits
-    only five seconds, then uses only the cache. Raises UserError.
+    only five seconds, then uses only the cache.
     """
     datasets = require("datasets")
     if not (patient or datasets.config.HF_HUB_OFFLINE):
@@ -324,7 +324,7 @@ class Document:
 
 
 def read_documents(paths, text_key="text", cut=False):
-    """Yields the Documents of the files, in order. Raises UserError.
+    """Yields the Documents of the files, in order.
 
     text_key: field or column that contains the text. cut: whether to yield large documents of a
     .txt file (above 4 MB) in pieces. With GPT-2's tokenizer, all pieces together have the

@@ -27,7 +27,7 @@ import numpy as np
 def encode_pair(record, tokenizer):
     """Returns the ids of the prompt and the ids of the response in a record, as two lists.
 
-    record: from read_records. Raises UserError.
+    record: from read_records.
     """
     where = f"--data {record['where']}"
     prompt = record.get("prompt")
@@ -54,7 +54,7 @@ def read_pairs(path, tokenizer, T, val_fraction):
 
     Shuffles the pairs with a fixed random seed. The last val_fraction of the pairs are for
     validation. The split depends only on the file and val_fraction, so runs with different
-    tokenizers or T validate on the same pairs. Raises UserError.
+    tokenizers or T validate on the same pairs.
     """
     if path.stat().st_size > 2**26:  # pairs need up to 40 times as much memory as disk space
         raise UserError(f"--data {path}: is larger than 64 MiB; give fewer pairs")

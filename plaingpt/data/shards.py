@@ -36,7 +36,7 @@ VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 
 @functools.lru_cache(48)  # a process may open only 256 files on macOS
 def open_shard(path):
-    """Maps a shard into memory -> array (n,) of ids. Raises UserError."""
+    """Maps a shard into memory -> array (n,) of ids."""
     # If the header is damaged, np.load may raise any kind of error.
     with reading(path, "make it again", "not a shard"):
         if path.suffix == ".idx":
@@ -55,7 +55,7 @@ def open_shard(path):
 
 
 def find_shards(path, split):
-    """Returns the paths of the shards of a split, in the order of their names. Raises UserError.
+    """Returns the paths of the shards of a split, in the order of their names.
 
     For Megatron's data, returns the paths of the .idx files.
     """
@@ -87,7 +87,7 @@ def find_meta(directory):
 
 
 def read_meta(directory):
-    """Returns the contents of meta.json or progress.json. Raises UserError.
+    """Returns the contents of meta.json or progress.json.
 
     Returns {} if neither file exists.
     """

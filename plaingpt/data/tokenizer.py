@@ -136,7 +136,7 @@ def note_unknown(tokenizer, texts, what):
 
 @functools.cache
 def get_tokenizer(source):
-    """Returns the Tokenizer of a source. Raises UserError.
+    """Returns the Tokenizer of a source.
 
     source: "gpt2", "bytes", "lines", or the contents of a tokenizer.json. "lines" is the tokenizer
     "bytes" for a model that was trained on pairs, in which a line break ends a text.
@@ -175,7 +175,7 @@ def read_gpt2_tokens():
 
 
 def load_tokenizer(place, end_of_text=None):
-    """Loads a Tokenizer. Raises UserError.
+    """Loads a Tokenizer.
 
     place: "gpt2", "bytes", a tokenizer.json, a directory with this file, or a name on the Hugging
     Face Hub. end_of_text: name of the end-of-text token, if it is not in END_NAMES.

@@ -105,7 +105,7 @@ class TokenizerJson:
 
 
 def make_library(settings):
-    """Creates a tokenizers.Tokenizer. settings: contents of a tokenizer.json. Raises UserError."""
+    """Creates a tokenizers.Tokenizer. settings: contents of a tokenizer.json."""
     with explaining("tokenizer.json: not usable", "give another file"):
         library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
     library.encode_special_tokens = True
@@ -113,7 +113,7 @@ def make_library(settings):
 
 
 def encode_with(library, texts):
-    """Encodes strings -> list of tokenizers.Encoding. Raises UserError."""
+    """Encodes strings -> list of tokenizers.Encoding."""
     with explaining("tokenizer.json: not usable", "give another file"):
         # The library fails, for example, if the unknown token is missing.
         return library.encode_batch_fast(texts, add_special_tokens=False)

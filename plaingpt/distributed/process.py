@@ -106,7 +106,7 @@ class Process:
 
 
 def setup(device, dtype, deterministic=False):
-    """Prepares PyTorch, and creates the process group -> Process. Raises UserError.
+    """Prepares PyTorch, and creates the process group -> Process.
 
     Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
     float32 matrix multiplications, and how glibc frees memory. The arguments are the values of the

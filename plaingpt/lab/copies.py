@@ -18,7 +18,7 @@ def changes_of_clone(commit):
 
 
 def make_copy(place, commit, changes=b"", files=()):
-    """Copies a commit, then applies a patch and adds files to the copy. Raises UserError.
+    """Copies a commit, then applies a patch and adds files to the copy.
 
     place: path of the copy. changes: the patch. If the history contains the file version from which
     the patch was made, git merges the patch with later changes of this file. files: paths of the

@@ -109,7 +109,7 @@ def probe(programs):
     """Trains the base and the change for one second each, to fill in their facts, key and speed.
 
     Returns the complete Programs. The run of the base also writes the validation sequences on which
-    all runs are scored. Raises UserError.
+    all runs are scored.
     """
     VALIDATION.unlink(missing_ok=True)
     found = []
@@ -142,7 +142,7 @@ def run_missing(programs, seeds, at_once=None, may_fail=False):
 
     seeds: a list for each program. at_once: how many runs to train in parallel; None: one per GPU
     or core. may_fail: whether runs may fail, for example because of a large learning rate. A loss
-    that is missing or not finite is None. Raises UserError.
+    that is missing or not finite is None.
     """
     at_once = at_once or count_gpus() or count_cores()
     runs = [(seed, program) for program, own in zip(programs, seeds) for seed in own]

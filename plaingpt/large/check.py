@@ -114,7 +114,7 @@ def make_small_batch(config):
 
 
 def make_small_gpt(GPT, config, flag):
-    """Returns a small GPT with random parameters, to test an edited model.py. Raises UserError.
+    """Returns a small GPT with random parameters, to test an edited model.py.
 
     It has a context of 16 tokens, and 64 ids per head, which tensor parallelism can split evenly.
     config: the GPTConfig of the whole model. flag: --tp or --pp, for the message.

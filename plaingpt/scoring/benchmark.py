@@ -110,7 +110,7 @@ def perplexity(nats):
 
 
 def get_fields(record, **kinds):
-    """Returns the values of fields of a record. kinds: {field: its type}. Raises UserError."""
+    """Returns the values of fields of a record. kinds: {field: its type}."""
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise bad_record(record, f"field {name!r} is missing or has a wrong type")
@@ -118,7 +118,7 @@ def get_fields(record, **kinds):
 
 
 def choice(record, context, endings, label):
-    """Returns an Example with a space before each ending. Raises UserError.
+    """Returns an Example with a space before each ending.
 
     label: index of the right ending, from 0.
     """

@@ -156,7 +156,7 @@ def load_file(file, device, **options):
 
 
 def write_checkpoint(path, state):
-    """Writes a dict as a checkpoint. An error never leaves an incomplete file. Raises UserError."""
+    """Writes a dict as a checkpoint. An error never leaves an incomplete file."""
     with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
         try:
             torch.save(state, file)
@@ -217,7 +217,7 @@ def list_model_files(source):
 
 
 def load_newest(directory, GPT):
-    """Loads the newest checkpoint of a run directory, or returns None. Raises UserError."""
+    """Loads the newest checkpoint of a run directory, or returns None."""
     paths = find_checkpoints(directory)
     check_equal(paths, "the processes have different checkpoints; use the same --log_dir for all")
     if not paths:

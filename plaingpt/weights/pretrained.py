@@ -34,7 +34,7 @@ OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the Huggin
 
 
 def read_gpt2(name, GPT):
-    """Reads a GPT-2 in the format of transformers -> (GPTConfig, state dict). Raises UserError.
+    """Reads a GPT-2 in the format of transformers -> (GPTConfig, state dict).
 
     name: a name on the Hugging Face Hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the
     class of the model.
@@ -67,7 +67,7 @@ def read_gpt2(name, GPT):
 
 
 def save_gpt2(model, directory, tokenizer, dtype=None):
-    """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError, UserError.
+    """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError.
 
     First compares the logits with the logits of transformers, because an edited model.py may no
     longer compute GPT-2. dtype: dtype of the saved weights; None: the dtype of the model.
@@ -165,7 +165,7 @@ def transpose_conv1d(weights):
 
 
 def load_model(name, GPT):
-    """Loads weights -> (GPT, Tokenizer). Raises UserError. The arguments are as in read_weights."""
+    """Loads weights -> (GPT, Tokenizer). The arguments are as in read_weights."""
     config, weights, tokenizer = read_weights(name, GPT)
     model = GPT(config)
     model.load_state_dict(weights)
@@ -173,7 +173,7 @@ def load_model(name, GPT):
 
 
 def read_weights(name, GPT):
-    """Reads weights -> (GPTConfig, state dict, Tokenizer). Raises UserError.
+    """Reads weights -> (GPTConfig, state dict, Tokenizer).
 
     name: a checkpoint, a run directory, or the name or directory of a Hugging Face GPT-2. GPT: the
     class of the model.
