@@ -161,7 +161,7 @@ class Subject:
         begin = time.perf_counter()
         with batch_size_advice(self.B):
             # train_step returns only after the device has finished all work of the step.
-            train_step(self.training, self.micro_batches, self.config.grad_clip, self.process)
+            train_step(self.training, self.micro_batches)
         return time.perf_counter() - begin
 
 
@@ -202,8 +202,9 @@ def make_subject(name, given):
     B = largest_B * config.min_micro_batches
     # With --peer, all models use the same batch size. train_large.py does not search for one.
     if not (bench.batch_size or bench.peer or bench.large):
-        B = training.fit_batch_size(T)
-        config = replace(config, batch_size=B)
+        training.fit_batch_size(T)
+        config = training.config
+        B = config.batch_size
     # All micro-batches have the same size. With --pp, a step contains several of them.
     _, micro_B = step_size(0, config, T, process)
     torch.manual_seed(process.rank)

@@ -127,11 +127,7 @@ class ShardedTraining(Training):
         return self.raw_model, self.raw_model.hidden  # split_model has compiled each block
 
     def fit_batch_size(self, T):
-        """Returns batch_size, without a search.
-
-        If one process ran out of memory, the other processes would wait for it.
-        """
-        return self.config.batch_size
+        """Keeps batch_size. If one process ran out of memory, the others would wait for it."""
 
     def sync_gradients(self, is_on):
         self.raw_model.set_requires_gradient_sync(is_on)  # a method of FSDP

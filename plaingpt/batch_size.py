@@ -49,7 +49,7 @@ def check_step_size(config, T, n_sequences, process, is_B_given):
             )
 
 
-def fit_batch_size(training, sizes, T):
+def find_batch_size(training, sizes, T):
     """Returns the first of the micro-batch sizes that fits into the memory of every GPU.
 
     sizes: numbers of sequences, from the largest to the smallest. All processes must call this

@@ -53,11 +53,11 @@ class RunLog:
     starts. The attribute `metrics` is {name: last value}.
     """
 
-    def __init__(self, flags, config, training, data, step, process):
-        self.config = config
-        self.process = process
+    def __init__(self, flags, training, data, step):
+        self.config = training.config
+        self.process = training.process
         self.flops_per_token = training.flops_per_token()
-        self.peak_flops = peak_flops(process)
+        self.peak_flops = peak_flops(self.process)
         self.metrics = {}
         self.known = set()  # (step, name) of the numbers that log.txt already contains
         self.file = None  # log.txt, on rank 0
@@ -67,8 +67,8 @@ class RunLog:
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
         on_rank0(self.open, training.gpt_config, step)
-        if step < config.max_steps:  # otherwise, the user has resumed a finished run
-            on_rank0(write_facts, training, config, flags, data, process)
+        if step < self.config.max_steps:  # otherwise, the user has resumed a finished run
+            on_rank0(write_facts, training, flags, data)
 
     def open(self, gpt_config, step):
         """Prepares the run directory, and opens log.txt, TensorBoard and Weights & Biases."""
@@ -296,12 +296,13 @@ def move_aside(directory):
     print0(f"the old run in {directory} was moved to {aside}")
 
 
-def write_facts(training, config, flags, data, process):
+def write_facts(training, flags, data):
     """Writes run.json and changes.patch, so that a user can repeat the run.
 
     changes.patch contains the uncommitted changes of tracked files, if any. run.json lists the
     names of untracked files. The arguments are as in RunLog.
     """
+    config, process = training.config, training.process
     commit, untracked, changes = read_git()
     facts = dict(
         model_config=asdict(training.gpt_config),
@@ -331,11 +332,12 @@ def write_facts(training, config, flags, data, process):
             patch.unlink(missing_ok=True)
 
 
-def print_summary(training, config, data, size, process):
+def print_summary(training, data, size):
     """Prints the sizes of the model, the data and a step. Adds notes if the data set is small.
 
     size: (n, B) of a step, see step_size in train_gpt2.py. The other arguments are as in RunLog.
     """
+    config, process = training.config, training.process
     n, B = size
     n_train = sum(map(len, data.train))
     print0(

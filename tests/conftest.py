@@ -224,13 +224,13 @@ def overfit(model, rows, last, steps=40, lr=0.01):
         optimizer.zero_grad()
 
 
-def as_training(model):
-    """What estimate_loss needs of a Training."""
+def as_training(model, config):
+    """What estimate_loss needs of a Training. config: TrainConfig."""
 
     def losses(x, y):
         return model.loss(model.hidden(x), y, reduction="none")
 
-    return SimpleNamespace(raw_model=model, losses=losses)
+    return SimpleNamespace(raw_model=model, losses=losses, config=config, process=ALONE)
 
 
 def apply_patch(name, directory):

@@ -15,7 +15,9 @@ from train_gpt2 import Training, train_step
 from train_large import LargeConfig, choose_training
 
 tp, pp = int(sys.argv[1]), int(sys.argv[2])
-config = LargeConfig(batch_size=2, tp=tp, pp=pp, max_lr=0.01, device="cpu", dtype="float32")
+config = LargeConfig(
+    batch_size=2, tp=tp, pp=pp, max_lr=0.01, grad_clip=0.5, device="cpu", dtype="float32"
+)
 rank, _, world_size = read_ranks()
 training_class = choose_training(config) if world_size > 1 else Training
 process = training_class.setup(config)
@@ -39,7 +41,7 @@ for step in range(2):  # the second time with the weights after a step
             drawn=[*generate_tokens(model, x[:, :3], 9, top_k=9, top_p=0.9, seed=2)],
         )
     model.train()
-    metrics = train_step(training, micro_batches, 0.5, process)
+    metrics = train_step(training, micro_batches)
     found[step]["trained"] = metrics["train"], metrics["norm"]
 torch.save(found, f"{sys.argv[3]}.{rank}")
 process.barrier()

@@ -66,6 +66,7 @@ def test_what_a_run_writes(tmp_path):
     adamw.load_state_dict(saved["optimizers"][0])
     values = [(name, key) for name, _ in model.named_parameters() for key in MOMENTS]
     assert optimizer_values(saved).keys() == {f"{name}.{key}" for name, key in values}
+    assert not {"batch_size", "log_dir", "resume"} & {*saved["train_config"]}
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["model_config"]["n_embd"] == 32 and run["train_config"]["max_steps"] == 2
     assert run["versions"]["torch"] == torch.__version__ and run["dtype"] == "float32"

@@ -771,8 +771,8 @@ def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     config = TrainConfig(batch_size=4, evals=[f"own={path}"])
     evals = load_evals(config, tokenizer, model.config)
-    training = SimpleNamespace(raw_model=model, process=ALONE)
-    assert run_evals(evals, training, config) == dict(mine=0.5)
+    training = SimpleNamespace(raw_model=model, process=ALONE, config=config)
+    assert run_evals(evals, training) == dict(mine=0.5)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def losses(n_micro=2, **settings):
     """The losses and gradient norms of five steps on one batch: (5, 2)."""
     torch.manual_seed(0)
     training, process, batch = make(**settings)
-    steps = [train_step(training, [batch] * n_micro, 1.0, process) for _ in range(5)]
+    steps = [train_step(training, [batch] * n_micro) for _ in range(5)]
     return torch.tensor([(metrics["train"], metrics["norm"]) for metrics in steps])
 
 
@@ -109,7 +109,7 @@ def test_float16_skips_a_step_that_overflows():
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
     training.scaler, parameters = scaler, training.raw_model.parameters
     before = [p.clone() for p in parameters()]
-    metrics = train_step(training, [batch], 1.0, process)
+    metrics = train_step(training, [batch])
     assert not math.isfinite(metrics["norm"]) and scaler.get_scale() < 2.0**60
     assert all(map(torch.equal, before, parameters()))
 
@@ -127,12 +127,12 @@ def test_ddp_compiles_without_a_graph_break(process_group, settings):
 
 def test_one_synchronization_per_step():
     training, process, batch = make()
-    train_step(training, [batch] * 3, 1.0, process)
+    train_step(training, [batch] * 3)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train_step(training, [batch] * 3, 1.0, process)
+            train_step(training, [batch] * 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("synchron" in str(w.message) for w in caught) == 1
@@ -147,7 +147,7 @@ def test_memory_of_a_step_of_gpt2():
     x = torch.randint(50257, (64, 1024), device=CUDA)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
-        train_step(training, [(x, x)], 1.0, process)
+        train_step(training, [(x, x)])
     assert torch.cuda.max_memory_allocated() < 31e9  # 29.6e9 on an H100
 
 

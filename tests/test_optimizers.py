@@ -287,7 +287,7 @@ def test_an_optimizer_with_a_state_dict_of_its_own(monkeypatch):
 
     before, after = make(), make()
     x = torch.zeros((2, 8), dtype=torch.long)
-    train_step(before, [(x, x)], 1.0, ALONE)
+    train_step(before, [(x, x)])
     after.load_state_dict(before.state_dict())
     assert after.optimizers[0].k == 3
     assert_equal(before.state_dict()["optimizers"], after.state_dict()["optimizers"], "wrapper")

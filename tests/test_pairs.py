@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import (
-    ALONE,
     CPU,
     FSDP,
     MODEL,
@@ -167,7 +166,7 @@ def test_losses_equal_those_of_transformers(pairs):
     x, y = loader.batch(0, n, CPU)  # (B, T) each
     loss = F.cross_entropy(model(x)[0][y != -100], y[y != -100]).item()
     config = TrainConfig(batch_size=3, val_tokens=32 * n)
-    val, bpb = estimate_loss(as_training(model), loader, ONE_BYTE_IDS, config, ALONE)
+    val, bpb = estimate_loss(as_training(model, config), loader, ONE_BYTE_IDS)
     assert val == pytest.approx(loss, rel=1e-5) == pytest.approx(bpb * math.log(2), rel=1e-5)
     y[:, -1] = -100  # transformers shifts the labels, and has no label for the last position
     expected = hf(x, labels=F.pad(y[:, :-1], (1, 0), value=-100)).loss

@@ -37,9 +37,13 @@ import train_gpt2
 
 def open_log(**settings):
     """The RunLog of a run of five steps."""
-    training = SimpleNamespace(flops_per_token=lambda: 1, gpt_config=conftest.MODEL)
-    config = train_gpt2.TrainConfig(max_steps=5, **settings)
-    return RunLog({}, config, training, None, 5, conftest.ALONE)
+    training = SimpleNamespace(
+        config=train_gpt2.TrainConfig(max_steps=5, **settings),
+        gpt_config=conftest.MODEL,
+        process=conftest.ALONE,
+        flops_per_token=lambda: 1,
+    )
+    return RunLog({}, training, None, 5)
 
 
 # The run directory

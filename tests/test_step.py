@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 from plaingpt.data.data_sets import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    ALONE,
     CPU,
     MODEL,
     ONE_BYTE_IDS,
@@ -99,7 +99,7 @@ def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
     settings = TrainConfig(batch_size=4, val_tokens=1024)
     val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
     loader = make_val_loader(val, 32, settings)
-    eager = estimate_loss(as_training(fresh(config)), loader, ONE_BYTE_IDS, settings, ALONE)
+    eager = estimate_loss(as_training(fresh(config), settings), loader, ONE_BYTE_IDS)
     assert [float(log[0, name]) for name in ("val", "bpb")] == pytest.approx(eager, rel=tolerance)
 
 
@@ -122,6 +122,21 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path, whole):
     assert checkpoint(tmp_path / "half", 12)["scaler"]["scale"] == 2.0**38
 
 
+@pytest.mark.parametrize("counts", [[2, 0], [3, 5], [0, 0]])
+def test_targets_have_the_same_weight_in_a_step(counts):
+    """On eight processes, of which seven have no targets."""
+    training = SimpleNamespace(process=SimpleNamespace(sum=lambda total: total, world_size=8))
+    x = torch.zeros(2, 3, dtype=torch.long)
+    micro_batches = []
+    for n in counts:
+        y = torch.full((6,), -100)
+        y[:n] = 1
+        micro_batches.append((x, y.view(2, 3)))
+    shares = Training.target_shares(training, micro_batches)
+    n_targets = max(1, sum(counts))
+    assert shares.tolist() == pytest.approx([8 * n / n_targets for n in counts])
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
@@ -140,7 +155,7 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     monkeypatch.setattr(train_gpt2, "take_step", counted("step", step_of))
     for _ in range(2):
         calls.clear()
-        metrics = train_step(training, [(x, x)] * 3, 1.0, process)
+        metrics = train_step(training, [(x, x)] * 3)
         # All optimizers have their work before Python waits.
         assert calls == [*["step"] * len(training.optimizers), "tolist"]
         assert all(map(math.isfinite, metrics.values()))
@@ -188,10 +203,10 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, 
     def state():
         return [t.clone() if torch.is_tensor(t) else t for t in tree_leaves(training.state_dict())]
 
-    train_step(training, [(x, x)] * 2, 1.0, process)
+    train_step(training, [(x, x)] * 2)
     before = state()
     monkeypatch.setattr(training, "clip", spoiled)
-    metrics = train_step(training, [(x, x)] * 2, 1.0, process)
+    metrics = train_step(training, [(x, x)] * 2)
     assert not math.isfinite(metrics["norm"])
     after = state()
     differ = [
@@ -202,7 +217,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, 
     # Only float16's scaler has changed: the number of steps since its last change.
     assert len(differ) <= (dtype == torch.float16)
     monkeypatch.setattr(training, "clip", clip)
-    train_step(training, [(x, x)] * 2, 1.0, process)
+    train_step(training, [(x, x)] * 2)
     assert not torch.equal(before[0], state()[0])
 
 

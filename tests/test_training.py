@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ALONE,
     MODEL,
     ONE_BYTE_IDS,
     ROOT,
@@ -50,7 +49,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     val = open_splits(ROOT / "input.txt", get_tokenizer("bytes"))[1]
     config = TrainConfig(val_tokens=32 * 27)
     loader = train_gpt2.make_val_loader(val, 32, config)
-    found, _ = train_gpt2.estimate_loss(as_training(model), loader, ONE_BYTE_IDS, config, ALONE)
+    found, _ = train_gpt2.estimate_loss(as_training(model, config), loader, ONE_BYTE_IDS)
     assert shapes == {(64, 32)}  # torch.compile would compile a second one
     distance = (len(val) - 1) // 32 // 27 * 32
     rows = np.stack([val.read_sequence(i * distance, 32) for i in range(27)], axis=1)
@@ -323,7 +322,7 @@ def test_a_second_validation_text(tmp_path):
     config = TrainConfig(batch_size=4, val_tokens=32 * 9)
     model = fresh(MODEL)
     loader = train_gpt2.make_val_loader(tokens, 32, config)
-    found, _ = train_gpt2.estimate_loss(as_training(model), loader, ONE_BYTE_IDS, config, ALONE)
+    found, _ = train_gpt2.estimate_loss(as_training(model, config), loader, ONE_BYTE_IDS)
     ids = torch.tensor(list(TEXT[: 32 * 9 + 1].encode()))
     x, y = ids[:-1].view(9, 32), ids[1:].view(9, 32)
     assert found == pytest.approx(model(x, y)[1].item(), rel=1e-5)
