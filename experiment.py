@@ -14,6 +14,9 @@
                                                   tests at several model sizes
   python experiment.py --list                     lists the experiments so far
 
+The flags after -- replace flags in --flags. Only the values of a list, such as
+--data, are added to the values in --flags.
+
 The program without the change is the base. The runs of a program differ only in
 their random seeds: 1 to --base_seeds for the base, 1 to --seeds for the change.
 experiments/score.py trains each run and measures its loss on the validation
