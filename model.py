@@ -56,7 +56,7 @@ class CausalSelfAttention(nn.Module):
         """x: (B, T, C). pos: see GPT.hidden; unused here: x contains position embeddings."""
         B, T, C = x.size()
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
-        # (B, nh, T, hs) each. -1 is the number of heads that c_attn computes in this process.
+        # (B, nh, T, hs) each. -1 is n_head, or with --tp the number of heads in this process.
         q, k, v = (t.view(B, T, -1, C // self.n_head).transpose(1, 2) for t in qkv)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each
