@@ -233,8 +233,8 @@ class GPT(nn.Module):
         """idx, targets: ids, (B, T). Returns (logits, None), or (None, loss) if targets are given.
 
         If targets are given, an edit of this method may return a third value: a dict of scalar
-        tensors, such as {"z": z}. For each name, log.txt then contains the mean over the
-        micro-batches of all processes in a step.
+        tensors, such as {"z": z}. For each name, log.txt then contains the mean over a step, in
+        which each micro-batch has the weight of its number of targets.
         """
         x = self.hidden(idx)
         if targets is None:
