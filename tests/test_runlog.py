@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from plaingpt.base.errors import UserError
+from plaingpt.base.files import read_streams
 from plaingpt.log import RunLog, prepare_run_directory
 from plaingpt.sinks import find_wandb_id
 from plaingpt.weights.checkpoint import find_newest_model
@@ -147,6 +148,34 @@ def test_printed_steps(tmp_path):
     ), out
     log = read_log(tmp_path / "run")
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
+
+
+def test_the_clock_stands_while_evaluating_and_saving(tmp_path, monkeypatch):
+    """A step takes 1 s, logging a step 2 s, and a validation, samples or a checkpoint 100 s."""
+    now = [0.0]
+
+    def slow(function, seconds):
+        def call(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: now[0])
+    for owner, name, seconds in (
+        (train_gpt2, "train_step", 1),
+        (train_gpt2, "validate", 100),
+        (train_gpt2, "draw_samples", 100),
+        (train_gpt2, "save", 100),
+        (RunLog, "write_step", 2),
+    ):
+        monkeypatch.setattr(owner, name, slow(getattr(owner, name), seconds))
+    flags = "--max_steps 4 --val_every 1 --sample_every 1 --save_every 1 --log_dir".split()
+    train_gpt2.main([*TINY, *flags, str(tmp_path)])
+    speeds = read_streams(tmp_path / "log.txt")["tok_s"]
+    seconds = [512 / speed for _, speed in sorted(speeds.items())]
+    # The log of a step is written between this step and the next step.
+    assert seconds == pytest.approx([1, 3, 3, 3])
 
 
 def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
