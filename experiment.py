@@ -116,8 +116,10 @@ class ExperimentConfig:
     sizes: list[int] | None = flag(None, "model sizes to test, in channels", above=0)
     tokens_per_weight: float = flag(5.0, "training tokens per parameter, for --sizes", above=0)
     base: str = flag("HEAD", "commit to compare with")
-    name: str | None = flag(None, "name of the change, shown by --list [default: patch and flags]")
-    why: str | None = flag(None, "your reason for trying the change; --list prints it")
+    name: str | None = flag(
+        None, "name of the change, shown by --list [default: patch and flags]", path=False
+    )
+    why: str | None = flag(None, "your reason for trying the change; --list prints it", path=False)
     json: str | None = flag(None, "also write the verdict to this file")
     list: bool = flag(False, "print the experiments so far")
 

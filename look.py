@@ -61,7 +61,9 @@ N_OWN_TEXT = 40  # without --text, the model generates this many tokens
 
 @dataclass
 class LookConfig:
-    text: str | None = flag(None, "text, text file or file with pairs [the model generates a text]")
+    text: str | None = flag(
+        None, "text, text file or file with pairs [the model generates a text]", path=False
+    )
     model: str | None = flag(None, "GPT-2 from Hugging Face: name or directory")
     output: str | None = flag(None, "file to write [look.html in the directory of the first run]")
     max_tokens: int = flag(256, "show at most this many tokens of the text", at_least=1)

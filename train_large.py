@@ -194,8 +194,8 @@ class PipelineTraining(ShardedTraining):
         """
         # main has set the seed of this step. Each stage draws its own dropout masks.
         torch.manual_seed(hash_numbers(torch.initial_seed(), self.raw_model.index))
-        shares = self.target_shares(micro_batches)
-        metrics = self.raw_model(micro_batches, shares, self.scaler)
+        weights = self.loss_weights(micro_batches)
+        metrics = self.raw_model(micro_batches, weights, self.scaler)
         gradients.sum_tied_gradients(self.raw_model)
         return metrics
 

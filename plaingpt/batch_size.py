@@ -1,4 +1,4 @@
-"""Checks the batch sizes, and finds the largest micro-batch that fits into the memory of a GPU."""
+"""Checks the batch sizes, and finds a micro-batch size that fits into the memory of a GPU."""
 
 import contextlib
 
@@ -34,18 +34,18 @@ def check_step_size(config, T, n_sequences, process, is_B_given):
                 f"{process.world_size} data-parallel processes) and at most {n_sequences * T}, the "
                 "number of training tokens"
             )
-        share = size // unit  # sequences per process
-        if share < least:
+        own = size // unit  # sequences per process
+        if own < least:
             raise UserError(
                 f"--{name} {size}: a step needs {least} micro-batches, but each process has only "
-                f"{share} sequences; give a multiple of {least * unit}"
+                f"{own} sequences; give a multiple of {least * unit}"
             )
-        if is_B_given and share % min(config.batch_size, share // least):
-            limit = f", at most {share // least}" if least > 1 else ""
+        if is_B_given and own % min(config.batch_size, own // least):
+            limit = f", at most {own // least}" if least > 1 else ""
             raise UserError(
-                f"--batch_size {config.batch_size}: each process has {share} sequences in a step "
+                f"--batch_size {config.batch_size}: each process has {own} sequences in a step "
                 f"(--{name} {size} / --block_size {T} / {process.world_size} data-parallel "
-                f"processes); give a divisor of {share}{limit}"
+                f"processes); give a divisor of {own}{limit}"
             )
 
 

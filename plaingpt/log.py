@@ -3,12 +3,14 @@
 log.txt contains a line "{step} {name} {value}" for each number.
 """
 
+import contextlib
 import html
 import math
 import os
 import statistics
 import time
 import weakref
+from collections import deque
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +64,10 @@ class RunLog:
         self.known = set()  # (step, name) of the numbers that log.txt already contains
         self.file = None  # log.txt, on rank 0
         self.sinks = []  # TensorBoard and Weights & Biases, on rank 0
-        self.seconds_per_token = []  # in the last ten steps
+        self.stack = contextlib.ExitStack()  # closes the files and unlocks the directory
+        # After an error before the `with` block, a notebook may start the next run.
+        weakref.finalize(self, self.stack.close)
+        self.seconds_per_token = deque(maxlen=10)  # in the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
@@ -80,22 +85,22 @@ class RunLog:
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             remedy = "wait for it, or start the processes of one run with torchrun"
-            # After an error, a notebook may start the next run, so finalize also unlocks the
-            # directory.
-            self.unlock = weakref.finalize(self, os.close, lock(directory, "--log_dir", remedy))
+            self.stack.callback(os.close, lock(directory, "--log_dir", remedy))
             delete_temporary_files(directory)
         check_newest(directory, config.resume, step)
         known = prepare_run_directory(directory, step)
         self.known = {(step, name) for name in known}
-        # With buffering=1, each line is written to the file at once.
-        self.file = open(directory / "log.txt", "a", buffering=1, encoding="utf-8")
+        # Without a buffer, nothing remains to be written when the file is closed.
+        self.file = self.stack.enter_context(open(directory / "log.txt", "ab", buffering=0))
         if config.tensorboard or config.wandb:
-            from plaingpt.sinks import TensorBoard, WandB  # few runs need these classes
+            from plaingpt.sinks import TensorBoard, WandB  # imported only when asked for
 
             if config.tensorboard:
                 self.sinks.append(TensorBoard(directory, step))
             if config.wandb:
                 self.sinks.append(WandB(directory, config, gpt_config))
+            for sink in self.sinks:
+                self.stack.callback(sink.close)
             # TensorBoard has removed the values of this step, so they are sent again.
             self.publish(step, known)
 
@@ -103,16 +108,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_):
-        for sink in self.sinks:
-            sink.close()
-        if self.file:
-            with self.writing():
-                self.file.close()
-            self.unlock()
-
-    def writing(self):
-        """Context manager: turns an OSError while writing log.txt into a UserError."""
-        return writing(self.file.name, "free some space, then continue with --resume")
+        self.stack.close()
 
     def write(self, step, **values):
         """Appends a line for each value that log.txt does not contain yet."""
@@ -120,14 +116,18 @@ class RunLog:
         if not self.file:
             return
         new = {}
-        with self.writing():
-            for name, value in values.items():
-                if len(name.split()) != 1:
-                    raise ValueError(f"the name of a metric must be one word, not {name!r}")
-                if (step, name) not in self.known:
-                    new[name] = value
-                    text = str(value) if isinstance(value, int) else f"{value:.8g}"
-                    self.file.write(format_log(step, name, text))
+        lines = ""
+        for name, value in values.items():
+            if len(name.split()) != 1:
+                raise ValueError(f"the name of a metric must be one word, not {name!r}")
+            if (step, name) not in self.known:
+                new[name] = value
+                text = str(value) if isinstance(value, int) else f"{value:.8g}"
+                lines += format_log(step, name, text)
+        data = lines.encode()
+        with writing(self.file.name, "free some space, then continue with --resume"):
+            while data:
+                data = data[self.file.write(data) :]  # on a full disk, write writes only a part
         self.publish(step, new)
 
     def publish(self, step, values):
@@ -138,24 +138,25 @@ class RunLog:
     def write_step(self, step, n_tokens, seconds, metrics):
         """Writes the metrics of a step, and prints them every log_every steps.
 
-        metrics: {name: number}, including train (the loss), norm (the gradient norm) and lr (the
-        learning rate). Raises UserError after ten consecutive steps with a non-finite gradient.
+        metrics: {name: number}, including train (the loss), norm (the gradient norm), lr (the
+        learning rate) and tok_s (the tokens per second). Raises UserError after ten consecutive
+        steps with a non-finite gradient.
         """
         self.write(step, **metrics)
         is_skipped = not math.isfinite(metrics["norm"])
         self.n_skipped += is_skipped
         self.n_skipped_in_row = self.n_skipped_in_row + 1 if is_skipped else 0
-        self.seconds_per_token = [*self.seconds_per_token[-9:], seconds / n_tokens]
+        self.seconds_per_token.append(seconds / n_tokens)
         max_steps = self.config.max_steps
         to_go = timedelta(seconds=round(self.seconds_to_go(step, n_tokens)))
         progress = f"loss {metrics['train']:.4f} | {to_go} to go"
         if step % self.config.log_every == 0 or step == max_steps - 1 or is_skipped:
-            flops = n_tokens / seconds * self.flops_per_token
+            flops = metrics["tok_s"] * self.flops_per_token
             parts = [f"step {step:5d}/{max_steps}", progress]
             if is_skipped:
                 parts.append(f"{self.n_skipped} skipped")
             parts.append(f"norm {metrics['norm']:.3f}")
-            parts.append(f"{n_tokens / seconds:,.0f} tok/s")
+            parts.append(f"{metrics['tok_s']:,.0f} tok/s")
             parts.append(f"lr {metrics['lr']:.2e}")
             parts.append(f"{seconds * 1000:.0f} ms")
             parts.append(f"{flops / 1e12:.2f} TFLOP/s")
@@ -250,10 +251,11 @@ def prepare_run_directory(directory, step):
     `step`. Returns these losses and scores: {name: value}.
     """
     path = directory / "log.txt"
+    lines = read_log(path) if step > 0 else []
     known = {}
     with writing(f"--log_dir {directory}"):
         with replacing(path) as file:
-            for line_step, name, value in read_log(path) if step > 0 else []:
+            for line_step, name, value in lines:
                 # A training step writes "train" after the evaluations with the same step number,
                 # and before its other metrics.
                 if line_step > step or (line_step == step and name == "train"):

@@ -15,7 +15,6 @@ class TensorBoard:
     """
 
     def __init__(self, directory, step):
-        require("tensorboard")  # torch.utils.tensorboard needs this package
         self.directory = directory
         self.writer = require("torch.utils.tensorboard").SummaryWriter(directory, purge_step=step)
 
@@ -30,7 +29,8 @@ class TensorBoard:
             self.writer.flush()
 
     def close(self):
-        self.writer.close()
+        with writing(self.directory, "free some space, then continue with --resume"):
+            self.writer.close()
 
 
 class WandB:

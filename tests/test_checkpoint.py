@@ -124,6 +124,16 @@ def test_the_best_loss_is_that_of_the_file(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_damaged_best_model_is_found_before_the_first_step(copy):
+    log = (copy / "log.txt").read_text()
+    (copy / "model_best.pt").write_bytes(b"damaged")
+    flags = ["--log_dir", copy, "--resume", "--keep_best", "--max_steps", 12]
+    _, err = train(*flags, cwd=copy.parent, status=2)
+    assert "model_best.pt: not a readable checkpoint" in err and "; move it away" in err
+    assert (copy / "log.txt").read_text() == log
+
+
+@pytest.mark.slow
 def test_keep_best_first_given_at_a_resume(tmp_path):
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
     flags = ["--data", "my.txt", "--log_dir", "run", "--val_every", 2]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -150,6 +151,29 @@ def test_printed_steps(tmp_path):
     assert [step for step, stream in log if stream == "train"] == [*range(10)]
 
 
+@pytest.mark.parametrize("flags", [[], ["--tensorboard"]])
+def test_after_a_full_disk_a_notebook_starts_the_next_run(tmp_path, monkeypatch, flags):
+    """One sentence, and the directory is unlocked, although the first error still exists."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    train_step = train_gpt2.train_step
+
+    def fill_disk(*args):  # in the third step, no file may become larger than 600 bytes
+        if (tmp_path / "log.txt").stat().st_size > 200:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+        return train_step(*args)
+
+    monkeypatch.setattr(train_gpt2, "train_step", fill_disk)
+    argv = [*TINY, *flags, "--log_dir", str(tmp_path)]
+    try:
+        with pytest.raises(UserError, match="cannot write .*; free some space, then continue with"):
+            train_gpt2.main(argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "log.txt").stat().st_size <= 600
+    monkeypatch.setattr(train_gpt2, "train_step", train_step)
+    assert "train" in train_gpt2.main([*argv, "--max_steps", "2"])
+
+
 def test_the_clock_stands_while_evaluating_and_saving(tmp_path, monkeypatch):
     """A step takes 1 s, logging a step 2 s, and a validation, samples or a checkpoint 100 s."""
     now = [0.0]
@@ -182,7 +206,7 @@ def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
     """The steps take 1, 2, 3, 4 and 4 seconds."""
     log = open_log(rampup_steps=3, log_dir=str(tmp_path))
     for step, n in enumerate((1, 2, 3, 4, 4)):
-        log.write_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0))
+        log.write_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0, tok_s=1.0))
     shown = re.findall(r"0:00:(\d+) to go", capsys.readouterr().out)
     assert shown == ["13", "11", "08", "04", "00"]
 
@@ -207,7 +231,7 @@ def test_a_step_on_a_gpu_says_how_much_memory_is_reserved(tmp_path, monkeypatch,
     log = open_log(log_dir=str(tmp_path))
     log.process = replace(conftest.ALONE, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 12_345_678_901)
-    log.write_step(0, 2**17, 1.0, dict(train=5.0, lr=1e-3, norm=1.0))
+    log.write_step(0, 2**17, 1.0, dict(train=5.0, lr=1e-3, norm=1.0, tok_s=1.0))
     assert capsys.readouterr().out.endswith(" | 0.00 TFLOP/s | 12.3 GB\n")
     (tmp_path / "run.json").write_text("{}")
     log.write_end(5, is_complete=True)

@@ -132,9 +132,9 @@ def test_targets_have_the_same_weight_in_a_step(counts):
         y = torch.full((6,), -100)
         y[:n] = 1
         micro_batches.append((x, y.view(2, 3)))
-    shares = Training.target_shares(training, micro_batches)
+    weights = Training.loss_weights(training, micro_batches)
     n_targets = max(1, sum(counts))
-    assert shares.tolist() == pytest.approx([8 * n / n_targets for n in counts])
+    assert weights.tolist() == pytest.approx([8 * n / n_targets for n in counts])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

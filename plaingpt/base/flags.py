@@ -21,9 +21,9 @@ def flag(default, help, **settings):
     """Returns a dataclass field that defines a flag.
 
     settings: bounds of a number, named as in RANGES. either=True: this flag and the previous flag
-    are mutually exclusive. For a string, empty=True: the value may be empty. path=False: a ~ at the
-    start of the value is not the home directory. line_breaks=True: a backslash and an n, which
-    are easier to type in a shell, mean a line break.
+    are mutually exclusive. For a string, empty=True: the value may be empty. path=False: the value
+    is not a path, so a ~ is not the home directory, see expand_home. line_breaks=True: a backslash
+    and an n, which are easier to type in a shell, mean a line break.
     """
     return dataclasses.field(default=default, metadata=dict(help=help, **settings))
 

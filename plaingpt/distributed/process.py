@@ -176,13 +176,13 @@ def check_equal(value, message):
             raise UserError(message)
 
 
-def add_metrics(metrics, loss, more, share):
+def add_metrics(metrics, loss, more, weight):
     """Adds the loss and the metrics of a micro-batch to the means of its step.
 
     metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
-    GPT.forward returns, or [] if GPT.forward returns only two values. share: the factor of the
-    micro-batch, from Training.target_shares.
+    GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the
+    micro-batch, from Training.loss_weights.
     """
     extra = more[0] if more else {}
     for name, value in dict(train=loss, **extra).items():
-        metrics[name] = metrics.get(name, 0.0) + value.detach() * share
+        metrics[name] = metrics.get(name, 0.0) + value.detach() * weight

@@ -49,12 +49,12 @@ class Pipeline(nn.Module):
         """Does what GPT.configure_optimizers does, for the parameters of this process."""
         return self.part.configure_optimizers(*args)
 
-    def forward(self, micro_batches, shares, scaler):
+    def forward(self, micro_batches, weights, scaler):
         """Runs the forward and the backward pass of a step -> {name: mean over its micro-batches}.
 
         The loss has the name "train". The other names are the metrics that GPT.forward returns.
-        micro_batches: list of (x, y), as in train_step of train_gpt2.py. shares: from
-        Training.target_shares.
+        micro_batches: list of (x, y), as in train_step of train_gpt2.py. weights: from
+        Training.loss_weights.
         """
         n_micro = len(micro_batches)
         B, T = micro_batches[0][0].shape
@@ -68,8 +68,8 @@ class Pipeline(nn.Module):
             self.schedule = None  # frees the buffers of the old schedule
             self.schedule = self.make_schedule(n_micro, B, T, scaler)
             self.size = size
-        # The schedule passes `targets` to Stage.forward, and `target` as `share` to scaled_loss.
-        self.schedule.step(x, targets=y, target=shares, return_outputs=False)
+        # The schedule passes `targets` to Stage.forward, and `target` as `weight` to scaled_loss.
+        self.schedule.step(x, targets=y, target=weights, return_outputs=False)
         if self.names is None:  # in the first step
             self.names = self.gather_stages(list(self.metrics))[-1]
         values = torch.stack([self.metrics.get(name, zero) for name in self.names])
@@ -98,10 +98,10 @@ class Pipeline(nn.Module):
             group=self.group,
         )
 
-        def scaled_loss(loss, share):
-            # Scales the loss as Training.accumulate of train_gpt2.py does. share: (1,)
-            add_metrics(self.metrics, loss, self.stage.more, share[0])
-            return scaler.scale(loss * share[0])
+        def scaled_loss(loss, weight):
+            # Scales the loss as Training.accumulate of train_gpt2.py does. weight: (1,)
+            add_metrics(self.metrics, loss, self.stage.more, weight[0])
+            return scaler.scale(loss * weight[0])
 
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
 
