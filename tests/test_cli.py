@@ -139,6 +139,8 @@ def test_arguments_without_a_flag():
         ("--n 10", "argument --n: must be at most 9, not 10"),
         ("--p -1", "argument --p: must be at least 0, not -1"),
         ("--p nan", "argument --p: must be at least 0, not nan"),
+        ("--p inf", "argument --p: must be below 1000000000000, not inf"),
+        ("--m 1" + 400 * "0", "argument --m: must be below 1000000000000, not 1" + 400 * "0"),
         ("--kind sgd", "argument --kind: invalid choice: 'sgd' (choose from adamw, muon)"),
         ("--other c", "argument --other: invalid choice: 'c' (choose from a, b)"),
         ("--n many", "argument --n: invalid int value: 'many'"),

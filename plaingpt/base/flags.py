@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 RANGES = dict(above=gt, at_least=ge, below=lt, at_most=le)
+# Larger numbers could overflow as a float or as a time. A flag without an upper bound has this one.
+LARGEST = 10**12
 
 
 def flag(default, help, **settings):
@@ -88,8 +90,11 @@ def make_reader(kind, settings):
                 return text.replace(r"\n", "\n")
             return expand_home(text) if settings.get("path", True) else text
         value = kind(text)
+        bounds = settings
+        if not ("below" in settings or "at_most" in settings):
+            bounds = {**settings, "below": LARGEST}
         for name, compare in RANGES.items():
-            bound = settings.get(name)
+            bound = bounds.get(name)
             if bound is not None and not compare(value, bound):  # every comparison with NaN fails
                 words = name.replace("_", " ")
                 raise argparse.ArgumentTypeError(f"must be {words} {bound}, not {text}")
