@@ -53,7 +53,7 @@ class Hub(BaseHTTPRequestHandler):
             downloads=0,
             likes=0,
             tags=[],
-            siblings=[dict(rfilename=name) for name in files],
+            siblings=[dict(rfilename=name, size=len(files[name])) for name in files],
         )
         self.reply(200, json.dumps(facts).encode())
 
@@ -74,7 +74,15 @@ class Hub(BaseHTTPRequestHandler):
     def send_file(self, data):
         if data is None:
             return self.reply(404, X_Error_Code="EntryNotFound")
-        self.reply(200, data, ETag=f'"{hashlib.sha256(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+        facts = dict(ETag=f'"{hashlib.sha256(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not asked:
+            return self.reply(200, data, **facts)
+        start, stop = int(asked[1]), min(int(asked[2] or len(data)) + 1, len(data))
+        if start >= len(data):
+            return self.reply(416)
+        where = f"bytes {start}-{stop - 1}/{len(data)}"
+        self.reply(206, data[start:stop], Content_Range=where, **facts)
 
 
 def parquet(records):
@@ -85,9 +93,9 @@ def parquet(records):
 
 
 @contextmanager
-def stand_in_hub(repos):
+def stand_in_hub(repos, hub=Hub):
     """Runs a hub with repos {"owner/name": {path: bytes}} -> (URL, list of requests so far)."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
     server.repos, server.requests = repos, []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
