@@ -40,6 +40,7 @@ from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, visible
 from plaingpt.data.documents import find_files, load_hub, read_documents
+from plaingpt.data.ready import download_ready
 from plaingpt.data.shards import find_meta, find_shards, read_meta
 from plaingpt.data.tokenizer import load_tokenizer
 
@@ -66,6 +67,7 @@ class ShardConfig:
     max_shards: int = flag(10**6, "stop after this many shards", at_least=1)
     num_proc: int | None = flag(None, "number of tokenizer threads [one per core]", at_least=1)
     strict: bool = flag(False, "stop at the first damaged record")
+    ready: int | None = flag(None, "download this many tokenized shards instead", at_least=1)
 
 
 def read_progress(directory, name, settings):
@@ -280,7 +282,10 @@ def show_result(directory, facts, tokenizer):
 
 
 def main(argv=None):
-    config = ShardConfig(**parse_flags(__doc__, ShardConfig, argv=argv))
+    flags = parse_flags(__doc__, ShardConfig, argv=argv)
+    config = ShardConfig(**flags)
+    if config.ready:
+        return download_ready(config.ready, config.output_dir, flags)
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
     directory = Path(config.output_dir)
     paths, facts_of_source = load_source(config)
