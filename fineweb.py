@@ -3,6 +3,9 @@
   python fineweb.py                                    tokenizes FineWeb-Edu
   python fineweb.py --input a.jsonl --output_dir mine  tokenizes your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
+  python fineweb.py --ready 10                         downloads ten shards of
+                                                       FineWeb-Edu that somebody
+                                                       has tokenized
 
 --input accepts .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv and .txt
 files (also compressed: .gz or .zst), .parquet files, and directories written

@@ -90,8 +90,9 @@ def test_downloads_shards_that_train(files, tmp_path):
     assert start(url, 2, tmp_path) == (printed, "")
     assert f"edu_fineweb10B contains 2 training shards of {REPO}, 1,048,776 tokens\n" in printed
     command = printed.splitlines()[-1]
-    assert command.endswith(": python train_gpt2.py --data edu_fineweb10B --max_steps 2")
-    log, _ = train(*command.split()[6:], "--warmup_steps", 1, "--n_embd", 8, cwd=tmp_path)
+    assert " train_gpt2.py --preset gpt2 --data edu_fineweb10B --max_steps 2" in command
+    flags = command.split()[8:]  # without --preset gpt2
+    log, _ = train(*flags, "--warmup_steps", 1, "--n_embd", 8, cwd=tmp_path)
     assert "preset baby on edu_fineweb10B (50,257 ids), 2 steps; " in log
     assert "1,048,776 training tokens" in log and "step 2 | val loss 10.8" in log
 

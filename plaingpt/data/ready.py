@@ -122,6 +122,5 @@ def download_ready(n, directory, flags):
     shards = find_shards(directory, "train")
     n_tokens = sum(map(count_tokens, shards))
     print0(f"{directory} contains {len(shards)} training shards of {REPO}, {n_tokens:,} tokens")
-    print0(
-        f"to train on it: python train_gpt2.py --data {directory} --max_steps {n_tokens // STEP}"
-    )
+    flags = f"--preset gpt2 --data {directory} --max_steps {n_tokens // STEP}"
+    print0(f"to train on it: python train_gpt2.py {flags}")
