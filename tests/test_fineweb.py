@@ -15,7 +15,7 @@ from plaingpt.base.errors import UserError
 from plaingpt.base.files import checksum_of_places, lock
 from plaingpt.data.documents import read_documents
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.data.tokenizer_json import build_tokenizer_json
+from plaingpt.weights.pretrained import build_library
 
 import numpy as np
 import pyarrow as pa
@@ -261,8 +261,8 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
 def test_the_tokenizer_is_written_once(documents, tmp_path):
     """A training that begins before all shards are there reads it whole."""
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
-    settings = build_tokenizer_json([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
-    (tmp_path / "t.json").write_text(json.dumps(settings))
+    library = build_library([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
+    library.save(str(tmp_path / "t.json"))
     flags = ["--input", path, "--tokenizer", tmp_path / "t.json"]
     fine(*flags, "--max_shards", 1, directory=out, shard_size=5000)
     before = (out / "tokenizer.json").stat()

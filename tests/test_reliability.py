@@ -22,8 +22,8 @@ from pathlib import Path
 
 from plaingpt.base.files import lock, write_json
 from plaingpt.data.order import permute
-from plaingpt.data.tokenizer_json import build_tokenizer_json
 from plaingpt.weights.checkpoint import load_checkpoint
+from plaingpt.weights.pretrained import build_library
 
 import numpy as np
 import pytest
@@ -861,8 +861,9 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
 
 @pytest.mark.slow
 def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
-    settings = build_tokenizer_json([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
-    write_json(tmp_path / "t.json", settings | dict(normalizer=dict(type="NFD")))
+    library = build_library([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
+    library.normalizer = pytest.importorskip("tokenizers").normalizers.NFD()
+    library.save(str(tmp_path / "t.json"))
     (tmp_path / "a.txt").write_text("đã uống cà phê. " * 99, "utf-8")
     flags = ["--data", "a.txt", "--tokenizer", "t.json", "--max_steps", 1]
     out, _ = train(*flags, cwd=tmp_path)
@@ -911,9 +912,8 @@ def world(tmp_path_factory):
         np.save(d / name / "x_val_000000.npy", tokens[:999])
         np.save(d / name / "x_train_000000.npy", array, allow_pickle=True)
     (d / "meta/meta.json").write_text('{"tokenizer": [7]}')
-    write_json(
-        d / "own/tokenizer.json", build_tokenizer_json([b"a", b"b", b""], {"<|endoftext|>": 2})
-    )
+    library = build_library([b"a", b"b", b""], {"<|endoftext|>": 2})
+    library.save(str(d / "own/tokenizer.json"))
     (d / "nano").mkdir()
     (d / "nano/meta.pkl").write_bytes(pickle.dumps(Mark(d)))
     tokens.tofile(d / "nano/train.bin")

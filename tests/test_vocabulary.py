@@ -7,14 +7,14 @@ import math
 import os
 import random
 import re
+import sys
 from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import find_tokenizer
 from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.data.tokenizer_json import build_tokenizer_json, make_library
 from plaingpt.scoring.program import run_benchmark
-from plaingpt.weights.pretrained import load_model, save_gpt2
+from plaingpt.weights.pretrained import build_library, load_model, save_gpt2
 
 import numpy as np
 import pytest
@@ -40,7 +40,9 @@ PIECES = ["a", " ", "\n", "\r", "'ll", "1", "!", "中", "\u3000", "<|endoftext|>
 def library_of(name):
     """The package's tokenizer for "gpt2" or "bytes"."""
     known = get_tokenizer(name)
-    return make_library(build_tokenizer_json(known.token_bytes, known.special))
+    library = hf.Tokenizer.from_str(build_library(known.token_bytes, known.special).to_str())
+    library.encode_special_tokens = True
+    return library
 
 
 def chinese(n, seed=0):
@@ -391,30 +393,35 @@ NO_FILE = "not usable ("
         ("{", NO_FILE),
         (None, NO_FILE + "No such file"),
         ("{}", NO_FILE + "no field 'model'); give another"),
-        ('{"model": {"vocab": {"a": 0}}', NO_FILE + "no end-of-text token <|endoftext|> or "),
+        ('{"model": {"type": "BPE"}}', NO_FILE + "Missing vocab/merges"),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
+            NO_FILE + "no end-of-text token <|endoftext|> or ",
+        ),
     ],
 )
 def test_a_bad_tokenizer_is_one_sentence(content, message, tmp_path):
     path = tmp_path / "t.json"
     if content:
-        rest = ', "added_tokens": [], "decoder": null}' * content.startswith('{"model"')
-        path.write_text(content + rest)
+        path.write_text(content)
     with pytest.raises(UserError) as error:
         load_tokenizer(path)
     assert str(error.value).startswith(f"--tokenizer {path}: {message}")
 
 
-def test_a_tokenizer_json_that_the_package_refuses():
+def test_a_tokenizer_json_that_the_package_refuses(tmp_path):
     source = json.loads(library_of("bytes").to_str())
     source |= {"pre_tokenizer": {"type": "unknown"}, "end_of_text": "Ċ"}
-    with pytest.raises(UserError, match="^tokenizer.json: not usable .data did not match any"):
-        get_tokenizer(json.dumps(source)).encode("a")
+    (tmp_path / "t.json").write_text(json.dumps(source))
+    with pytest.raises(UserError, match="t.json: not usable .data did not match any"):
+        load_tokenizer(tmp_path / "t.json")
 
 
 @pytest.mark.slow
-def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
-    """Samples and bits per byte, too."""
-    make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / "zh.json")
+@pytest.mark.parametrize("kind", ["gpt2", "zh.json"])
+def test_training_from_shards_imports_few_packages(zh, tmp_path, kind):
+    """Only torch and numpy, and tokenizers for a tokenizer.json; for samples and bits, too."""
+    make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / kind if "." in kind else kind)
     flags = [*TINY, "--max_steps", "1", "--data", "s"]
     others = {"tiktoken", "tokenizers", "transformers", "datasets", "pyarrow"}
     (tmp_path / "a.py").write_text(
@@ -425,7 +432,17 @@ def test_training_from_shards_imports_only_torch_and_numpy(zh, tmp_path):
     )
     out, _ = program(cwd=tmp_path, program=tmp_path / "a.py")
     assert "--- sample 1 at step 1 ---" in out and "bits per byte" in out
-    assert out.endswith("set()\n")
+    assert out.endswith("set()\n" if kind == "gpt2" else "{'tokenizers'}\n")
+
+
+def test_the_package_is_missing(tmp_path, monkeypatch):
+    """For a tokenizer.json, an error is one sentence; gpt2 and bytes do not need the package."""
+    byte_json = tmp_path / "t.json"
+    byte_json.write_text(json.dumps(json.loads(library_of("bytes").to_str())))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="^the package tokenizers is missing: pip install"):
+        load_tokenizer(byte_json, "Ċ")
+    assert load_tokenizer("gpt2").encode("Hello") == [15496]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json", "a.jsonl", "a.csv", "a.parquet"])

@@ -13,18 +13,27 @@ import uuid
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plaingpt.base.errors import UserError, explaining, require
+from plaingpt.base.files import read_json
 from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer_json import TokenizerJson, is_gpt2, read_settings
 
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
+# Common names of the end-of-text token. A tokenizer.json uses the first name in its vocabulary.
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 MERGES = Path(__file__).with_name("gpt2.tiktoken")
 # Before merging bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 LONG_SPACE = 500_000
+# A byte-level vocabulary writes each byte as a character: visible bytes as themselves, and the
+# other bytes as the characters from U+0100 on.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_OF = {chr(byte): byte for byte in VISIBLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 @dataclass(eq=False, repr=False)  # eq=False keeps it hashable, for functools.cache
@@ -38,13 +47,19 @@ class Tokenizer:
     # This id precedes every document, and generation starts from this id. For "bytes" and "lines",
     # this id is the line break, which also occurs within text.
     end_of_text: int
-    json: TokenizerJson | None = None  # None for "gpt2" and "bytes"
+    json: Any = None  # the tokenizers.Tokenizer of a tokenizer.json
+    # The id of the unknown token, or None if the tokenizer can encode any text. The id is n_vocab
+    # if the tokenizer omits text that the vocabulary lacks.
+    unknown: int | None = None
+    joins_bytes: bool = True  # whether decoding only concatenates the bytes of the tokens
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # dtype of ids in shards
-        # tiktoken encodes this mark as end_of_text. The mark is random, so no text contains it.
+        # This mark is encoded as end_of_text. The mark is random, so no text contains it.
         self.mark = f"<|{uuid.uuid4()}|>"
+        ends = [name for name, i in self.special.items() if i == self.end_of_text]
+        self.new_names = dict.fromkeys(ends, self.mark)  # {} if end_of_text also occurs in text
 
     @functools.cached_property
     def encoding(self):
@@ -58,6 +73,18 @@ class Tokenizer:
             special_tokens={self.mark: self.end_of_text},
         )
 
+    @functools.cached_property
+    def encoder(self):
+        """The tokenizers.Tokenizer that encodes the name of end_of_text as ordinary text."""
+        return make_encoder(self.json, self.new_names)
+
+    @functools.cached_property
+    def counter(self):
+        """Like encoder, but encodes text that the vocabulary lacks as the id `unknown`."""
+        if self.unknown < self.n_vocab:
+            return self.encoder
+        return make_encoder(self.json, self.new_names, self.unknown)
+
     def encode(self, text):
         """Encodes a string -> list of ids. "<|endoftext|>" is encoded as ordinary text.
 
@@ -70,7 +97,7 @@ class Tokenizer:
         """Encodes strings -> ids, (n,), with end_of_text before each string. Releases the GIL."""
         if self.json:
             ids = []
-            for own in self.json.encode(texts):
+            for own in encode_with(self.encoder, texts):
                 ids += [self.end_of_text, *own]
             return np.array(ids, self.dtype)
         text = "".join(self.mark + text for text in texts)
@@ -82,15 +109,13 @@ class Tokenizer:
         An unknown token represents text that the vocabulary lacks. If the tokenizer omits such
         text, each omitted character (or byte) counts as an unknown token.
         """
-        return self.json.count_unknown(texts) if self.json else (0, 0)
-
-    @property
-    def unknown(self):
-        """The id of the unknown token, or None if the tokenizer can encode any text.
-
-        The id is n_vocab if the tokenizer omits text that the vocabulary lacks.
-        """
-        return self.json.unknown if self.json else None
+        n_unknown = 0
+        n_tokens = 0
+        if self.unknown is not None:
+            for ids in encode_with(self.counter, texts):
+                n_unknown += ids.count(self.unknown)
+                n_tokens += len(ids)
+        return n_unknown, n_tokens
 
     def count_lost(self, texts):
         """Returns how many characters (or bytes) the tokenizer omits when it encodes strings."""
@@ -99,8 +124,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """Decodes ids -> text. Invalid UTF-8 and padding ids become U+FFFD."""
-        if self.json and not self.json.joins_bytes:
-            return self.json.decode(ids)
+        if not self.joins_bytes:
+            return self.json.decode(ids, skip_special_tokens=False)
         data = b"".join(self.token_bytes[i] if i < self.n_vocab else b"\xff" for i in ids)
         return data.decode("utf-8", errors="replace")
 
@@ -112,7 +137,7 @@ class Tokenizer:
         characters.
         """
         sizes = np.zeros(vocab_size, np.int64)
-        if self.json and not self.json.keeps_text:
+        if self.json and not self.keeps_text():
             print0(
                 "note: bits per byte need a byte-level tokenizer that does not change its input; "
                 "wikitext.py computes bits per byte with any tokenizer"
@@ -123,6 +148,18 @@ class Tokenizer:
             if i not in special:
                 sizes[i] = len(data)
         return sizes
+
+    def keeps_text(self):
+        """Returns whether the tokens of a text contain exactly the bytes of the text.
+
+        Encodes and decodes a text that contains the added tokens, and each possible byte of UTF-8.
+        """
+        if not self.joins_bytes or self.json.normalizer:
+            return False
+        added = [token.content for token in self.json.get_added_tokens_decoder().values()]
+        characters = [chr(c) for c in range(0x110000) if c < 0x3000 or c % 0x1000 == 0]
+        text = "  ".join(["a", *added, *characters])
+        return self.decode(self.encode(text)) == text
 
 
 def note_unknown(tokenizer, texts, what):
@@ -153,15 +190,7 @@ def get_tokenizer(source):
         raise UserError(
             f"unknown tokenizer {source[:50]!r}; copy its tokenizer.json next to the shards"
         )
-    found = TokenizerJson(source)
-    token_bytes, end = found.token_bytes, found.end_of_text
-    for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):
-        same_ids = known.token_bytes == token_bytes and known.end_of_text == end
-        if same_ids and is_gpt2(found.settings):
-            return known
-    crc = zlib.crc32(repr((token_bytes, end)).encode())
-    name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc:08x})"
-    return Tokenizer(name, source, token_bytes, found.special, end, found)
+    return read_tokenizer_json(source)
 
 
 def read_gpt2_tokens():
@@ -172,6 +201,125 @@ def read_gpt2_tokens():
         base64_token, _ = line.split()
         token_bytes.append(base64.b64decode(base64_token))
     return token_bytes
+
+
+def read_tokenizer_json(source):
+    """Returns the Tokenizer of the contents of a tokenizer.json. Raises errors of many kinds.
+
+    Only plainGPT uses the key "end_of_text": the name of the end-of-text token, if it is not in
+    END_NAMES. Returns "gpt2" or "bytes" if all ids are equal.
+    """
+    settings = json.loads(source)
+    end_name = settings.pop("end_of_text", None)
+    settings.update(truncation=None, padding=None)
+    if "dropout" in settings["model"]:  # BPE would skip random merges, even outside of training
+        settings["model"]["dropout"] = None
+    library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+    settings = json.loads(library.to_str())  # now contains every setting
+    vocab = library.get_vocab()  # {token: id}
+    if len(set(vocab.values())) < len(vocab):  # the id would decode to only one of the tokens
+        raise ValueError("two tokens have the same id")
+    names = [name for name in ([end_name] if end_name else END_NAMES) if name in vocab]
+    if not names:
+        raise ValueError(f"no end-of-text token {end_name or ' or '.join(END_NAMES)}")
+    end = vocab[names[0]]
+    added = {token["content"]: token["special"] for token in settings["added_tokens"]}
+    special = {name: vocab[name] for name in added if added[name]}
+    # A single character, such as the line break, can be end_of_text and also occur in text.
+    if len(names[0]) > 1 or names[0] in added:
+        special[names[0]] = end
+    is_byte_level = "ByteLevel" in str(settings["decoder"])
+    token_bytes = [b""] * (max(vocab.values()) + 1)
+    for token, i in vocab.items():
+        token_bytes[i] = bytes_of(token, is_byte_level and token not in added)
+    for known in (get_tokenizer("gpt2"), get_tokenizer("bytes")):
+        same_ids = known.token_bytes == token_bytes and known.end_of_text == end
+        if same_ids and splits_like_gpt2(settings):
+            return known
+    unknown = find_unknown(settings, vocab)
+    if unknown == end:
+        raise ValueError(f"{names[0]} is also the unknown token")
+    crc = zlib.crc32(repr((token_bytes, end)).encode())
+    name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc:08x})"
+    joins_bytes = type(library.decoder).__name__ == "ByteLevel"
+    return Tokenizer(name, source, token_bytes, special, end, library, unknown, joins_bytes)
+
+
+def bytes_of(token, is_byte_level):
+    """Returns the bytes of a token of a byte-level vocabulary, or of SentencePiece or WordPiece."""
+    if is_byte_level:
+        if BYTE_OF.keys() >= set(token):
+            return bytes(map(BYTE_OF.get, token))
+        return token.encode()
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(byte[1])
+    return token.replace("\u2581", " ").removeprefix("##").encode()  # U+2581 means a space
+
+
+def splits_like_gpt2(settings):
+    """Returns whether a tokenizer.json splits a text as GPT-2 does, and does not change it."""
+    split = settings["pre_tokenizer"] or {}
+    if settings["normalizer"] or split.get("type") != "ByteLevel" or split["add_prefix_space"]:
+        return False
+    # use_regex means GPT-2's regular expression. Without merges, as in "bytes", no split is needed.
+    return split["use_regex"] or not settings["model"].get("merges")
+
+
+def find_unknown(settings, vocab):
+    """Returns the id `unknown` of a Tokenizer. vocab: {token: id}."""
+    model = settings["model"]
+    uses_bytes = "ByteLevel" in str(settings["pre_tokenizer"])
+    byte_names = BYTE_OF.keys()
+    if model.get("byte_fallback"):
+        uses_bytes = True
+        byte_names = {f"<0x{byte:02X}>" for byte in range(256)}
+    # WordLevel and WordPiece do not split unknown words. With an affix, the first or the last byte
+    # of a word would need a different token.
+    is_split = model["type"] in ("BPE", "Unigram")
+    has_affix = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if uses_bytes and is_split and not has_affix and vocab.keys() >= byte_names:
+        return None
+    unknown = model.get("unk_id", vocab.get(model.get("unk_token")))  # only Unigram has "unk_id"
+    if unknown is None and "merges" in model:  # this BPE omits text that the vocabulary lacks
+        return max(vocab.values()) + 1
+    return unknown
+
+
+def make_encoder(library, new_names, unknown=None):
+    """Returns a tokenizers.Tokenizer with the same ids, but with new names of some tokens.
+
+    A text that contains the old name is encoded as ordinary text, even by Unigram, which would
+    otherwise find the old name in its vocabulary. new_names: {old name: new name}. unknown: the id
+    for text that BPE would otherwise omit.
+    """
+    settings = json.loads(library.to_str())
+    model = settings["model"]
+    if isinstance(model["vocab"], list):  # Unigram: [[token, score], ...]
+        model["vocab"] = [[new_names.get(token, token), score] for token, score in model["vocab"]]
+    else:
+        model["vocab"] = {new_names.get(token, token): i for token, i in model["vocab"].items()}
+    if "merges" in model:
+        merges = model["merges"]
+        model["merges"] = [[a, b] for a, b in merges if not new_names.keys() & {a, b, a + b}]
+    for token in settings["added_tokens"]:
+        if token["content"] in new_names:
+            token.update(content=new_names[token["content"]], special=True)
+    if unknown is not None:
+        # Added tokens keep their ids only if they are in the vocabulary of the model.
+        model["vocab"] |= {token["content"]: token["id"] for token in settings["added_tokens"]}
+        model["vocab"]["<unknown>"] = unknown
+        model.update(unk_token="<unknown>", fuse_unk=False)
+    encoder = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
+    encoder.encode_special_tokens = True  # special tokens in a text are ordinary text, too
+    return encoder
+
+
+def encode_with(library, texts):
+    """Encodes strings with a tokenizers.Tokenizer -> a list of ids per string."""
+    with explaining("tokenizer.json: not usable", "give another file"):
+        # The library fails, for example, if the unknown token is missing.
+        encodings = library.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def load_tokenizer(place, end_of_text=None):
@@ -191,6 +339,44 @@ def load_tokenizer(place, end_of_text=None):
     with explaining(f"--tokenizer {place}: not usable", "give another tokenizer, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
+
+
+def read_settings(place, end_of_text=None):
+    """Returns the contents of a tokenizer.json. Raises errors of many kinds.
+
+    Converts the older format, vocab.json and merges.txt. place: as in load_tokenizer. end_of_text:
+    name of the end-of-text token; by default the name that an export stores in
+    tokenizer_config.json.
+    """
+    path = Path(place)
+    if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
+        names = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
+        path = Path(require("huggingface_hub").snapshot_download(place, allow_patterns=names))
+    if path.is_dir():
+        is_old = (path / "vocab.json").exists() and not (path / "tokenizer.json").exists()
+        path = path / ("vocab.json" if is_old else "tokenizer.json")
+    settings = json.loads(path.read_text("utf-8"))
+    if path.name == "vocab.json":  # the settings are {token: id}
+        ends = [name for name in END_NAMES if name in settings]
+        settings = json.loads(
+            build_byte_level(str(path), str(path.with_name("merges.txt")), ends[:1]).to_str()
+        )
+    config = read_json(path.with_name("tokenizer_config.json"))
+    end_of_text = end_of_text or config.get("end_of_text")
+    if end_of_text:
+        settings["end_of_text"] = end_of_text
+    return settings
+
+
+def build_byte_level(vocab, merges, special):
+    """Returns a byte-level BPE that splits text as GPT-2 does, as a tokenizers.Tokenizer.
+
+    vocab: {token: id}. merges: pairs of tokens. Both may also be paths of files. special: names of
+    special tokens.
+    """
+    library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
+    library.add_special_tokens(special)
+    return library
 
 
 def clean_text(text):

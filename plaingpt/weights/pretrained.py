@@ -6,8 +6,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import write_json
 from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.data.tokenizer_json import build_tokenizer_json, make_library
+from plaingpt.data.tokenizer import BYTE_OF, build_byte_level, get_tokenizer, load_tokenizer
 from plaingpt.weights.checkpoint import (
     check_tied,
     check_weights,
@@ -136,11 +135,7 @@ def save_tokenizer(tokenizer, directory, block_size):
     Like the tokenizer of OpenAI's GPT-2, this tokenizer adds no token before a text. Only plainGPT
     reads the key "end_of_text".
     """
-    if tokenizer.json:
-        settings = tokenizer.json.settings  # with end_of_text's own name, not json.mark
-    else:
-        settings = build_tokenizer_json(tokenizer.token_bytes, tokenizer.special)
-    library = make_library(settings)
+    library = tokenizer.json or build_library(tokenizer.token_bytes, tokenizer.special)
     settings = json.loads(library.to_str())
     settings["post_processor"] = None
     end = library.id_to_token(tokenizer.end_of_text)
@@ -154,6 +149,27 @@ def save_tokenizer(tokenizer, directory, block_size):
         config.update(bos_token=end, eos_token=end)
     write_json(Path(directory, "tokenizer.json"), settings)
     write_json(Path(directory, "tokenizer_config.json"), config)
+
+
+def build_library(token_bytes, special):
+    """Returns "gpt2" or "bytes" as an object of `tokenizers`.
+
+    token_bytes: the bytes of each id. special: {name: id} of special tokens.
+    """
+    bpe_encode = require("tiktoken._educational").bpe_encode
+    letters = {byte: letter for letter, byte in BYTE_OF.items()}
+    names = []  # the tokens as strings, with a character of BYTE_OF per byte
+    ranks = {}  # {bytes of a token: id}
+    merges = []
+    for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
+        names.append("".join(map(letters.get, token)))
+        if len(token) > 1:
+            # With only the earlier tokens, BPE splits this token into the two tokens of its merge.
+            left, right = bpe_encode(ranks, token, visualise=None)
+            merges.append((names[left], names[right]))
+        ranks[token] = len(ranks)
+    vocab = {name: i for i, name in enumerate(names)}
+    return build_byte_level(vocab, merges, list(special))
 
 
 def transpose_conv1d(weights):
