@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import sys
 from dataclasses import replace
 
@@ -289,6 +290,69 @@ def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
         load_model(str(tmp_path), GPT)
 
 
+@pytest.fixture(scope="module")
+def older_gpt2(tmp_path_factory):
+    """GPT-2's vocab.json and merges.txt."""
+    directory = tmp_path_factory.mktemp("older")
+    model = json.loads(library_of("gpt2").to_str())["model"]
+    write_pair(directory, {**model["vocab"], "<|endoftext|>": 50256}, model["merges"])
+    return directory
+
+
+CHAT = "<|user|>Hi, it's  me<|end|>\n<|user|> <|pad|>é<|us"
+
+
+@pytest.mark.parametrize(
+    "added, special_tokens",
+    [
+        ({"<|user|>": 50257}, {}),
+        ({"<|end|>": 50258, "<|user|>": 50257}, {"eos_token": "<|endoftext|>"}),
+        ({"<|endoftext|>": 50256, "<|pad|>": 50257}, {"pad_token": "<|pad|>"}),
+        ({"<|user|>": 50257, "<|end|>": 50258}, {"additional_special_tokens": ["<|user|>"]}),
+    ],
+)
+def test_added_tokens_beside_the_older_files(older_gpt2, tmp_path, added, special_tokens):
+    """Each has the id of added_tokens.json, also in a text, as in transformers."""
+    transformers = pytest.importorskip("transformers")
+    directory = shutil.copytree(older_gpt2, tmp_path / "gpt2")
+    (directory / "added_tokens.json").write_text(json.dumps(added))
+    (directory / "special_tokens_map.json").write_text(json.dumps(special_tokens))
+    found = load_tokenizer(directory)
+    theirs = transformers.GPT2Tokenizer.from_pretrained(str(directory))
+    assert found.n_vocab == len(theirs) == max(added.values()) + 1
+    assert found.end_of_text == 50256
+    for text in (CHAT, " ".join(added).replace("<|endoftext|>", "")):
+        ids = found.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert found.decode(ids) == text == theirs.decode(ids)
+    for token, i in added.items():
+        assert found.decode([i]) == token
+        assert token == "<|endoftext|>" or found.encode(f"a{token}b")[1] == i
+    assert get_tokenizer(found.source) is found is not get_tokenizer("gpt2")
+    assert found.text_bytes(50300)[found.encode(CHAT)].sum() == len(CHAT.encode())
+    assert 50256 not in found.encode("<|endoftext|>")
+    assert load_tokenizer(directory, list(added)[0]).end_of_text == list(added.values())[0]
+
+
+def test_an_added_token_may_end_a_text(tmp_path):
+    """If the vocabulary has no such token."""
+    model = json.loads(library_of("bytes").to_str())["model"]
+    write_pair(tmp_path, model["vocab"], model["merges"])
+    (tmp_path / "added_tokens.json").write_text('{"<|user|>": 257, "</s>": 256}')
+    found = load_tokenizer(tmp_path)
+    assert found.special == {"</s>": 256} and found.n_vocab == 258
+    assert found.encode("a<|user|>") == [97, 257] and 256 not in found.encode("</s>")
+
+
+@pytest.mark.parametrize("added", ['{"<|user|>": 50258}', '{"<|user|>": 7}', '["<|user|>"]', "{"])
+def test_added_tokens_that_do_not_fit_are_one_sentence(older_gpt2, tmp_path, added):
+    directory = shutil.copytree(older_gpt2, tmp_path / "gpt2")
+    (directory / "added_tokens.json").write_text(added)
+    with pytest.raises(UserError, match=r"added_tokens.json") as error:
+        load_tokenizer(directory)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, flags, end",
@@ -527,7 +591,9 @@ def test_a_tokenizer_of_the_hub(zh, tmp_path):
     files = ["--input", d / "a.txt"]
     bpe = json.loads((d / "zh.json").read_text())["model"]
     write_pair(tmp_path, {**bpe["vocab"], "</s>": 3999}, bpe["merges"])
-    old = {name: (tmp_path / name).read_bytes() for name in ("vocab.json", "merges.txt")}
+    (tmp_path / "added_tokens.json").write_text('{"<|user|>": 4000}')
+    names = ("vocab.json", "merges.txt", "added_tokens.json")
+    old = {name: (tmp_path / name).read_bytes() for name in names}
     new = {"tokenizer.json": (d / "zh.json").read_bytes(), "model.safetensors": b"large"}
     with stand_in_hub({"some/new": new, "some/old": old}) as (url, requests):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
@@ -537,6 +603,7 @@ def test_a_tokenizer_of_the_hub(zh, tmp_path):
             found = load_tokenizer(tmp_path / name)
             assert found.special == {end: 3999}
             assert found.encode("中文 a") == reference(d / "zh.json").encode("中文 a").ids
+            assert (4000 in found.encode("<|user|>")) == (name == "old")
         flags = [*files, "--tokenizer", "some/missing"]
         _, err = program(*flags, cwd=tmp_path, program="fineweb.py", online=True, env=env, status=2)
     assert err.startswith("error: --tokenizer some/missing: not usable (") and err.count("\n") == 1

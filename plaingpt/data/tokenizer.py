@@ -344,23 +344,20 @@ def load_tokenizer(place, end_of_text=None):
 def read_settings(place, end_of_text=None):
     """Returns the contents of a tokenizer.json. Raises errors of many kinds.
 
-    Converts the older format, vocab.json and merges.txt. place: as in load_tokenizer. end_of_text:
-    name of the end-of-text token; by default the name that an export stores in
-    tokenizer_config.json.
+    The arguments are as in load_tokenizer. If there is no end_of_text, returns the name that an
+    export stores in tokenizer_config.json.
     """
     path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
-        names = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
+        names = ["tokenizer*.json", "vocab.json", "merges.txt", "added_tokens.json"]
         path = Path(require("huggingface_hub").snapshot_download(place, allow_patterns=names))
     if path.is_dir():
         is_old = (path / "vocab.json").exists() and not (path / "tokenizer.json").exists()
         path = path / ("vocab.json" if is_old else "tokenizer.json")
-    settings = json.loads(path.read_text("utf-8"))
-    if path.name == "vocab.json":  # the settings are {token: id}
-        ends = [name for name in END_NAMES if name in settings]
-        settings = json.loads(
-            build_byte_level(str(path), str(path.with_name("merges.txt")), ends[:1]).to_str()
-        )
+    if path.name == "vocab.json":
+        settings = convert_older_files(path)
+    else:
+        settings = json.loads(path.read_text("utf-8"))
     config = read_json(path.with_name("tokenizer_config.json"))
     end_of_text = end_of_text or config.get("end_of_text")
     if end_of_text:
@@ -368,8 +365,25 @@ def read_settings(place, end_of_text=None):
     return settings
 
 
+def convert_older_files(path):
+    """Returns the contents of a tokenizer.json for vocab.json, merges.txt and added_tokens.json.
+
+    path: the path of vocab.json; the other files are beside it.
+    """
+    vocab = json.loads(path.read_text("utf-8"))
+    ends = [name for name in END_NAMES if name in vocab]
+    library = build_byte_level(str(path), str(path.with_name("merges.txt")), ends[:1])
+    added = read_json(path.with_name("added_tokens.json"))  # {token: id}
+    library.add_tokens(sorted(added, key=added.get))
+    for token, i in added.items():
+        found = library.token_to_id(token)
+        if found != i:
+            raise ValueError(f"added_tokens.json: the id of {token!r} must be {found}, not {i}")
+    return json.loads(library.to_str())
+
+
 def build_byte_level(vocab, merges, special):
-    """Returns a byte-level BPE that splits text as GPT-2 does, as a tokenizers.Tokenizer.
+    """Returns a byte-level BPE that splits text as GPT-2 does, as an object of `tokenizers`.
 
     vocab: {token: id}. merges: pairs of tokens. Both may also be paths of files. special: names of
     special tokens.
