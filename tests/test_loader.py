@@ -5,9 +5,8 @@ import re
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import find_tokenizer, open_pairs, open_splits
 from plaingpt.data.order import permute
-from plaingpt.data.shards import open_shard
+from plaingpt.data.shards import ENDS, open_shard
 from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
-from plaingpt.data.tokens import ENDS
 
 import numpy as np
 import pytest

@@ -19,7 +19,9 @@ from plaingpt.base.terminal import print0
 from plaingpt.data.documents import RECORDS, SEPARATOR, check_encoding, kind_of, split_text
 from plaingpt.data.pairs import read_pairs
 from plaingpt.data.shards import (
+    Tokens,
     check_complete,
+    find_cut,
     find_index,
     find_meta,
     find_shards,
@@ -27,7 +29,6 @@ from plaingpt.data.shards import (
     read_meta,
 )
 from plaingpt.data.tokenizer import clean_text, get_tokenizer, load_tokenizer, note_unknown
-from plaingpt.data.tokens import Tokens, find_cut
 
 import numpy as np
 
@@ -45,8 +46,14 @@ def read_shares(items):
         weights[path] = weights.get(path, 0) + weight
     total = sum(weights.values())
     shares = {path: weight / total for path, weight in weights.items()}
-    period = math.lcm(*(share.denominator for share in shares.values()))
-    return shares if period <= MAX_PERIOD else round_shares(shares)
+    if math.lcm(*(share.denominator for share in shares.values())) <= MAX_PERIOD:
+        return shares
+    # Rounds the shares to multiples of 1 / MAX_PERIOD that are above 0.
+    for path, share in shares.items():
+        shares[path] = Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
+    largest = max(shares, key=shares.get)
+    shares[largest] += 1 - sum(shares.values())
+    return shares
 
 
 def read_weight(item):
@@ -58,19 +65,6 @@ def read_weight(item):
         if (weight := Fraction(text)) > 0:
             return path, weight
     raise UserError(f"--data {item}: give a weight above 0, such as 0.5")
-
-
-def round_shares(shares):
-    """Rounds the shares in {path: share} to multiples of 1 / MAX_PERIOD that are above 0.
-
-    The rounded shares add up to 1.
-    """
-    rounded = {}
-    for path, share in shares.items():
-        rounded[path] = Fraction(max(1, round(share * MAX_PERIOD)), MAX_PERIOD)
-    largest = max(rounded, key=rounded.get)
-    rounded[largest] += 1 - sum(rounded.values())
-    return rounded
 
 
 def is_text_file(path):
@@ -120,10 +114,9 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     Holds out val_fraction of the pairs, by default a tenth. T: tokens per sequence. vocab_size: as
     in open_splits.
     """
-    path = Path(path)
     vocab_size = vocab_size or tokenizer.n_vocab
+    train, val = read_pairs(Path(path), tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
     train_name, val_name = name_splits(path)
-    train, val = read_pairs(path, tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
     return (
         Tokens(train_name, [train[0]], vocab_size, train[1]),
         Tokens(val_name, [val[0]], vocab_size, val[1], is_held_out=True),
@@ -137,8 +130,7 @@ def open_whole_text(path, tokenizer, vocab_size=None):
     """
     if not is_text_file(path):
         raise UserError(f"{path}: there is no such text file; give another file")
-    ids = encode_text(Path(path), tokenizer)
-    return Tokens(str(path), [ids], vocab_size or tokenizer.n_vocab)
+    return Tokens(str(path), [encode_text(Path(path), tokenizer)], vocab_size or tokenizer.n_vocab)
 
 
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
@@ -155,37 +147,21 @@ def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     train_name, val_name = name_splits(path)
     if is_text_file(path):
         whole = Tokens(train_name, [encode_text(path, tokenizer)], vocab_size)
-        cut = find_cut(whole, val_fraction or 0.1)
-    else:
-        files = find_shards(path, "train")
-        if not files:
-            raise UserError(f"--data {path}: contains no train shards; make them with fineweb.py")
-        whole = Tokens(train_name, files, vocab_size)
-        val = Tokens(val_name, find_shards(path, "val"), vocab_size)
-        check_complete(path, len(whole) + len(val))
-        if val.files:
-            return whole, val
-        cut = find_cut(whole, val_fraction or 0.01)
-        cut = find_document(whole, cut, tokenizer.end_of_text)
-    val = whole.part(val_name, cut, len(whole), is_held_out=True)
-    return whole.part(train_name, 0, cut), val
+        return whole.hold_out(find_cut(whole, val_fraction or 0.1), val_name)
+    files = find_shards(path, "train")
+    if not files:
+        raise UserError(f"--data {path}: contains no train shards; make them with fineweb.py")
+    whole = Tokens(train_name, files, vocab_size)
+    val = Tokens(val_name, find_shards(path, "val"), vocab_size)
+    check_complete(path, len(whole) + len(val))
+    if val.files:
+        return whole, val
+    return whole.hold_out(find_cut(whole, val_fraction or 0.01, tokenizer.end_of_text), val_name)
 
 
 def name_splits(path):
     """Returns the names of the training and the validation split of a data set, for messages."""
     return f"--data {path}, train split", f"--data {path}, val split"
-
-
-def find_document(tokens, start, end_of_text):
-    """Returns the start of the first document at or after `start`, or `start` if there is none.
-
-    Searches at most 2^20 tokens, and at most half of the tokens after `start`.
-    """
-    n = len(tokens) - start
-    if n == 0:
-        return start
-    ids = tokens.read(start, min(2**20, (n + 1) // 2))
-    return start + int(np.argmax(ids == end_of_text))  # argmax returns 0 if no id matches
 
 
 class Sources:
@@ -203,7 +179,13 @@ class Sources:
         self.val_fraction = val_fraction
         self.shares = read_shares(items)
         self.is_text = all(map(is_text_file, self.shares))
-        self.tokenizer = find_common_tokenizer(self.shares, tokenizer)
+        # If a mixture contains shards, text files are encoded with the tokenizer of the shards.
+        paths = [path for path in self.shares if not is_text_file(path)] or self.shares
+        found = {path: find_tokenizer(path, tokenizer) for path in paths}
+        if len({each.name for each in found.values()}) > 1:
+            names = ", ".join(f"{path} uses {each.name}" for path, each in found.items())
+            raise UserError(f"--data: {names}; use one tokenizer for all data sets")
+        self.tokenizer = next(iter(found.values()))
         if val_fraction and all(find_shards(path, "val") for path in self.shares):
             raise UserError("--val_fraction: the data have val shards; remove this flag")
 
@@ -213,33 +195,22 @@ class Sources:
         tokenizer: the Tokenizer of the run, which may come from loaded weights. T: tokens per
         sequence, used only for pairs. vocab_size: as in open_splits.
         """
-        return [self.open_set(path, tokenizer, T, vocab_size) for path in self.shares]
+        splits = []
+        for path in self.shares:
+            if is_pairs_file(path):
+                splits.append(open_pairs(path, tokenizer, T, self.val_fraction, vocab_size))
+            else:
+                splits.append(open_splits(path, tokenizer, self.val_fraction, vocab_size))
+        return splits
 
-    def open_set(self, path, tokenizer, T, vocab_size=None):
-        """Opens a data set -> (training Tokens, validation Tokens). The arguments: as in open."""
-        if is_pairs_file(path):
-            return open_pairs(path, tokenizer, T, self.val_fraction, vocab_size)
-        return open_splits(path, tokenizer, self.val_fraction, vocab_size)
-
-    def count_train_tokens(self, tokenizer, T):
-        """Returns the number of training tokens of all shards. The arguments are as in open.
+    def count_train_tokens(self):
+        """Returns the number of training tokens of all shards.
 
         Does not count text files, because they take long to encode and are small compared with
         shards.
         """
         shards = [path for path in self.shares if not is_text_file(path)]
-        return sum(len(self.open_set(path, tokenizer, T)[0]) for path in shards)
-
-
-def find_common_tokenizer(paths, place):
-    """Returns the Tokenizer of all data sets. place: value of --tokenizer."""
-    # If a mixture contains shards, text files are encoded with the tokenizer of the shards.
-    paths = [path for path in paths if not is_text_file(path)] or paths
-    found = [find_tokenizer(path, place) for path in paths]
-    if len({tokenizer.name for tokenizer in found}) > 1:
-        names = ", ".join(f"{path} uses {tokenizer.name}" for path, tokenizer in zip(paths, found))
-        raise UserError(f"--data: {names}; use one tokenizer for all data sets")
-    return found[0]
+        return sum(len(open_splits(path, self.tokenizer, self.val_fraction)[0]) for path in shards)
 
 
 def find_tokenizer(data, place=None):
@@ -260,13 +231,13 @@ def find_tokenizer(data, place=None):
     own = None
     if (path / "tokenizer.json").exists():
         own = load_tokenizer(path)
+        if name and own.name != name:
+            raise UserError(
+                f"{data}: tokenizer.json is not {name}, which made the shards; move this file away"
+            )
     elif name and not (given and given.name == name):
         with reading(find_meta(path), "restore it"):
             own = get_tokenizer(str(name))
-    if own and name and own.name != name:
-        raise UserError(
-            f"{data}: tokenizer.json is not {name}, which made the shards; move this file away"
-        )
     if own and given and own.name != given.name:
         raise UserError(f"{data}: contains tokens of {own.name}; remove --tokenizer {place}")
     if own or given:
@@ -303,7 +274,7 @@ class Data:
     def __init__(self, sources, tokenizer, gpt_config):
         self.T = gpt_config.block_size
         self.shares = list(sources.shares.values())
-        splits = sources.open(tokenizer, gpt_config.block_size, gpt_config.vocab_size)
+        splits = sources.open(tokenizer, self.T, gpt_config.vocab_size)
         self.train = [train for train, _ in splits]
         self.val = [val for _, val in splits]
         self.n_bytes_of_id = tokenizer.text_bytes(gpt_config.vocab_size)

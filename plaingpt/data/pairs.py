@@ -18,8 +18,8 @@ from array import array
 from plaingpt.base.errors import UserError
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import read_records
+from plaingpt.data.shards import find_cut
 from plaingpt.data.tokenizer import END_OF_TEXT, note_unknown
-from plaingpt.data.tokens import find_cut
 
 import numpy as np
 

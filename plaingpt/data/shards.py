@@ -1,4 +1,4 @@
-"""Finds and opens files of token ids: shards, and similar files of other programs.
+"""Shards: files of token ids, and Tokens, which joins the files of a split.
 
 A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. The ids are
 uint16, as in build-nanogpt, or uint32 for vocabularies above 65,536 ids. Each document begins with
@@ -15,10 +15,16 @@ byte in X.bin, and the indices of the sequences that begin documents (Megatron-L
 megatron/core/datasets/indexed_dataset.py).
 """
 
+import bisect
+import copy
 import functools
+import itertools
+import math
 import os
 import re
 import struct
+import zlib
+from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
@@ -32,6 +38,8 @@ BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # {(llm.c's magic numb
 MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
 # The name of a Megatron file with validation data matches this pattern.
 VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
+# The fingerprint covers this many tokens at the start and at the end of each shard.
+ENDS = 2**16
 
 
 @functools.lru_cache(48)  # a process may open only 256 files on macOS
@@ -39,12 +47,10 @@ def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids."""
     # If the header is damaged, np.load may raise any kind of error.
     with reading(path, "make it again", "not a shard"):
-        if path.suffix == ".idx":
-            ids = open_megatron(path)
-        elif path.suffix == ".bin":
-            ids = open_bin(path)
-        else:
+        if path.suffix == ".npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            ids = open_megatron(path) if path.suffix == ".idx" else open_bin(path)
         if ids.dtype not in (np.uint16, np.uint32) or ids.ndim != 1:
             raise ValueError(f"{ids.dtype} {ids.shape}, not uint16 or uint32 (n,)")
         described = ids.offset + ids.nbytes
@@ -52,6 +58,36 @@ def open_shard(path):
         if (size := os.path.getsize(ids.filename)) != described:
             raise ValueError(f"{size:,} bytes of data, but the header says {described:,} bytes")
         return ids
+
+
+def open_megatron(index):
+    """Maps the tokens that X.idx describes into memory -> array (n,) of ids."""
+    data = index.read_bytes()
+    version, code, n_sequences = struct.unpack_from("<QBQ", data, 9)
+    if data[:9] != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON_TYPES:
+        raise ValueError(f"{index.name} does not begin with MMIDIDX, version 1, and type 4 or 8")
+    # The array of lengths begins after the header. X.bin contains the sequences one after the
+    # other, so the number of tokens in X.bin is the sum of the lengths.
+    n = int(np.frombuffer(data, "<i4", n_sequences, offset=34).sum(dtype=np.int64))
+    return np.memmap(index.with_suffix(".bin"), MEGATRON_TYPES[code], "r", shape=n)
+
+
+def open_bin(path):
+    """Maps a .bin file of llm.c or nanoGPT into memory -> array (n,) of ids."""
+    magic, version, n = np.fromfile(path, "<i4", 3).tolist()
+    if (magic, version) in BIN_TYPES:
+        return np.memmap(path, BIN_TYPES[magic, version], "r", offset=4 * 256, shape=n)
+    if path.name not in ("train.bin", "val.bin"):
+        raise ValueError("its header does not begin with llm.c's magic number and version")
+    if path.with_name("meta.pkl").exists():
+        raise UserError(f"{path}: contains ids of characters; give the file input.txt as --data")
+    ids = np.memmap(path, "<u2", "r")
+    # Read as uint16, an id of 32 or 64 bits becomes two or four ids, and every second of these ids
+    # is nearly 0.
+    low, high = ids[: 2**16 : 2], ids[1 : 2**16 : 2]
+    if high.max(initial=0) < 16 <= low.max(initial=0):
+        raise UserError(f"{path}: contains ids of 32 or 64 bits; write them as uint16")
+    return ids
 
 
 def find_shards(path, split):
@@ -63,21 +99,29 @@ def find_shards(path, split):
         return [index] if split == "train" else []
     shard_name = re.compile(rf"_{split}_\d+\.(npy|bin)$|(^|_){split}\.bin$")
     found = []
-    for file in sorted(Path(path).glob("*")):
-        if file.name.startswith("."):  # macOS and rsync write such files next to shards
-            continue
+    for file in sorted(Path(path).glob("[!.]*")):  # macOS and rsync write hidden files near shards
         if file.suffix == ".idx":  # Megatron's data
-            is_val = VAL_NAME.search(file.stem) is not None
-            if is_val == (split == "val"):
-                found.append(file)
-        elif shard_name.search(file.name) and not find_index(file):
-            if found and found[-1].stem == file.stem:  # a run would read its tokens twice
-                raise UserError(
-                    f"{path}: {found[-1].name} and {file.name} are the same shard; move one of "
-                    "them away"
-                )
+            is_found = bool(VAL_NAME.search(file.stem)) == (split == "val")
+        else:
+            is_found = shard_name.search(file.name) and not find_index(file)
+        if is_found:
             found.append(file)
+    for file, other in itertools.pairwise(found):
+        if file.stem == other.stem:  # a run would read these tokens twice
+            raise UserError(
+                f"{path}: {file.name} and {other.name} are the same shard; move one of them away"
+            )
     return found
+
+
+def find_index(path):
+    """Returns the .idx file of Megatron's data X, X.bin or X.idx, or None for any other data."""
+    path = Path(path)
+    if path.suffix in (".bin", ".idx"):
+        index = path.with_suffix(".idx")
+    else:
+        index = Path(f"{path}.idx")
+    return index if index.is_file() else None
 
 
 def find_meta(directory):
@@ -87,10 +131,7 @@ def find_meta(directory):
 
 
 def read_meta(directory):
-    """Returns the contents of meta.json or progress.json.
-
-    Returns {} if neither file exists.
-    """
+    """Returns the contents of meta.json or progress.json, or {} if neither file exists."""
     return read_json(find_meta(directory))
 
 
@@ -108,49 +149,124 @@ def check_complete(directory, n_tokens):
         )
 
 
-def find_index(path):
-    """Returns the .idx file of Megatron's data X, X.bin or X.idx, or None for any other data."""
-    path = Path(path)
-    if path.suffix in (".bin", ".idx"):
-        index = path.with_suffix(".idx")
-    else:
-        index = Path(f"{path}.idx")
-    return index if index.is_file() else None
+class Tokens:
+    """The tokens of a split: the files one after the other, from `start` to `stop`.
 
-
-def open_megatron(index):
-    """Maps the tokens that X.idx describes into memory -> array (n,) of ids.
-
-    Raises ValueError, or struct.error if the file is too short.
+    name: the name in messages. files: paths of shards, or [array] with the ids of a text file.
+    vocab_size: vocabulary size of the model. counted: for pairs, (n,) bool, which tokens of the
+    array are targets; None: all tokens. is_held_out: whether these tokens are held out from the
+    training data, because there is no val split on disk.
     """
-    data = index.read_bytes()
-    version, code, n_sequences = struct.unpack_from("<QBQ", data, 9)
-    if data[:9] != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON_TYPES:
-        raise ValueError(f"{index.name} does not begin with MMIDIDX, version 1, and type 4 or 8")
-    # The array of lengths begins after the header. X.bin contains the sequences one after the
-    # other, so the number of tokens in X.bin is the sum of the lengths.
-    lengths = np.frombuffer(data, "<i4", count=n_sequences, offset=34)
-    n = int(lengths.sum(dtype=np.int64))
-    return np.memmap(index.with_suffix(".bin"), MEGATRON_TYPES[code], "r", shape=n)
+
+    def __init__(self, name, files, vocab_size, counted=None, is_held_out=False):
+        self.name = name
+        self.files = files
+        self.vocab_size = vocab_size
+        self.counted = counted
+        self.is_held_out = is_held_out
+        sizes = [len(open_ids(file)) for file in files]
+        # The start of each file, and the end of the last file.
+        self.starts = np.cumsum([0, *sizes]).tolist()
+        self.start = 0
+        self.stop = self.starts[-1]
+
+    @property
+    def has_pairs(self):
+        """Whether the tokens are prompts and responses. The loss then includes only some tokens."""
+        return self.counted is not None
+
+    def __len__(self):
+        return self.stop - self.start
+
+    def hold_out(self, cut, name):
+        """Splits the tokens -> (Tokens before `cut`, held-out Tokens with their own name)."""
+        train = copy.copy(self)
+        val = copy.copy(self)
+        train.stop = val.start = self.start + cut
+        val.name = name
+        val.is_held_out = True
+        return train, val
+
+    def read(self, start, count):
+        """Returns `count` tokens from `start`: (count,) uint16 or uint32, or uint8 for bytes.
+
+        Raises UserError if a token id is outside the vocabulary.
+        """
+        first = self.start + start
+        last = first + count
+        i = bisect.bisect_right(self.starts, first) - 1  # the file that contains the first token
+        j = bisect.bisect_left(self.starts, last)
+        parts = []
+        for file, begin in zip(self.files[i:j], self.starts[i:j]):
+            parts.append(open_ids(file)[max(first - begin, 0) : last - begin])
+        ids = np.concatenate(parts)
+        top = ids.max(initial=0)
+        if top >= self.vocab_size:
+            raise UserError(
+                f"{self.name}: id {top} is outside the vocabulary; check --tokenizer and "
+                "--vocab_size"
+            )
+        return ids
+
+    def read_sequence(self, start, T):
+        """Returns T inputs from `start`, and the targets, which are the next tokens: (2, T) int64.
+
+        A target that the loss ignores is -100.
+        """
+        ids = self.read(start, T + 1).astype(np.int64)
+        sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
+        if self.has_pairs:
+            first = self.start + start + 1
+            sequence[1, ~self.counted[first : first + T]] = -100
+        return sequence
+
+    def count_sequences(self, T):
+        """Returns the number of sequences of T+1 tokens. Raises UserError if there are none.
+
+        The last token of a sequence is also the first token of the next sequence.
+        """
+        n = (len(self) - 1) // T
+        if n < 1:
+            raise UserError(
+                f"{self.name}: has {len(self)} tokens; give more tokens than --block_size {T}"
+            )
+        return n
+
+    def fingerprint(self):
+        """Returns the number of tokens and a CRC-32, as a string.
+
+        The CRC-32 covers both ends of every shard, or all of a text file.
+        """
+        crc = zlib.crc32(self.counted[self.start : self.stop]) if self.has_pairs else 0
+        bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
+        for file, start, stop in zip(self.files, bounds, bounds[1:]):
+            n = stop - start
+            if n == 0:
+                continue
+            if not isinstance(file, np.ndarray):
+                n = min(n, ENDS)
+            for first in sorted({start, stop - n}):  # only one range if n covers the whole file
+                ids = self.read(first, n)
+                # uint16 and uint32 shards with the same ids have the same checksum.
+                dtype = "<u2" if ids.max() < 2**16 else "<u4"
+                crc = zlib.crc32(ids.astype(dtype), crc)
+        return f"{len(self):,} tokens with CRC-32 {crc:08x}"
 
 
-def open_bin(path):
-    """Maps a .bin file of llm.c or nanoGPT into memory -> array (n,) of ids.
+def open_ids(file):
+    return file if isinstance(file, np.ndarray) else open_shard(file)
 
-    Raises ValueError if neither program wrote the file. Raises UserError if the ids are nanoGPT's
-    ids of characters, or ids with more than 16 bits.
+
+def find_cut(items, val_fraction, end_of_text=None):
+    """Returns the index of the first validation item. items: Tokens, or a list of pairs.
+
+    The last val_fraction of the items are for validation. If end_of_text is given, validation
+    begins with the first document that begins among these tokens, or at once if no document begins
+    in the first half of these tokens, and in the first 2^20 tokens.
     """
-    magic, version, n = np.fromfile(path, "<i4", 3).tolist()
-    if (magic, version) in BIN_TYPES:
-        return np.memmap(path, BIN_TYPES[magic, version], "r", offset=4 * 256, shape=n)
-    if path.name not in ("train.bin", "val.bin"):
-        raise ValueError("its header does not begin with llm.c's magic number and version")
-    if path.with_name("meta.pkl").exists():
-        raise UserError(f"{path}: contains ids of characters; give the file input.txt as --data")
-    ids = np.memmap(path, "<u2", "r")
-    # Read as uint16, an id of 32 or 64 bits becomes two or four ids, and every second of these ids
-    # is nearly 0.
-    low, high = ids[: 2**16 : 2], ids[1 : 2**16 : 2]
-    if high.max(initial=0) < 16 <= low.max(initial=0):
-        raise UserError(f"{path}: contains ids of 32 or 64 bits; write them as uint16")
-    return ids
+    n = math.ceil(len(items) * Fraction(str(val_fraction)))
+    cut = len(items) - n
+    if end_of_text is None or n == 0:
+        return cut
+    ids = items.read(cut, min(2**20, (n + 1) // 2))
+    return cut + int(np.argmax(ids == end_of_text))  # argmax returns 0 if no id matches
