@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU, ROOT, TINY, write_bin
+from test_data_sets import write_megatron
 
 import train_gpt2
 from train_gpt2 import DataLoaderLite, TrainConfig, make_val_loader
@@ -179,6 +180,27 @@ def test_a_shard_in_two_formats_is_refused(shards):
     sentence = "a_train_000002.bin and a_train_000002.npy are the same shard; move one of them away"
     with pytest.raises(UserError, match=sentence):
         open_splits(shards, get_tokenizer("bytes"))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 200000128\n"
+
+
+@pytest.mark.parametrize("name", ["x_train_000000.npy", "x_train_000000.bin", "train.bin", "x.idx"])
+def test_a_pointer_of_git_lfs_is_no_shard(tmp_path, name):
+    """nanoGPT's train.bin has no header, so the pointer would be ids."""
+    (tmp_path / name).write_bytes(POINTER)
+    sentence = f"{name}: is a pointer of Git LFS instead of the file; run git lfs pull$"
+    with pytest.raises(UserError, match=sentence):
+        open_splits(tmp_path, get_tokenizer("gpt2"))
+
+
+@pytest.mark.parametrize("name", ["x.bin", "a.txt"])
+def test_a_pointer_of_git_lfs_is_no_data(tmp_path, name):
+    """Megatron's .idx may be in Git itself."""
+    write_megatron(tmp_path / "x", [[1] * 500], "<u2", 8)
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(UserError, match=f"{name}: is a pointer of Git LFS instead of the file; ru"):
+        open_splits(tmp_path / name, get_tokenizer("gpt2"))
 
 
 @pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])

@@ -18,6 +18,7 @@ from plaingpt.base.terminal import print0
 # checksum_of_places reads PLACE bytes at each of at most N_PLACES places in a file.
 PLACE = 2**16
 N_PLACES = 64
+POINTER = b"version https://git-lfs.github.com/"  # the first bytes of a pointer of Git LFS
 # A line of log.txt contains step, stream, value.
 LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
@@ -45,6 +46,13 @@ def reading(path, remedy="correct it", what="is damaged"):
         explaining(f"{path}: cannot be read", "remove the cause, then try again", unopened),
     ):
         yield
+
+
+def check_pointer(path):
+    """Raises UserError if Git LFS has not yet replaced its pointer, a small file, with the file."""
+    path = Path(path)
+    if path.stat().st_size < 1024 and path.read_bytes().startswith(POINTER):
+        raise UserError(f"{path}: is a pointer of Git LFS instead of the file; run git lfs pull")
 
 
 @contextlib.contextmanager

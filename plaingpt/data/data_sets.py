@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import reading
+from plaingpt.base.files import check_pointer, reading
 from plaingpt.base.terminal import print0
 from plaingpt.data.documents import RECORDS, SEPARATOR, check_encoding, kind_of, split_text
 from plaingpt.data.pairs import read_pairs
@@ -84,9 +84,10 @@ def encode_text(path, tokenizer):
     end_of_text before each document. Otherwise, the ids contain no end_of_text. With byte tokens,
     the ids are always the bytes of the file, without a BOM.
     """
-    data = path.read_bytes()
     if path.suffix in (".bin", ".npy"):
         raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
+    check_pointer(path)
+    data = path.read_bytes()
     check_encoding(f"--data {path}", data)
     if path.suffix.lower() in (".gz", ".zst") or b"\0" in data:
         raise UserError(

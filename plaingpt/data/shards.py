@@ -28,7 +28,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import read_json, reading
+from plaingpt.base.files import check_pointer, read_json, reading
 
 import numpy as np
 
@@ -47,6 +47,7 @@ def open_shard(path):
     """Maps a shard into memory -> array (n,) of ids."""
     # If the header is damaged, np.load may raise any kind of error.
     with reading(path, "make it again", "not a shard"):
+        check_pointer(path)
         if path.suffix == ".npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
@@ -69,6 +70,7 @@ def open_megatron(index):
     # The array of lengths begins after the header. X.bin contains the sequences one after the
     # other, so the number of tokens in X.bin is the sum of the lengths.
     n = int(np.frombuffer(data, "<i4", n_sequences, offset=34).sum(dtype=np.int64))
+    check_pointer(index.with_suffix(".bin"))
     return np.memmap(index.with_suffix(".bin"), MEGATRON_TYPES[code], "r", shape=n)
 
 
