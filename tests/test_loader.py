@@ -203,6 +203,45 @@ def test_a_pointer_of_git_lfs_is_no_data(tmp_path, name):
         open_splits(tmp_path / name, get_tokenizer("gpt2"))
 
 
+SHARD_NAMES = ["x_train_000001.npy", "x_train_000001.bin", "train.bin", "x.idx"]
+
+
+def write_shard(directory, name, ids):
+    """Writes ids as a shard of any kind."""
+    if name == "x.idx":
+        write_megatron(directory / "x", [ids], "<u2", 8)
+    elif name == "train.bin":
+        ids.tofile(directory / name)
+    elif name.endswith(".bin"):
+        write_bin(directory / name, ids)
+    else:
+        np.save(directory / name, ids)
+
+
+@pytest.mark.parametrize("name", SHARD_NAMES)
+@pytest.mark.parametrize("id", [0, 50256])
+def test_a_shard_that_one_id_fills_to_its_end(tmp_path, name, id):
+    """Such as a download that reserved the size of the file, then stopped: the rest is NUL."""
+    ids = np.random.default_rng(0).integers(1, 50256, 20_000).astype(np.uint16)
+    ids[18_100:] = id  # less than a tenth
+    write_shard(tmp_path, name, ids)
+    fingerprint(tmp_path, vocab_size=50257, tokenizer="gpt2")
+    open_shard.cache_clear()
+    ids[13_021:] = id
+    write_shard(tmp_path, name, ids)
+    sentence = (
+        f"{name}: is not complete, because all tokens from token 13,021 on have the id {id}; "
+        "download or make it again$"
+    )
+    with pytest.raises(UserError, match=sentence):
+        fingerprint(tmp_path, vocab_size=50257, tokenizer="gpt2")
+    open_shard.cache_clear()
+    ids[:] = id
+    write_shard(tmp_path, name, ids)
+    with pytest.raises(UserError, match=f"all tokens from token 0 on have the id {id}"):
+        fingerprint(tmp_path, vocab_size=50257, tokenizer="gpt2")
+
+
 @pytest.mark.parametrize("name", ["own.txt.GZ", "own.zst", "own.dat"])
 def test_data_that_is_no_text_names_the_command_for_shards(tmp_path, name):
     path = tmp_path / name

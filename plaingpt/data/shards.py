@@ -92,6 +92,26 @@ def open_bin(path):
     return ids
 
 
+def check_end(path):
+    """Raises UserError if more than a tenth of a shard, at its end, is one repeated id.
+
+    A download may reserve the size of the file, then stop. The rest of the file is then 0.
+    """
+    ids = open_shard(path)
+    last_tenth = ids[-(len(ids) // 10) - 1 :]
+    if len(last_tenth) < 1000:  # this could be text
+        return
+    # The last tenth is read only if the last 1000 ids, and the first id of this tenth, are equal.
+    for part in (last_tenth[-1000:], last_tenth[:1], last_tenth):
+        if (part != ids[-1]).any():
+            return
+    n_equal = int(np.argmax(ids[::-1] != ids[-1])) or len(ids)
+    raise UserError(
+        f"{path}: is not complete, because all tokens from token {len(ids) - n_equal:,} on have "
+        f"the id {ids[-1]}; download or make it again"
+    )
+
+
 def find_shards(path, split):
     """Returns the paths of the shards of a split, in the order of their names.
 
@@ -237,7 +257,8 @@ class Tokens:
     def fingerprint(self):
         """Returns the number of tokens and a CRC-32, as a string.
 
-        The CRC-32 covers both ends of every shard, or all of a text file.
+        The CRC-32 covers both ends of every shard, or all of a text file. Raises UserError if a
+        shard is not complete: its end is read here first.
         """
         crc = zlib.crc32(self.counted[self.start : self.stop]) if self.has_pairs else 0
         bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
@@ -246,6 +267,7 @@ class Tokens:
             if n == 0:
                 continue
             if not isinstance(file, np.ndarray):
+                check_end(file)
                 n = min(n, ENDS)
             for first in sorted({start, stop - n}):  # only one range if n covers the whole file
                 ids = self.read(first, n)
