@@ -288,6 +288,23 @@ def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
         fingerprint(tmp_path, vocab_size=65535)
 
 
+def test_what_a_directory_lacks_is_noted(shards, capsys):
+    find_tokenizer(shards)
+    assert capsys.readouterr().out == ""
+    np.save(shards / "a_train_000007.npy", GOOD)
+    (shards / "c_train_000001.bin.incomplete").write_bytes(b"")
+    downloads = shards / ".cache/huggingface/download"
+    downloads.mkdir(parents=True)
+    (downloads / "bd1.5ce8.incomplete").write_bytes(b"")
+    find_tokenizer(shards)
+    assert capsys.readouterr().out.splitlines() == [
+        f"note: {shards}: lacks 3 of the shards a_train_000001 to a_train_000007; download or make "
+        "them again",
+        f"note: {shards / 'c_train_000001.bin.incomplete'}: is not complete; download it again",
+        f"note: {downloads / 'bd1.5ce8.incomplete'}: is not complete; download it again",
+    ]
+
+
 def test_the_tokenizer_of_the_data(shards):
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(ROOT / "input.txt").name
     (shards / "meta.json").rename(shards / "progress.json")

@@ -25,6 +25,7 @@ from plaingpt.data.shards import (
     find_index,
     find_meta,
     find_shards,
+    note_missing,
     open_shard,
     read_meta,
 )
@@ -225,8 +226,7 @@ def find_tokenizer(data, place=None):
     path = Path(data)
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
         raise UserError(f"--data {data}: not found; give a text file, or run fineweb.py")
-    if (path / "progress.json").exists():
-        print0(f"note: {path} is incomplete; fineweb.py is still running, or was interrupted")
+    note_missing(path)
     given = load_tokenizer(place) if place else None
     name = read_meta(path).get("tokenizer")
     own = None

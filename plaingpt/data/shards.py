@@ -29,6 +29,7 @@ from pathlib import Path
 
 from plaingpt.base.errors import UserError
 from plaingpt.base.files import check_pointer, read_json, reading
+from plaingpt.base.terminal import print0
 
 import numpy as np
 
@@ -110,6 +111,28 @@ def check_end(path):
         f"{path}: is not complete, because all tokens from token {len(ids) - n_equal:,} on have "
         f"the id {ids[-1]}; download or make it again"
     )
+
+
+def note_missing(directory):
+    """Prints what a directory with shards lacks. The shards may be valid without it."""
+    if (directory / "progress.json").exists():
+        print0(f"note: {directory} is incomplete; fineweb.py is still running, or was interrupted")
+    numbers = {}  # {name of the shards with their split: their numbers}
+    for file in find_shards(directory, "train") + find_shards(directory, "val"):
+        name, _, number = file.stem.rpartition("_")
+        if number.isdecimal():
+            numbers.setdefault(name, {})[int(number)] = file.stem
+    for stems in numbers.values():
+        first, last = min(stems), max(stems)
+        if n_missing := last - first + 1 - len(stems):
+            print0(
+                f"note: {directory}: lacks {n_missing:,} of the shards {stems[first]} to "
+                f"{stems[last]}; download or make them again"
+            )
+    # huggingface_hub writes a file into this cache first.
+    for place in (directory, directory / ".cache/huggingface/download"):
+        for file in sorted(place.glob("*.incomplete")):
+            print0(f"note: {file}: is not complete; download it again")
 
 
 def find_shards(path, split):
