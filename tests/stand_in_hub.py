@@ -1,6 +1,7 @@
 """A local stand-in for the Hugging Face hub.
 
-Serves the part of its HTTP interface that `datasets` and `huggingface_hub` use to download files.
+Serves the part of its HTTP interface that `datasets` and `huggingface_hub` use to download files,
+whole or by ranges.
 """
 
 import hashlib
@@ -85,10 +86,10 @@ class Hub(BaseHTTPRequestHandler):
         self.reply(206, data[start:stop], Content_Range=where, **facts)
 
 
-def parquet(records):
-    """Dicts -> the bytes of a .parquet file."""
+def parquet(records, **options):
+    """Dicts -> the bytes of a .parquet file. options: of pyarrow's write_table."""
     file = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(records), file)
+    pq.write_table(pa.Table.from_pylist(records), file, **options)
     return file.getvalue().to_pybytes()
 
 
