@@ -8,12 +8,12 @@
                                                        has tokenized
 
 --input accepts .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv and .txt
-files (also compressed: .gz or .zst), .parquet files, and directories written
-by save_to_disk of Hugging Face datasets. In a .txt file, <|endoftext|>
-separates documents. --tokenizer selects your own tokenizer, which tokenizer.py
-can train. To continue after an interruption, run the same command again.
-fineweb.py skips and counts damaged records, and shows the first 5 of them.
-With --strict, it stops at the first damaged record.
+files (also compressed: .gz or .zst), .parquet files, directories of such
+files, and directories written by save_to_disk of Hugging Face datasets. In a
+.txt file, <|endoftext|> separates documents. --tokenizer selects your own
+tokenizer, which tokenizer.py can train. To continue after an interruption, run
+the same command again. fineweb.py skips and counts damaged records, and shows
+the first 5 of them. With --strict, it stops at the first damaged record.
 """
 
 # plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of documents. The
@@ -42,7 +42,7 @@ from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, visible
-from plaingpt.data.documents import find_files, load_hub, read_documents
+from plaingpt.data.documents import count_bytes, find_files, load_hub, read_documents
 from plaingpt.data.ready import download_ready
 from plaingpt.data.shards import find_meta, find_shards, read_meta
 from plaingpt.data.tokenizer import load_tokenizer
@@ -58,7 +58,9 @@ SHOWN = 5  # number of damaged records that are shown
 
 @dataclass
 class ShardConfig:
-    input: list[str] | None = flag(None, "your own text: files, or patterns in quotation marks")
+    input: list[str] | None = flag(
+        None, "your own text: files, directories, or patterns in quotation marks"
+    )
     dataset: str = flag(FINEWEB, "data set on the hub: Hugging Face or HF_ENDPOINT", either=True)
     name: str | None = flag(None, "configuration of --dataset [FineWeb-Edu: sample-10BT]")
     text_key: str = flag("text", "field or column that contains the text")
@@ -211,15 +213,14 @@ def skip_damaged(batch, n_before, strict):
     return len(damaged)
 
 
-def write_shards(directory, facts, config, paths, tokenizer):
-    """Writes the shards that are not in the directory yet."""
+def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
+    """Writes the shards that are not in the directory yet. n_bytes: the size of all files."""
     if facts["shards"]:
         print0(f"{directory} contains {facts['shards']} complete shards: continuing after them")
     # n_used: how many tokens of the next batch are already in earlier shards
     n_done, n_used = facts["next"]
-    documents = read_documents(paths, config.text_key, cut=tokenizer.name == "gpt2")
-    documents = itertools.islice(documents, n_done, None)
-    n_bytes = sum(path.stat().st_size for path in paths)
+    is_gpt2 = tokenizer.name == "gpt2"
+    documents = read_documents(paths, config.text_key, cut=is_gpt2, skip=n_done)
     n_threads = config.num_proc or count_cores()
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
@@ -297,7 +298,7 @@ def main(argv=None):
         name = "edufineweb"
     # This size yields 20 shards at 4 bytes per token and 40 shards at 2 bytes per token, so even a
     # small text yields shards for both validation and training.
-    n_bytes = sum(path.stat().st_size for path in paths)
+    n_bytes = sum(map(count_bytes, paths))
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
     settings = dict(
         **facts_of_source,
@@ -319,7 +320,7 @@ def main(argv=None):
                 "directory"
             )
         if facts["next"] is not None and facts["shards"] < config.max_shards:
-            write_shards(directory, facts, config, paths, tokenizer)
+            write_shards(directory, facts, config, paths, n_bytes, tokenizer)
         write_json(directory / "meta.json", facts)
         (directory / "progress.json").unlink(missing_ok=True)
         show_result(directory, facts, tokenizer)

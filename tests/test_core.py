@@ -328,9 +328,9 @@ def test_a_continuation_that_joins_the_tokens_before_it():
             "core.yaml: icl_task_type 'generation': must be one of multiple_choice, schema, "
             "language_modeling;",
         ),
-        ("--bundle contradicts", "a.jsonl, line 1: field 'context_options' is missing or has a"),
-        ("--bundle other.jsonl", "other.jsonl, line 1: field 'context' is missing"),
-        ("--bundle gold.jsonl", "gold.jsonl, line 1: gold 2: must be from 0 to 1"),
+        ("--bundle contradicts", "a.jsonl, record 1: field 'context_options' is missing or has a"),
+        ("--bundle other.jsonl", "other.jsonl, record 1: field 'context' is missing"),
+        ("--bundle gold.jsonl", "gold.jsonl, record 1: gold 2: must be from 0 to 1"),
         ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
         (
             "--bundle BUNDLE --max_per_task 5",

@@ -224,9 +224,8 @@ def test_a_text_may_begin_or_end_with_a_separator(tmp_path, monkeypatch):
             path.write_text(f"{before}\none{end}{end}two\n\xff{after}", encoding="latin-1")
             found = list(read_documents([path]))
             assert [document.text for document in found] == ["\none", "", None]
-            first = 1 + before.count("\n")  # lines are counted as in an editor
-            lines = [int(document.where.rpartition(" ")[2]) for document in found]
-            assert lines == [first, first + 1, first + 1]
+            numbers = [int(document.where.rpartition(" ")[2]) for document in found]
+            assert numbers == [1, 2, 3]
     path.write_text(f"{end}\n")
     assert list(read_documents([path])) == []
     # A document that is cut has all of its white space.
@@ -321,10 +320,10 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
     err = capsys.readouterr().err
     assert shards_in(tmp_path / "out") == reference(good)
     for i, (_, reason) in enumerate(BAD[: fineweb.SHOWN]):
-        assert re.search(rf"skipped .*a\.jsonl, line {2 * i + 2}: {re.escape(reason)}", err), err
+        assert re.search(rf"skipped .*a\.jsonl, record {2 * i + 2}: {re.escape(reason)}", err), err
     assert err.count("skipped ") == fineweb.SHOWN
     with pytest.raises(
-        UserError, match=r"a\.jsonl, line 2: not JSON .*; correct this record, or remove"
+        UserError, match=r"a\.jsonl, record 2: not JSON .*; correct this record, or remove"
     ):
         fine("--input", tmp_path / "a.jsonl", "--strict", directory=tmp_path / "strict")
     assert not list(tmp_path.glob("strict/*.npy"))
@@ -340,8 +339,11 @@ def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
     fine("--input", tmp_path / "a.txt", tmp_path / "b.parquet", directory=tmp_path / "out")
     assert shards_in(tmp_path / "out") == reference(["one\ntwo", "three", "four", "five"])
     assert re.findall(r"(a\.txt|b\.parquet), (.*)", capsys.readouterr().err) == [
-        ("a.txt", "line 2: 'utf-8' codec can't decode byte 0xff in position 4: invalid start byte"),
-        ("b.parquet", "row 2: 'text' is not a string, but a NoneType"),
+        (
+            "a.txt",
+            "record 2: 'utf-8' codec can't decode byte 0xff in position 4: invalid start byte",
+        ),
+        ("b.parquet", "record 2: 'text' is not a string, but a NoneType"),
     ]
     # Of a document that is cut, only the damaged piece is skipped. The rest stays together.
     monkeypatch.setattr("plaingpt.data.documents.BLOCK", 1000)
@@ -459,7 +461,7 @@ def test_reads_a_dataset_from_the_hub(documents, tmp_path):
         assert got and all("10BT" in path and "hf_secret" in key for path, key in got)
         name, key = re.findall("^error: (.*)", out, re.M)
         assert "fineweb-edu: cannot be loaded (BuilderConfig 'nosuch' not found." in name
-        assert "row 1: no key 'body'; existing keys: text, n" in err and "or --text_key" in key
+        assert "record 1: no key 'body'; existing keys: text, n" in err and "or --text_key" in key
     # From the cache, without the hub.
     out, _ = program([["offline"], ["b", "--dataset", "a/b"]], env=env, **options)
     assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "out")

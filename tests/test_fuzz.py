@@ -210,13 +210,12 @@ def test_texts_of_json_lines(data):
     with file_of("x.jsonl", data) as path:
         try:
             found = [(document.where, document.text) for document in read_documents([path])]
-        except UserError as error:  # it has another layout
-            assert re.search("JSON array|several lines|one object|UTF-16", str(error))
+        except UserError as error:
+            assert re.search("is UTF-16", str(error)) or data.startswith((b"\x1f\x8b", b"\x28\xb5"))
             return
+    lines = [line for line in data.split(b"\n") if line.strip()]
     assert found == [
-        (f"{path}, line {n}", text_of(line))
-        for n, line in enumerate(data.split(b"\n"), start=1)
-        if line.strip()
+        (f"{path}, record {n}", text_of(line)) for n, line in enumerate(lines, start=1)
     ]
 
 

@@ -218,11 +218,11 @@ def test_only_pairs_end_at_a_line_break(pairs):
 
 REFUSED = {
     "": "x.jsonl: contains no pairs; give another file",
-    '{"text": "a"}': "line 2: needs the strings prompt and response; see docs/data.md",
-    '{"prompt": "a", "response": ""}': "line 2: needs the strings prompt and response",
-    '{"prompt": "1+1=", "response": 2}': "line 2: needs the strings prompt and response",
-    '{"prompt": "a\\nb", "response": "c"}': "line 2: contains a line break, .*; use --tokenizer",
-    "text": r"x.jsonl, line 2: is damaged \(not JSON",
+    '{"text": "a"}': "record 2: needs the strings prompt and response; see docs/data.md",
+    '{"prompt": "a", "response": ""}': "record 2: needs the strings prompt and response",
+    '{"prompt": "1+1=", "response": 2}': "record 2: needs the strings prompt and response",
+    '{"prompt": "a\\nb", "response": "c"}': "record 2: contains a line break, .*; use --tokenizer",
+    "text": r"x.jsonl, record 2: is damaged \(not JSON",
 }
 
 

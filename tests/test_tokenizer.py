@@ -26,7 +26,7 @@ def test_a_million_spaces():
     text = "a" + " " * 1_000_000
     with pytest.raises(UserError, match="500,000 or more white spaces in a row; remove") as error:
         get_tokenizer("gpt2").encode(text)
-    assert make_document("a.txt, line 1", {"text": text}, "text").problem == str(error.value)
+    assert make_document("a.txt, record 1", {"text": text}, "text").problem == str(error.value)
 
 
 def test_bytes_tokenizer():

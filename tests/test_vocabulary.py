@@ -562,7 +562,7 @@ def test_mistakes(flags, error, tmp_path):
     (tmp_path / "t.txt").write_bytes("中".encode()[:2])
     out, err = program(*flags.split(), cwd=tmp_path, program="tokenizer.py", status=2)
     assert err.splitlines()[-1].startswith(f"error: {error}"), err
-    assert ("skipped 1 damaged documents; the first is t.txt, line 1" in out) == ("no " in error)
+    assert ("skipped 1 damaged documents; the first is t.txt, record 1" in out) == ("no " in error)
     assert names(tmp_path) == ["t.txt"] and (tmp_path / "t.txt").stat().st_size == 2
 
 

@@ -1,194 +1,73 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
-Reading a large file needs only a few megabytes of memory. But these must fit in memory as a whole:
-a JSON array, a single line, a .csv or .tsv file, and the text file of a benchmark. A document in a
-.txt file must also fit in memory, but if the caller allows it, the document is cut instead.
+Reading a large file needs only a few megabytes of memory. But a JSON array and a single record must
+fit in memory as a whole. A document in a .txt file must also fit in memory, but if the caller
+allows it, the document is cut instead.
 
-Parsers yield (where, item). `where` is a place in the file, such as "line 7". An item is a dict, or
-JSON as bytes. If a line of JSON is damaged, only one record is damaged. After any other damage,
-reading ends.
+A record is a dict, or JSON as bytes. A damaged line of JSON, or a row of CSV with too many fields,
+is one damaged record. After any other damage, reading ends.
 """
 
 import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
+import os
 import re
-import zlib
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 
 from plaingpt.base.errors import UserError, explaining, first_line, require
-from plaingpt.base.files import read_json, reading
+from plaingpt.base.files import check_pointer, read_json, reading
 from plaingpt.data.tokenizer import clean_text
 
 BLOCK = 2**20  # bytes to read at a time
 TABLES = (".parquet", ".arrow")
-ARRAY_OF_OBJECTS = re.compile(rb"\[\s*(\{|$)")  # the start of an array of objects
-OBJECT_OF_SEVERAL_LINES = re.compile(rb"\{(.*[,{\[])?$")  # an object of several lines
-MOST_CHARACTERS = 2**31 - 1  # of a CSV field; Windows accepts no larger limit
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
+KINDS = (*RECORDS, ".txt")
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
-# The libraries that read files raise these errors if a file is damaged.
-DAMAGE = (
-    OSError,
-    ValueError,
-    RecursionError,
-    NotImplementedError,
-    EOFError,
-    MemoryError,
-    ArithmeticError,  # a date out of range
-    zlib.error,
-)
+GZIP = b"\x1f\x8b"  # the first bytes of a file
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
 # Matches bytes up to the last place where a token of GPT-2 certainly ends: before a space or line
 # break, and after a printable ASCII character or a byte that cannot end a Unicode space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 
 
-def has_array(file):
-    """Returns whether a JSON file is an array. Otherwise, the file contains JSON lines."""
-    return file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+@dataclass
+class Document:
+    """A document, or a piece of a large document."""
+
+    where: str  # such as "a.jsonl, record 7"
+    text: str | None = None  # None if the document is damaged
+    problem: str = ""  # why the document is damaged
+    begins: bool = True  # False if this piece continues the previous piece
+    done: int = 0  # number of bytes read from disk so far, over all files
 
 
-def check_encoding(name, start):
-    """Raises UserError if a file is UTF-16, which some Windows programs write.
-
-    name: name of the file in the message. start: at least the first two bytes of the file.
-    """
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{name}: is UTF-16; convert it to UTF-8")
-
-
-def open_text(file):
-    """Decodes an open binary file -> an open text file. Each line keeps its line end."""
-    return io.StringIO(file.read().decode("utf-8-sig"))
-
-
-def read_json_lines(path, file, columns):
-    """Yields (where, JSON as bytes) for each line that is not empty.
-
-    columns: as in check_layout.
-    """
-    is_first = True
-    for n, line in enumerate(file, start=1):
-        line = line.strip()
-        if not line:
-            continue
-        if is_first:
-            is_only = not file.peek().strip()
-            check_layout(path, line.removeprefix(codecs.BOM_UTF8), is_only, columns)
-            is_first = False
-        yield f"line {n}", line
-
-
-def check_layout(path, line, is_only, columns):
-    """Raises UserError unless a JSON file contains one record per line.
-
-    line: the first line. is_only: whether this is the only line. columns: field names of a record.
-    """
-    if ARRAY_OF_OBJECTS.match(line):
-        raise UserError(
-            f"{path}: contains a JSON array, not one object per line; rename the file to .json"
-        )
-    if OBJECT_OF_SEVERAL_LINES.match(line):
-        raise UserError(
-            f"{path}: contains JSON objects of several lines; write each object in one line"
-        )
-    if not is_only:
-        return
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return  # a damaged record
-    if not isinstance(record, dict) or any(name in record for name in columns):
-        return
-    for name, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            raise UserError(
-                f"{path}: is one object with the records in field {name!r}; keep only this list"
-            )
-
-
-def read_array(file):
-    """Yields (where, item) of a file that is a JSON array. Raises ValueError."""
-    for n, item in enumerate(json.loads(file.read().decode("utf-8-sig")), start=1):
-        yield f"item {n}", item
-
-
-def read_csv(file, delimiter, columns):
-    """Yields (where, dict) for the rows of a CSV file; its first row contains the names.
-
-    Raises ValueError. columns: names of the columns that the caller may read, or ().
-    """
-    csv.field_size_limit(MOST_CHARACTERS)
-    reader = csv.reader(open_text(file), delimiter=delimiter, strict=True)
-    names = None
-    line = 1  # the line where the next row begins
-    try:
-        for row in reader:
-            if row and names is None:
-                names = row
-                choose_columns(names, columns)
-            elif row:  # skips empty lines
-                if any(row[len(names) :]):
-                    raise csv.Error(f"{len(row)} fields for {len(names)} column names")
-                yield f"line {line}", dict(zip(names, row))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"line {line}: {error}") from None
-
-
-def read_table(kind, file, columns):
-    """Yields (where, dict) for the rows of a Parquet file, or of an Arrow file of `datasets`.
-
-    columns: as in choose_columns. Decodes only these columns. Does not map the file into memory,
-    because mapped pages would count as memory of the process.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if kind == ".parquet":
-        table = pq.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
-        chosen = choose_columns(table.schema_arrow.names, columns)
-        batches = table.iter_batches(256, columns=chosen, use_threads=False)
-    else:
-        batches = pa.ipc.open_stream(file)
-        chosen = choose_columns(batches.schema.names, columns)
-    n = 0
-    for batch in batches:
-        for item in batch.select(chosen).to_pylist():
-            n += 1
-            yield f"row {n}", item
-
-
-def choose_columns(names, columns):
-    """Returns the names of a table's columns that the caller needs. Raises ValueError.
-
-    columns: names of the columns that the caller may read. If the table contains none of these
-    columns, returns all names, for the error message of the caller.
-    """
-    chosen = [name for name in names if name in columns] or names
-    for name in chosen:
-        if name and chosen.count(name) > 1:  # a dict would keep only the last of these columns
-            raise ValueError(f"two columns are named {name!r}")
-    return chosen
+def kind_of(path):
+    """Returns the kind of a file, from its name, such as ".jsonl" for a.JSONL.gz and a.ndjson."""
+    path = Path(Path(path).name.lower())
+    if path.suffix in COMPRESSIONS:
+        path = Path(path.stem)
+    return OTHER_NAMES.get(path.suffix, path.suffix)
 
 
 def find_files(patterns):
     """Returns the paths of the files that some patterns name.
 
-    A pattern is a path, a glob, or a directory with .arrow files. An existing path may contain "["
-    or "*", so this function never treats an existing path as a glob.
+    A pattern is a path, a glob, or a directory. An existing path may contain "[" or "*", so this
+    function never treats an existing path as a glob.
     """
     found = {}  # lists each file once
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            names = find_arrow(path)
+            names = find_inside(path)
         elif path.exists():
             names = [path]
         else:
@@ -199,14 +78,14 @@ def find_files(patterns):
     paths = list(found.values())
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give files, a glob or the directory of a split")
-        if kind_of(path) not in (*RECORDS, ".txt"):
+            raise UserError(f"{path}: no such file; give files, a glob or a directory of files")
+        if kind_of(path) not in KINDS:
             raise UserError(f"{path}: unknown format; fineweb.py --help names the known formats")
     return paths
 
 
-def find_arrow(directory):
-    """Returns the paths of the .arrow files of a data set on disk.
+def find_inside(directory):
+    """Returns the paths of the files in a directory: its .arrow files, or all of known formats.
 
     After map, filter, sort or shuffle, `datasets` keeps cache-*.arrow files next to the data. These
     files are skipped. save_to_disk writes a state.json, which names the files of the data.
@@ -215,80 +94,13 @@ def find_arrow(directory):
     if state.exists():
         with reading(state):
             return [directory / file["filename"] for file in read_json(state)["_data_files"]]
-    return [
+    paths = [
         path
-        for path in sorted(directory.glob("*.arrow"))
-        if not path.name.startswith((".", "cache-"))
+        for path in sorted(directory.iterdir())
+        if path.is_file() and not path.name.startswith(".") and not path.match("cache-*.arrow")
     ]
-
-
-def kind_of(path):
-    """Returns the kind of a file, from its name, such as ".jsonl" for a.JSONL.gz and a.ndjson."""
-    path = Path(path.name.lower())
-    if path.suffix in COMPRESSIONS:
-        path = Path(path.stem)
-    return OTHER_NAMES.get(path.suffix, path.suffix)
-
-
-def decompress(path, file):
-    """Returns an open file with the decompressed contents of an open binary file."""
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
-    if suffix == ".zst":
-        import pyarrow as pa
-
-        stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")
-        return io.BufferedReader(stream, BLOCK)
-    return file
-
-
-def read_items(path, file, columns=()):
-    """Yields (where, item): a place such as "line 7", and a dict or JSON as bytes.
-
-    In a text file, an item is {"text": line, "is_line": True}. columns: as in choose_columns.
-    Raises UserError.
-    """
-    check_encoding(path, file.peek())
-    kind = kind_of(path)
-    if kind in TABLES:
-        yield from read_table(kind, file, columns)
-    elif kind == ".json" and has_array(file):
-        yield from read_array(file)
-    elif kind in (".jsonl", ".json"):
-        yield from read_json_lines(path, file, columns)
-    elif kind in (".csv", ".tsv"):
-        yield from read_csv(file, "," if kind == ".csv" else "\t", columns)
-    else:
-        for n, line in enumerate(open_text(file), start=1):
-            yield f"line {n}", {"text": line, "is_line": True}
-
-
-def parse_record(item):
-    """Returns an item of read_items as a dict. Raises ValueError."""
-    if isinstance(item, bytes):
-        try:
-            item = json.loads(item.decode("utf-8-sig"))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(item, dict):
-        raise ValueError(f"not an object with fields, but a {type(item).__name__}")
-    return item
-
-
-def read_records(paths, columns=()):
-    """Yields the records of files, as dicts.
-
-    The field `where` of a dict says where the record comes from, such as "a.jsonl, line 7". A file
-    contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
-    read_items.
-    """
-    for path in map(Path, paths):
-        with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
-            for where, item in read_items(path, decompress(path, file), columns):
-                with explaining(f"{path}, {where}: is damaged", "correct it", ValueError):
-                    record = parse_record(item)
-                yield {**record, "where": f"{path}, {where}"}
+    tables = [path for path in paths if path.suffix == ".arrow"]
+    return tables or [path for path in paths if kind_of(path) in KINDS]
 
 
 def load_hub(dataset, name=None, split="train", patient=True):
@@ -312,49 +124,200 @@ def load_hub(dataset, name=None, split="train", patient=True):
     return files, data.num_rows, files[0].parent.name if files else None
 
 
-@dataclass
-class Document:
-    """A document, or a piece of a large document."""
-
-    where: str  # where the document begins, such as "a.jsonl, line 7"
-    text: str | None = None  # None if the document is damaged
-    problem: str = ""  # why the document is damaged
-    begins: bool = True  # False if this piece continues the previous piece
-    done: int = 0  # number of bytes read from disk so far, over all files
+def open_file(path):
+    """Opens a path, or the URL of a Parquet file, for reading bytes in a `with` block."""
+    if isinstance(path, str):
+        return require("fsspec").open(path)
+    check_pointer(path)
+    return open(path, "rb")
 
 
-def read_documents(paths, text_key="text", cut=False):
-    """Yields the Documents of the files, in order.
+def count_bytes(path):
+    """Returns the size of a file. path: as in open_file."""
+    with open_file(path) as file:
+        return file.seek(0, os.SEEK_END)
 
-    text_key: field or column that contains the text. cut: whether to yield large documents of a
-    .txt file (above 4 MB) in pieces. With GPT-2's tokenizer, all pieces together have the
-    same tokens as the whole document.
+
+def check_encoding(name, start):
+    """Raises UserError if a file is UTF-16, which some Windows programs write.
+
+    name: name of the file in the message. start: at least the first two bytes of the file.
     """
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{name}: is UTF-16; convert it to UTF-8")
+
+
+def decompress(path, file):
+    """Returns an open file with the decompressed contents of an open binary file."""
+    if isinstance(path, str):  # a Parquet file on the hub
+        return file
+    start = file.peek()
+    if start.startswith(GZIP):
+        file = io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+    elif start.startswith(ZSTANDARD):
+        import pyarrow as pa
+
+        stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")
+        file = io.BufferedReader(stream, BLOCK)
+    check_encoding(path, file.peek())
+    return file
+
+
+def read_items(path, file, columns=(), skip=0):
+    """Yields the records of an open file: each a dict, or JSON as bytes.
+
+    In a text file, a record is {"text": line, "is_line": True}. columns: as in choose_columns.
+    skip: of a Parquet file, the first `skip` rows may be None, because whole row groups are not
+    read. Raises UserError.
+    """
+    kind = kind_of(path)
+    if kind == ".parquet":
+        yield from read_parquet(file, columns, skip)
+    elif kind == ".arrow":
+        yield from read_arrow(file, columns)
+    elif kind in (".csv", ".tsv"):
+        yield from read_csv(file, kind, columns)
+    elif kind == ".txt":
+        for line in io.TextIOWrapper(file, "utf-8-sig", newline="\n"):
+            yield {"text": line, "is_line": True}
+    elif kind == ".json" and file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from json.loads(file.read().decode("utf-8-sig"))
+    else:
+        yield from (line for line in file if line.strip())
+
+
+def read_csv(file, kind, columns):
+    """Yields the rows of a .csv or .tsv file as dicts; the first row contains the names.
+
+    In a .tsv file, a quotation mark is an ordinary character. Raises ValueError. columns: as in
+    choose_columns.
+    """
+    csv.field_size_limit(2**31 - 1)  # characters; Windows accepts no larger limit
+    style = dict(delimiter=",") if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    rows = filter(None, csv.reader(text, strict=True, **style))  # without empty lines
+    n = 0
+    try:
+        names = next(rows, [])
+        choose_columns(names, columns)
+        for row in rows:
+            n += 1
+            record = dict(zip(names, row))
+            if any(row[len(names) :]):
+                record[None] = row[len(names) :]  # as csv.DictReader does
+            yield record
+    except csv.Error as error:
+        raise ValueError(f"record {n + 1}: {error}") from None
+
+
+def read_parquet(file, columns, skip):
+    """Yields the rows of a Parquet file as dicts, or as None if the row group is skipped.
+
+    Decodes only these columns. Does not map the file into memory, because mapped pages would count
+    as memory of the process. columns: as in choose_columns.
+    """
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
+    chosen = choose_columns(table.schema_arrow.names, columns)
+    groups = list(range(table.num_row_groups))
+    n = 0  # rows of the skipped row groups
+    while groups and n + table.metadata.row_group(groups[0]).num_rows <= skip:
+        n += table.metadata.row_group(groups.pop(0)).num_rows
+    yield from itertools.repeat(None, n)
+    for batch in table.iter_batches(256, groups, chosen, use_threads=False):
+        yield from batch.select(chosen).to_pylist()
+
+
+def read_arrow(file, columns):
+    """Yields the rows of an Arrow file of `datasets` as dicts. columns: as in choose_columns."""
+    import pyarrow as pa
+
+    batches = pa.ipc.open_stream(file)
+    chosen = choose_columns(batches.schema.names, columns)
+    for batch in batches:
+        yield from batch.select(chosen).to_pylist()
+
+
+def choose_columns(names, columns):
+    """Returns the names of a table's columns that the caller needs. Raises ValueError.
+
+    columns: names of the columns that the caller may read. If the table contains none of these
+    columns, returns all names, for the error message of the caller.
+    """
+    chosen = [name for name in names if name in columns] or names
+    for name in chosen:
+        if name and chosen.count(name) > 1:  # a dict would keep only the last of these columns
+            raise ValueError(f"two columns are named {name!r}")
+    return chosen
+
+
+def parse_record(item):
+    """Returns a record of read_items as a dict. Raises ValueError."""
+    if isinstance(item, bytes):
+        try:
+            item = json.loads(item.decode("utf-8-sig"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(item, dict):
+        raise ValueError(f"not an object with fields, but a {type(item).__name__}")
+    if None in item:
+        raise ValueError("more fields than column names")
+    return item
+
+
+def read_records(paths, columns=()):
+    """Yields the records of files, as dicts.
+
+    The field `where` of a dict says where the record comes from, such as "a.jsonl, record 7". A
+    file contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
+    choose_columns.
+    """
+    for path in map(Path, paths):
+        with explaining(f"{path}: cannot be read", "check it"), open_file(path) as file:
+            items = read_items(path, decompress(path, file), columns)
+            for n, item in enumerate(items, start=1):
+                where = f"{path}, record {n}"
+                with explaining(f"{where}: is damaged", "correct it", ValueError):
+                    record = parse_record(item)
+                yield {**record, "where": where}
+
+
+def read_documents(paths, text_key="text", cut=False, skip=0):
+    """Yields the Documents of the files, in order, without the first `skip` Documents.
+
+    paths: each a path, or the URL of a Parquet file. text_key: field or column that contains the
+    text. cut: whether to yield large documents of a .txt file (above 4 MB) in pieces. With GPT-2's
+    tokenizer, all pieces together have the same tokens as the whole document.
+    """
+    n = 0  # Documents so far, in all files
     n_before = 0  # bytes of all files before `path`
     for path in paths:
-        with explaining(f"{path}: cannot be read", "check it", DAMAGE), open(path, "rb") as file:
-            for document in read_file(path, decompress(path, file), text_key, cut):
-                yield replace(document, done=n_before + file.tell())
-        n_before += path.stat().st_size
+        remedy = "check it" if isinstance(path, Path) else "check the network"
+        with explaining(f"{path}: cannot be read", remedy), open_file(path) as raw:
+            for document in read_file(path, decompress(path, raw), text_key, cut, skip - n):
+                n += 1
+                if n > skip:
+                    yield replace(document, done=n_before + raw.tell())
+        n_before += count_bytes(path)
 
 
-def read_file(path, file, text_key, cut):
-    """Yields the Documents of an open file."""
+def read_file(path, file, text_key, cut, skip):
+    """Yields the Documents of an open file. The first `skip` Documents may be None."""
     if kind_of(path) != ".txt":
-        for where, item in read_items(path, file, [text_key]):
-            yield make_document(f"{path}, {where}", item, text_key)
+        for n, item in enumerate(read_items(path, file, [text_key], skip), start=1):
+            yield make_document(f"{path}, record {n}", item, text_key) if n > skip else None
         return
-    check_encoding(path, file.peek())
     begins = True
-    for line, piece, is_last in split_text(file, cut):
-        document = make_document(f"{path}, line {line}", {"text": piece}, "text", begins)
+    for n, piece, is_last in split_text(file, cut):
+        document = make_document(f"{path}, record {n}", {"text": piece}, "text", begins)
         yield document
         # If the first pieces of a document are damaged, the document begins after them.
         begins = is_last or (begins and document.text is None)
 
 
 def split_text(file, cut=False):
-    """Yields (number of the first line, bytes, whether a document ends here) of a .txt file.
+    """Yields (number of the document, bytes, whether the document ends here) of a .txt file.
 
     A file may begin or end with a separator, so white space before the first separator and after
     the last separator is not a document.
@@ -363,31 +326,30 @@ def split_text(file, cut=False):
     if not block:
         return
     rest = b""  # the document whose end is not read yet
-    line = 1  # the line where `rest` begins
+    n = 1  # the number of this document
     begins = True  # False if `rest` continues a cut document
-    n_separators = 0
+    is_first = True  # whether no separator is read yet
     while block:
         *documents, rest = (rest + block).split(SEPARATOR)
         for document in documents:
-            if document.strip() or n_separators or not begins:
-                yield line, document, True
-            line += document.count(b"\n")
+            if document.strip() or not (is_first and begins):
+                yield n, document, True
+                n += 1
             begins = True
-            n_separators += 1
+            is_first = False
         if cut and len(rest) > 4 * BLOCK and (piece := CUT.match(rest)):
-            yield line, piece[0], False
-            line += piece[0].count(b"\n")
+            yield n, piece[0], False
             rest = rest[piece.end() :]
             begins = False
         # After each block, this loop scans the whole document again. Therefore, the next block of a
         # long document is larger.
         block = file.read(max(BLOCK, len(rest)))
-    if rest.strip() or not n_separators or not begins:
-        yield line, rest, True
+    if rest.strip() or is_first or not begins:
+        yield n, rest, True
 
 
 def make_document(where, item, text_key, begins=True):
-    """Turns an item of read_items into a Document, which has a problem if the item is damaged."""
+    """Turns an record of read_items into a Document, which has a problem if it is damaged."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:
