@@ -42,7 +42,7 @@ from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, visible
-from plaingpt.data.documents import count_bytes, find_files, load_hub, read_documents
+from plaingpt.data.documents import count_bytes, find_files, find_hub_files, read_documents
 from plaingpt.data.ready import download_ready
 from plaingpt.data.shards import find_meta, find_shards, read_meta
 from plaingpt.data.tokenizer import load_tokenizer
@@ -92,7 +92,11 @@ def read_progress(directory, name, settings):
     if not replaced and not shards:
         return facts
     old = read_meta(directory)
-    differ = [key for key in settings if old.get(key) != settings[key]]
+    given = dict(old)
+    if isinstance(old.get("source"), dict):
+        given["source"] = dict(old["source"])
+        given["source"].pop("rows", None)  # only version 2.1 counted the rows of a data set
+    differ = [key for key in settings if given.get(key) != settings[key]]
     if differ:
         raise UserError(
             f"{directory}: contains files of a different {', '.join(differ)}; use a new directory"
@@ -111,7 +115,8 @@ def check_facts(facts):
     if Path(name).name != name:
         raise ValueError(f"the name {name!r} is not a file name")
     n_documents, n_tokens = facts["next"] or [0, 0]
-    counts = [facts[key] for key in ("shards", "tokens", "documents", "skipped", "lost")]
+    keys = ("shards", "tokens", "documents", "skipped", "lost", "shard_size")
+    counts = [facts[key] for key in keys]
     for count in [*counts, n_documents, n_tokens]:
         if type(count) is not int or count < 0:
             raise ValueError(f"{count!r} is not an integer of at least 0")
@@ -249,7 +254,7 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
 
 
 def load_source(config):
-    """Finds the files of --input, or downloads --dataset -> (paths of the files, facts).
+    """Finds the files of --input or --dataset -> (paths or URLs of the files, facts).
 
     facts: the entries of meta.json that identify these files.
     """
@@ -262,8 +267,8 @@ def load_source(config):
     name = config.name
     if config.dataset == FINEWEB and not name:
         name = "sample-10BT"
-    paths, rows, revision = load_hub(config.dataset, name)
-    source = dict(dataset=config.dataset, name=name, rows=rows, revision=revision)
+    paths, revision = find_hub_files(config.dataset, name)
+    source = dict(dataset=config.dataset, name=name, revision=revision)
     return paths, dict(source=source, input_checksum=None)  # the revision identifies the files
 
 
@@ -300,6 +305,8 @@ def main(argv=None):
     # small text yields shards for both validation and training.
     n_bytes = sum(map(count_bytes, paths))
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
+    # Shards of a data set on the hub keep the size that version 2.1 derived from its cache.
+    usual_size = read_meta(directory).get("shard_size", usual_size)
     settings = dict(
         **facts_of_source,
         text_key=config.text_key,

@@ -423,46 +423,114 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
     assert everything_in(out) == before
 
 
-@pytest.mark.slow
-def test_reads_a_dataset_from_the_hub(documents, tmp_path):
-    """The real `datasets` with a local hub: a named configuration, and later no network."""
-    documents = documents[:500]
-    rows = [dict(text=document, n=i) for i, document in enumerate(documents)]
+@pytest.fixture
+def hub(tmp_path):
+    """Serves FineWeb-Edu, whose files a test adds -> (run, files, requests so far).
+
+    run: runs fineweb.py several times in one process, and then statements, -> (stdout, stderr).
+    """
     configs = dict(default="data", **{"sample-10BT": "sample/10BT"})
     readme = "".join(f"- config_name: {k}\n  data_files: {v}/*\n" for k, v in configs.items())
     files = {
         "README.md": f"---\nconfigs:\n{readme}---\n".encode(),
         "data/0.parquet": parquet([dict(text="wrong")]),
-        "sample/10BT/000.parquet": parquet(rows[:200]),
-        "sample/10BT/001.parquet": parquet(rows[200:]),
     }
     (tmp_path / "all.py").write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fineweb\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fineweb, datasets\n"
         "from plaingpt.base.errors import UserError\n"
         "for flags in eval(sys.argv[1]):\n"
         f"    try: fineweb.main(['--shard_size', '{SHARD}', '--output_dir', *flags])\n"
         "    except UserError as error: print('error:', error)\n"
+        "exec(sys.argv[2])\n"
     )
-    options = dict(cwd=tmp_path, program=tmp_path / "all.py")
     with stand_in_hub({"HuggingFaceFW/fineweb-edu": files}) as (url, requests):
         env = dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_secret")
-        runs = [["out"], ["b", "--name", "nosuch"], ["b", "--text_key", "body"]]
-        out, err = program(runs, online=True, env=env, **options)
-        assert shards_in(tmp_path / "out") == reference(documents)
-        assert {p.name.split("_")[0] for p in tmp_path.glob("out/*.npy")} == {"edufineweb"}
-        assert facts_of(tmp_path / "out")["source"] == dict(
-            dataset="HuggingFaceFW/fineweb-edu", name="sample-10BT", rows=500, revision=COMMIT
-        )
-        got = [
-            (path, headers["authorization"])
-            for method, path, headers in requests
-            if method == "GET" and path.endswith(".parquet")
-        ]
-        assert got and all("10BT" in path and "hf_secret" in key for path, key in got)
-        name, key = re.findall("^error: (.*)", out, re.M)
-        assert "fineweb-edu: cannot be loaded (BuilderConfig 'nosuch' not found." in name
-        assert "record 1: no key 'body'; existing keys: text, n" in err and "or --text_key" in key
-    # From the cache, without the hub.
-    out, _ = program([["offline"], ["b", "--dataset", "a/b"]], env=env, **options)
-    assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "out")
+
+        def run(*flags, then="", online=True):
+            options = dict(cwd=tmp_path, program=tmp_path / "all.py", env=env, online=online)
+            return program(flags, then, **options)
+
+        yield run, files, requests
+
+
+def ranges_of(requests):
+    """Returns [(path, authorization, first byte)] of the downloaded parts of .parquet files."""
+    found = []
+    for method, path, headers in requests:
+        if method == "GET" and path.endswith(".parquet"):
+            first = int(re.match(r"bytes=(\d+)-", headers["range"])[1])
+            found.append((path, headers["authorization"], first))
+    return found
+
+
+def add_documents(files, documents, cut):
+    """Adds two files of documents, the first of which ends at `cut`. Returns their names."""
+    rows = [dict(text=document, n=i) for i, document in enumerate(documents)]
+    names = ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
+    for name, part in zip(names, (rows[:cut], rows[cut:])):
+        files[name] = parquet(part, row_group_size=30)
+    return names
+
+
+@pytest.mark.slow
+def test_reads_a_dataset_from_the_hub_by_ranges(documents, tmp_path, hub):
+    """The real `datasets` with a local hub: a named configuration. No text is stored."""
+    run, files, requests = hub
+    add_documents(files, documents[:500], 200)
+    out, err = run(["out"], ["b", "--name", "nosuch"], ["b", "--text_key", "body"])
+    assert shards_in(tmp_path / "out") == reference(documents[:500])
+    assert {p.name.split("_")[0] for p in tmp_path.glob("out/*.npy")} == {"edufineweb"}
+    assert facts_of(tmp_path / "out")["source"] == dict(
+        dataset="HuggingFaceFW/fineweb-edu", name="sample-10BT", revision=COMMIT
+    )
+    got = ranges_of(requests)
+    assert got and all("10BT" in path and "hf_secret" in key for path, key, _ in got)
+    kept = {path.suffix for path in tmp_path.glob("home/**/*")}
+    assert kept and not kept & {".arrow", ".parquet"}
+    name, key = re.findall("^error: (.*)", out, re.M)
+    assert "fineweb-edu: cannot be loaded (BuilderConfig 'nosuch' not found." in name
+    assert "000.parquet, record 1: no key 'body'; existing keys: text, n" in err
+    assert "or --text_key" in key
+
+
+@pytest.mark.slow
+def test_a_restart_does_not_download_what_is_done(tmp_path, hub):
+    run, files, requests = hub
+    rng = random.Random(0)
+    texts = [rng.randbytes(5000).hex() for _ in range(500)]  # row groups of 170 kB
+    names = add_documents(files, texts, 120)
+    n_shards = len(reference(texts))
+    run(["out", "--max_shards", str(n_shards * 2 // 3)])
+    n_done, _ = facts_of(tmp_path / "out")["next"]
+    assert n_done >= 150, "the first file, and a row group of the second file"
+    requests.clear()
+    run(["out"])
+    assert shards_in(tmp_path / "out") == reference(texts)
+    group = pq.ParquetFile(io.BytesIO(files[names[1]])).metadata.row_group((n_done - 120) // 30)
+    firsts = {name: [] for name in names}
+    for path, _, first in ranges_of(requests):
+        firsts[path[path.index("sample") :]].append(first)
+    assert min(firsts[names[0]]) >= len(files[names[0]]) - 2**16  # only the end, with the footer
+    assert min(firsts[names[1]]) >= group.column(0).dictionary_page_offset
+
+
+@pytest.mark.slow
+def test_the_cache_of_version_2_serves_without_a_network(documents, tmp_path, hub):
+    """Version 2.1 downloaded a data set with load_dataset, and counted its rows."""
+    run, files, requests = hub
+    add_documents(files, documents[:500], 200)
+    load = "datasets.load_dataset('HuggingFaceFW/fineweb-edu', 'sample-10BT')"
+    run(["whole"], ["out", "--max_shards", "2"], then=load)
+    facts = facts_of(tmp_path / "out")
+    facts["source"]["rows"] = 500
+    (tmp_path / "out/progress.json").write_text(json.dumps(facts))
+    (tmp_path / "out/meta.json").unlink()
+    requests.clear()
+    out, _ = run(["out"], ["offline"], ["b", "--dataset", "a/b"], online=False)
+    assert not requests
+    assert shards_in(tmp_path / "out") == reference(documents[:500])
+    assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "whole")
     assert re.search(r"^error: a/b: cannot be loaded \(Couldn't reach", out, re.M)
+    run(["online"])  # what is in the cache is not downloaded again
+    assert shards_in(tmp_path / "online") == reference(documents[:500])
+    assert not ranges_of(requests)

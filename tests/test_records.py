@@ -142,7 +142,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path, kind):
     for read in (documents_of, lambda path: list(read_records([path])), check_pointer):
         with pytest.raises(UserError) as error:
             read(path)
-        pointer = "is only a pointer of Git LFS; download it with: git lfs pull"
+        pointer = "is a pointer of Git LFS instead of the file; run git lfs pull"
         assert str(error.value) == f"{path}: {pointer}"
 
 

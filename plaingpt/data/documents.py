@@ -103,6 +103,27 @@ def find_inside(directory):
     return tables or [path for path in paths if kind_of(path) in KINDS]
 
 
+def find_hub_files(dataset, name=None):
+    """Finds the split "train" of a data set -> (paths or URLs of its files, revision).
+
+    If the data set consists of Parquet files on the Hugging Face Hub, returns their URLs, from
+    which only the needed columns are downloaded, and nothing is stored. If the files have another
+    format, or the cache of `datasets` contains the data set, returns the Arrow files in the cache.
+    """
+    datasets = require("datasets")
+    # Network errors come from several libraries.
+    with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
+        builder = datasets.load_dataset_builder(dataset, name)
+        cache = Path(builder.cache_dir)
+        files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
+        are_urls = all(re.fullmatch(r"hf://.*\.parquet", file) for file in files)
+        if cache.exists() or not (files and are_urls):
+            builder.download_and_prepare()
+            data = builder.as_dataset("train")
+            files = [Path(file["filename"]) for file in data.cache_files]
+    return files, cache.name
+
+
 def load_hub(dataset, name=None, split="train", patient=True):
     """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
 
