@@ -566,22 +566,22 @@ def test_rounded_rows_have_few_shapes_and_equal_scores(monkeypatch):
             "hellaswag",
             "x.jsonl",
             {**CHOICES[0], "label": ""},
-            "line 2: label '': must be from 0 to 3",
+            "record 1: label '': must be from 0 to 3",
         ),
-        ("hellaswag", "x.jsonl", {"ctx": "a", "label": 0}, "line 2: field 'endings' is missing"),
-        ("hellaswag", "x.jsonl", "{broken", "line 2: is damaged (not JSON"),
-        ("storycloze", "x.csv", "InputSentence1\nx", "line 2: field 'inputsentence2' is missing"),
+        ("hellaswag", "x.jsonl", {"ctx": "a", "label": 0}, "record 1: field 'endings' is missing"),
+        ("hellaswag", "x.jsonl", "{broken", "record 1: is damaged (not JSON"),
+        ("storycloze", "x.csv", "InputSentence1\nx", "record 1: field 'inputsentence2' is missing"),
         (
             "storycloze",
             "x.jsonl",
             {**dict.fromkeys(STORY_COLUMNS, "a"), "AnswerRightEnding": "0"},
-            "line 2: AnswerRightEnding '0': must be 1 or 2;",
+            "record 1: AnswerRightEnding '0': must be 1 or 2;",
         ),
-        ("lambada", "x.jsonl", {"text": "ends so "}, "line 2: no word at the end of 'ends so '"),
+        ("lambada", "x.jsonl", {"text": "ends so "}, "record 1: no word at the end of 'ends so '"),
         ("wikitext", "x.txt", "", "no examples"),
     ],
 )
-def test_data_errors_name_file_line_and_reason(name, file, text, message, tmp_path):
+def test_data_errors_name_file_record_and_reason(name, file, text, message, tmp_path):
     path = tmp_path / file
     text = json.dumps(text) if isinstance(text, dict) else text
     path.write_text("\n" + text if file == "x.jsonl" else text)
