@@ -753,8 +753,8 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it to UTF-8\n", err)
 
 
-# Row: a damaged line of JSON in the input of `fineweb.py` | the program skips and counts damaged
-# lines, and shows the first 5; with `--strict`, error message
+# Row: a damaged record in the input of `fineweb.py` | the program skips and counts damaged records,
+# and shows the first 5; with `--strict`, error message
 
 
 @pytest.mark.slow
@@ -769,8 +769,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, record 2: no key 'text'" in err and "Traceback" not in err
 
 
-# Row: a row of CSV has more fields than the header, or an unclosed quotation mark | error message
-# with the line number
+# Row: an unclosed quotation mark in CSV; a damaged record of pairs or of a benchmark | error message
+# with the number of the record
 
 
 @pytest.mark.slow
@@ -786,7 +786,7 @@ def test_damaged_rows_of_csv(tmp_path):
 
 
 # Row: a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16 |
-# error message that says what the file contains
+# error message; the program names UTF-16
 
 
 @pytest.mark.slow
