@@ -769,8 +769,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, record 2: no key 'text'" in err and "Traceback" not in err
 
 
-# Row: an unclosed quotation mark in CSV; a damaged record of pairs or of a benchmark | error message
-# with the number of the record
+# Row: an unclosed quotation mark in CSV; a damaged record of pairs or of a benchmark | error
+# message with the number of the record
 
 
 @pytest.mark.slow

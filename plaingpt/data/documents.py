@@ -124,14 +124,13 @@ def find_hub_files(dataset, name=None):
     return files, cache.name
 
 
-def load_hub(dataset, name=None, split="train", patient=True):
-    """Downloads a data set -> (its Arrow files in the cache, number of rows, revision).
+def load_hub(dataset, name=None, split="train"):
+    """Downloads the small data set of a benchmark -> its Arrow files in the cache of `datasets`.
 
-    patient: whether to wait for minutes if the Hugging Face Hub does not answer. If False, waits
-    only five seconds, then uses only the cache.
+    If the Hugging Face Hub does not answer within five seconds, uses only the cache.
     """
     datasets = require("datasets")
-    if not (patient or datasets.config.HF_HUB_OFFLINE):
+    if not datasets.config.HF_HUB_OFFLINE:
         import requests
 
         try:
@@ -141,8 +140,7 @@ def load_hub(dataset, name=None, split="train", patient=True):
     # Network errors come from several libraries.
     with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)
-    files = [Path(file["filename"]) for file in data.cache_files]
-    return files, data.num_rows, files[0].parent.name if files else None
+    return [Path(file["filename"]) for file in data.cache_files]
 
 
 def open_file(path):

@@ -141,7 +141,7 @@ def load_examples(benchmark, path=None, limit=0, **options):
     if path:
         files = [path]
     else:
-        files, _, _ = load_hub(**benchmark.hub, patient=False)
+        files = load_hub(**benchmark.hub)
     records = read_records(files, benchmark.columns)
     examples = benchmark.examples(records, **options)
     examples = list(itertools.islice(examples, limit or None))  # reads only `limit` examples
