@@ -598,7 +598,7 @@ def test_a_limit_ends_the_reading(tmp_path):
         file.write("{broken\n")
     for limit in (1, 3):
         assert len(load_examples(lambada.BENCHMARK, path, limit)) == limit
-    with pytest.raises(UserError, match="line 4: is damaged"):
+    with pytest.raises(UserError, match="record 4: is damaged"):
         load_examples(lambada.BENCHMARK, path)
 
 

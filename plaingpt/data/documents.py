@@ -185,7 +185,7 @@ def decompress(path, file):
 def read_items(path, file, columns=(), skip=0):
     """Yields the records of an open file: each a dict, or JSON as bytes.
 
-    In a text file, a record is {"text": line, "is_line": True}. columns: as in choose_columns.
+    In any other file, a record is {"text": line, "is_line": True}. columns: as in choose_columns.
     skip: of a Parquet file, the first `skip` rows may be None, because whole row groups are not
     read. Raises UserError.
     """
@@ -196,13 +196,13 @@ def read_items(path, file, columns=(), skip=0):
         yield from read_arrow(file, columns)
     elif kind in (".csv", ".tsv"):
         yield from read_csv(file, kind, columns)
-    elif kind == ".txt":
-        for line in io.TextIOWrapper(file, "utf-8-sig", newline="\n"):
-            yield {"text": line, "is_line": True}
     elif kind == ".json" and file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from json.loads(file.read().decode("utf-8-sig"))
-    else:
+    elif kind in (".json", ".jsonl"):
         yield from (line for line in file if line.strip())
+    else:
+        for line in io.TextIOWrapper(file, "utf-8-sig", newline="\n"):
+            yield {"text": line, "is_line": True}
 
 
 def read_csv(file, kind, columns):
