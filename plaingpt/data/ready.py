@@ -14,14 +14,12 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, explaining, require
 from plaingpt.base.files import lock, writing
 from plaingpt.base.terminal import print0
-from plaingpt.data.shards import find_meta, find_shards
+from plaingpt.data.shards import BIN_HEADER, find_meta, find_shards, read_bin_header
 
-import numpy as np
 from tqdm import tqdm
 
 REPO = "karpathy/fineweb-edu-100B-gpt2-token-shards"
 NAME = re.compile(r"edu_fineweb_(train|val)_\d{6}\.bin")
-HEADER = 256  # number of int32: llm.c's magic number, the version, the number of tokens, zeros
 STEP = 2**19  # tokens per step, by default
 BLOCK = 2**16  # bytes to read at a time; an interruption loses less than a block
 NETWORK = "check the network, HF_ENDPOINT and HF_TOKEN, then run the same command again"
@@ -29,13 +27,10 @@ NETWORK = "check the network, HF_ENDPOINT and HF_TOKEN, then run the same comman
 
 def count_tokens(path):
     """Returns the number of tokens of a shard, or 0 unless the shard exists and is whole."""
-    if not path.exists():
+    if not path.exists() or path.stat().st_size < BIN_HEADER:
         return 0
-    header = np.fromfile(path, "<i4", HEADER)
-    if len(header) < HEADER or header[:2].tolist() != [20240520, 1]:
-        return 0
-    n = int(header[2])
-    return n if path.stat().st_size == 4 * HEADER + 2 * n else 0
+    dtype, n = read_bin_header(path)
+    return n if dtype == "<u2" and path.stat().st_size == BIN_HEADER + 2 * n else 0
 
 
 def unfinished(path):

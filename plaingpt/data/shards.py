@@ -33,6 +33,7 @@ from plaingpt.base.terminal import print0
 
 import numpy as np
 
+BIN_HEADER = 4 * 256  # bytes
 BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # {(llm.c's magic number, version): dtype}
 # The keys are the codes in X.idx. Code 4 means int32, but we read these ids as uint32, so that a
 # negative id becomes a large id, which is outside every vocabulary.
@@ -75,11 +76,17 @@ def open_megatron(index):
     return np.memmap(index.with_suffix(".bin"), MEGATRON_TYPES[code], "r", shape=n)
 
 
+def read_bin_header(path):
+    """Reads the header of a .bin file of llm.c -> (dtype, n). Other files have the dtype None."""
+    magic, version, n = np.fromfile(path, "<i4", 3).tolist()
+    return BIN_TYPES.get((magic, version)), n
+
+
 def open_bin(path):
     """Maps a .bin file of llm.c or nanoGPT into memory -> array (n,) of ids."""
-    magic, version, n = np.fromfile(path, "<i4", 3).tolist()
-    if (magic, version) in BIN_TYPES:
-        return np.memmap(path, BIN_TYPES[magic, version], "r", offset=4 * 256, shape=n)
+    dtype, n = read_bin_header(path)
+    if dtype:
+        return np.memmap(path, dtype, "r", offset=BIN_HEADER, shape=n)
     if path.name not in ("train.bin", "val.bin"):
         raise ValueError("its header does not begin with llm.c's magic number and version")
     if path.with_name("meta.pkl").exists():
