@@ -300,9 +300,9 @@ class Data:
         for tokens in self.val:
             if not tokens.has_pairs:
                 continue
-            for start in range(0, len(tokens) - 1, self.T):
-                if len(found) < n:
-                    found.append(self.first_prompt(*tokens.read_sequence(start, self.T)))
+            starts = range(0, len(tokens) - 1, self.T)
+            for start in starts[: n - len(found)]:
+                found.append(self.first_prompt(*tokens.read_sequence(start, self.T)))
         return found
 
     def first_prompt(self, x, y):
