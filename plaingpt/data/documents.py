@@ -185,9 +185,9 @@ def decompress(path, file):
 def read_items(path, file, columns=(), skip=0):
     """Yields the records of an open file: each a dict, or JSON as bytes.
 
-    In any other file, a record is {"text": line, "is_line": True}. columns: as in choose_columns.
-    skip: of a Parquet file, the first `skip` rows may be None, because whole row groups are not
-    read. Raises UserError.
+    A file of an unknown kind is a text: a record is {"text": line, "is_line": True}. columns: as in
+    choose_columns. skip: of a Parquet file, the first `skip` rows may be None, because whole row
+    groups are not read.
     """
     kind = kind_of(path)
     if kind == ".parquet":
@@ -314,11 +314,13 @@ def read_documents(paths, text_key="text", cut=False, skip=0):
     for path in paths:
         remedy = "check it" if isinstance(path, Path) else "check the network"
         with explaining(f"{path}: cannot be read", remedy), open_file(path) as raw:
+            size = raw.seek(0, os.SEEK_END)
+            raw.seek(0)
             for document in read_file(path, decompress(path, raw), text_key, cut, skip - n):
                 n += 1
                 if n > skip:
                     yield replace(document, done=n_before + raw.tell())
-        n_before += count_bytes(path)
+        n_before += size
 
 
 def read_file(path, file, text_key, cut, skip):
@@ -368,7 +370,7 @@ def split_text(file, cut=False):
 
 
 def make_document(where, item, text_key, begins=True):
-    """Turns an record of read_items into a Document, which has a problem if it is damaged."""
+    """Turns a record of read_items into a Document, which has a problem if it is damaged."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:
