@@ -34,7 +34,6 @@ ENGLISH = (
             "experiments",
             "calibration",
             "look",
-            "speed",
             "data",
             "benchmarks",
             "parallel",
