@@ -99,6 +99,16 @@ def test_only_biases_may_be_missing(theirs, tmp_path):
         load_model(str(tmp_path / "ckpt.pt"), GPT)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod."])
+def test_weights_of_a_model_in_ddp(prefix, theirs, tmp_path):
+    """DDP and torch.compile add prefixes to the names."""
+    model, weights = theirs
+    weights = {prefix + name.removeprefix("_orig_mod."): p for name, p in weights.items()}
+    torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")
+    loaded, _ = load_model(str(tmp_path / "ckpt.pt"), GPT)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
+
+
 @pytest.mark.slow
 def test_a_directory_of_save_to_disk(tmp_path):
     import datasets

@@ -191,13 +191,15 @@ def test_a_checkpoint_without_run_json(exported):
     "settings, message",
     [
         (dict(n_inner=50), "size mismatch"),
+        (dict(n_positions=9), r"wpe.weight has the shape \(8, 8\), but config.json needs \(9, 8\)"),
         (dict(n_head=0), ""),
     ],
 )
 def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, message):
     """n_inner is the width of the MLP. GPT-2 has 4 n_embd."""
     shape = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=50257)
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape | settings | dict(n_head=2)))
+    saved = settings | dict(n_head=2, n_positions=8)  # config.json has other values
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape | saved))
     hf.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | settings))
@@ -206,6 +208,8 @@ def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, messag
     ) as e:
         load_model(str(tmp_path), GPT)
     assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="model.safetensors: give its directory, which also"):
+        load_model(str(tmp_path / "model.safetensors"), GPT)
 
 
 def test_an_edited_model_card_stays(exported, tmp_path):

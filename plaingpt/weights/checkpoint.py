@@ -75,7 +75,8 @@ def convert_nanogpt(found, GPT):
     )
     given = {}
     for name, tensor in found["model"].items():
-        given[name.removeprefix("_orig_mod.")] = tensor  # torch.compile adds this prefix
+        # torch.compile adds the prefix _orig_mod, and DDP adds the prefix module, in any order.
+        given[re.sub(r"^((_orig_mod|module)\.)+", "", name)] = tensor
     weights = {}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
         if name in given:

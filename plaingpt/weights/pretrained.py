@@ -48,7 +48,14 @@ def read_gpt2(name, GPT):
             found = getattr(hf_config, key, None)
             if found != value:
                 raise ValueError(f"{key} is {found!r}, not {value!r}")
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        # Otherwise, transformers would print the shapes in a report, which is not shown here.
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        for key, found, expected in sorted(info["mismatched_keys"]):
+            raise ValueError(
+                f"{key} has the shape {tuple(found)}, but config.json needs {tuple(expected)}"
+            )
         missing = sorted(info["missing_keys"])
         if missing:  # transformers would initialize these weights randomly
             raise ValueError(f"no weights for {', '.join(missing[:3])}")
@@ -198,6 +205,8 @@ def read_weights(name, GPT):
     paths = find_checkpoints(name)
     if paths:  # name is a run directory
         path = paths[-1]
+    if path.suffix == ".safetensors" or path.name == "pytorch_model.bin":
+        raise UserError(f"{name}: give its directory, which also contains config.json")
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
         if "model_args" in checkpoint:  # from nanoGPT; build-nanogpt's GELU uses tanh
