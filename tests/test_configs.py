@@ -164,6 +164,14 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
     assert c.weight_decay == TrainConfig().weight_decay and not c.shuffle and c.log_every == 100
 
 
+@pytest.mark.parametrize("name", ["warmup_steps", "rampup_steps"])
+def test_a_phase_that_is_longer_than_the_run_is_noted(name, capsys):
+    configs("--preset", "baby", "--max_steps", "20", f"--{name}", "20")
+    assert "note: --" not in capsys.readouterr().out
+    configs("--preset", "baby", "--max_steps", "20", f"--{name}", "50")
+    assert f"note: --{name} is 50, so the run ends before this" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -174,6 +182,7 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults():
         ("--decay_steps 9", "--decay_steps: needs --schedule wsd; give both, or remove --decay"),
         ("--schedule constant --min_lr 0", "--min_lr: needs a --schedule other than constant"),
         ("--rampup_batch_size 64", "--rampup_batch_size: needs --rampup_steps; give both"),
+        ("--min_lr 1 --max_lr 0.1", "--min_lr 1.0: must be at most --max_lr, which is 0.1"),
         (
             "--vocab_size 255",
             "--vocab_size 255: the tokenizer has 256 ids; give at least this number",

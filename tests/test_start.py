@@ -22,6 +22,13 @@ def test_programs_that_compute_nothing_import_no_torch(program):
 
 
 @pytest.mark.slow
+def test_a_run_needs_no_docstrings_and_no_asserts(tmp_path):
+    flags = [*TINY, "--max_steps", "1", "--log_dir", "run"]
+    command = [sys.executable, "-OO", ROOT / "train_gpt2.py", *flags]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [None, [*TINY, "--max_steps", "1"]], ids=["import", "run"])
 def test_train_gpt2_loads_nothing_of_train_large(tmp_path, flags):
     source = "import train_gpt2" + (f"; train_gpt2.main({flags!r})" if flags else "")
