@@ -3,14 +3,17 @@
   python generate.py                          uses the newest checkpoint in log/
   python generate.py --checkpoint log/baby --prompt "MARLOW: "
   python generate.py --model gpt2 --prompt "Hello, I'm a language model,"
-  python generate.py --prompts questions.txt --json answers.json
+  python generate.py --prompts questions.jsonl --json answers.json
   python generate.py --interactive            reads prompts until Ctrl-D
 
 Text is printed while the model generates it. A generated text ends at
 <|endoftext|>, at the string of --stop, or after --max_new_tokens tokens. In
-interactive mode, Ctrl-C ends the current text.
+interactive mode, Ctrl-C ends the current text. If you stop the program, the
+file of --json contains the texts so far.
 """
 
+import signal
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,11 +21,13 @@ from plaingpt.base.errors import UserError, explaining, run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.terminal import print0, visible
+from plaingpt.data.documents import RECORDS, kind_of, read_records
 from plaingpt.data.tokenizer import note_unknown
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import setup
 from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
+from plaingpt.scoring.benchmark import get_fields
 from plaingpt.weights.checkpoint import find_newest_model, list_model_files
 from plaingpt.weights.pretrained import load_model
 
@@ -39,7 +44,10 @@ class GenerateConfig:
     )
     prompt: str | None = flag(None, "prompt: text to continue [empty]", empty=True, path=False)
     prompts: str | None = flag(
-        None, "instead of --prompt: text file with one prompt per line", either=True
+        None,
+        "instead of --prompt: text file with one prompt per line, or .jsonl, .csv or similar file "
+        "with the field prompt",
+        either=True,
     )
     interactive: bool = flag(
         False, "instead of --prompt: read prompts from the terminal", either=True
@@ -69,7 +77,9 @@ def tokenize_prompt(prompt, tokenizer, T):
 
 
 def read_prompts(path):
-    """Reads a text file with one prompt per line -> list of prompts."""
+    """Reads the field prompt of records, or a text file with one prompt per line -> prompts."""
+    if kind_of(path) in RECORDS:
+        return [get_fields(record, prompt=str)[0] for record in read_records([path], ["prompt"])]
     with (
         explaining(
             f"--prompts {path}: cannot be read", "give a UTF-8 text file", (OSError, ValueError)
@@ -177,15 +187,19 @@ def main(argv=None):
     if config.interactive:
         ids_of_prompts = ask_prompts(tokenizer, T)
     results = []
-    for i, ids in enumerate(ids_of_prompts):
-        # All prompts of a file use the same seed, so the texts of a prompt do not depend on the
-        # other prompts. In interactive mode, each prompt uses a different seed, so a repeated
-        # prompt yields a different text.
-        seed = (config.seed + i) % 2**63 if config.interactive else config.seed
-        results.append(write_texts(model, tokenizer, ids, config, seed))
-    if config.json:
-        write_json(config.json, results)
+    try:
+        for i, ids in enumerate(ids_of_prompts):
+            # All prompts of a file use the same seed, so the texts of a prompt do not depend on the
+            # other prompts. In interactive mode, each prompt uses a different seed, so a repeated
+            # prompt yields a different text.
+            seed = (config.seed + i) % 2**63 if config.interactive else config.seed
+            results.append(write_texts(model, tokenizer, ids, config, seed))
+    finally:
+        if config.json:
+            write_json(config.json, results)
 
 
 if __name__ == "__main__":
+    # An exception ends the `try` block of main, which then writes the file of --json.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run_program(main)

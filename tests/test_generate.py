@@ -65,6 +65,48 @@ def test_a_file_of_prompts_that_cannot_be_used(flags, sentence, tmp_path, monkey
         generate.main(flags.split())
 
 
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv"])
+def test_prompts_are_a_field_of_records(name, tmp_path):
+    texts = {
+        "pairs.jsonl": '{"prompt": "1+1=", "response": "2"}\n\n{"prompt": "a, b"}\n',
+        "pairs.csv": 'prompt,response\n1+1=,2\n"a, b",\n',
+    }
+    (tmp_path / name).write_text(texts[name])
+    assert generate.read_prompts(str(tmp_path / name)) == ["1+1=", "a, b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit(143)])
+def test_a_stopped_program_writes_the_texts_so_far(stop, trained, monkeypatch, tmp_path):
+    real = generate.write_texts
+
+    def write_texts(model, tokenizer, ids, *args):
+        if len(ids) == 3:  # the third prompt
+            raise stop
+        return real(model, tokenizer, ids, *args)
+
+    monkeypatch.setattr(generate, "write_texts", write_texts)
+    (tmp_path / "many.txt").write_text("a\nb\ncc\nd\n")
+    flags = f"--prompts {tmp_path}/many.txt --json {tmp_path}/out.json --max_new_tokens 2"
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        generate.main([*flags.split(), "--checkpoint", str(trained / "log/baby")])
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [result["prompt"] for result in results] == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_program_like_ctrl_c(trained, python):
+    flags = "--checkpoint log/baby --device cpu --max_new_tokens 100000 --json stopped.json".split()
+    command = [python, ROOT / "generate.py", *flags]
+    with subprocess.Popen(command, cwd=trained, stdout=subprocess.PIPE) as running:
+        while not running.stdout.readline().startswith(b"--- sample 0"):
+            pass
+        running.terminate()
+        running.stdout.read()
+    assert running.returncode == 143
+    assert json.loads((trained / "stopped.json").read_text()) == []
+
+
 @pytest.mark.parametrize("output", ["run/model_000001.pt", "run/run.json", "prompts.txt"])
 def test_json_replaces_no_input(output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
