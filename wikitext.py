@@ -5,10 +5,10 @@
   python wikitext.py --model gpt2 --stride 512    uses overlapping windows
   python wikitext.py --data wiki.test.raw         scores your own text file
 
-The 62 test articles come from the Hugging Face hub, or from a file. WikiText
-puts spaces around punctuation marks (" old " ; 2 @,@ 000 m long). This program
-removes these spaces, as in the GPT-2 paper (section 3.1). Your own file may
-contain text in a different format, without titles (= Title =). Such text is not
+The 62 test articles come from the Hugging Face hub, or from a file whose name
+begins with "wiki", such as wiki.test.raw. WikiText puts spaces around
+punctuation marks (" old " ; 2 @,@ 000 m long). This program removes these
+spaces, as in the GPT-2 paper (section 3.1). The text of any other file is not
 changed: in a text file, <|endoftext|> separates the documents; in any other
 file, such as .jsonl, each record is a document. The word perplexity divides the
 log-likelihood by the number of words in the unchanged text, so models with
@@ -23,8 +23,10 @@ docs/benchmarks.md contains the scores of GPT-2.
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from plaingpt.base.flags import flag
+from plaingpt.base.terminal import print0
 from plaingpt.data.tokenizer import END_OF_TEXT, clean_text
 from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
 from plaingpt.scoring.program import launch
@@ -54,40 +56,51 @@ class Options:
 
 def examples(records, stride=Options.stride):
     """Turns records into Examples, one per article."""
-    for page in pages(records):
+    records = list(records)
+    is_wikitext = find_format(records)
+    for page in pages(records, is_wikitext):
         # This counts words as EleutherAI's harness does: white space at the start or at the end of
         # the page adds an empty word.
         n_words = len(re.split(r"\s+", page))
         facts = dict(words=n_words, bytes_before=len(page.encode()))
-        text = page
-        if re.match(rf"(?m){TITLE}", page.lstrip()):  # a text without titles is not changed
-            text = detokenize(page)
+        text = detokenize(page) if is_wikitext else page
         yield Example([""], [text], stride=stride, facts=facts)
 
 
-def pages(records):
-    """Yields the articles of WikiText, or the documents of any other text.
-
-    The lines of a text file are joined, and then split before titles and at <|endoftext|>. In any
-    other file, each record is a document, unless one of the records begins with a title. In this
-    case, the records are the lines of WikiText, and are joined as well.
-    """
-    texts = []
-    has_lines = False
+def find_format(records):
+    """Returns whether the records are lines of WikiText, from the file's name and the titles."""
     for record in records:
         (text,) = get_fields(record, text=str)
-        # clean_text replaces lone surrogates, which UTF-8 cannot encode.
-        texts.append(clean_text(text))
-        is_title = re.match(rf"(?m){TITLE}", text.lstrip())
-        has_lines = has_lines or bool(is_title) or "is_line" in record
-    if not has_lines:
+        if re.match(rf"(?m){TITLE}", text.lstrip()):
+            name = Path(record["where"]).name  # such as "wiki.test.raw, record 3"
+            if name.startswith("wiki"):
+                return True
+            print0(
+                f"note: {name} is a title as in WikiText; to score WikiText, rename the file wiki.*"
+            )
+            return False
+    return False
+
+
+def pages(records, is_wikitext):
+    """Yields the articles of WikiText, or the documents of any other text.
+
+    The lines of a text file are joined, and then split at <|endoftext|>. In any other file, each
+    record is a document. WikiText is always joined, and split before titles.
+    """
+    # clean_text replaces lone surrogates, which UTF-8 cannot encode.
+    texts = [clean_text(record["text"]) for record in records]
+    is_text_file = any("is_line" in record for record in records)
+    if not (is_wikitext or is_text_file):
         yield from filter(str.strip, texts)
         return
     # On the hub, an empty line is stored as "" instead of " ".
     text = "\n".join((text or " ").removesuffix("\n") for text in texts) + "\n"
-    if re.search(rf"(?m)^{TITLE}", text):  # a text without titles is not changed
+    separator = re.escape(END_OF_TEXT)
+    if is_wikitext:
         text = text.replace("\r\n", "\n")
-    for page in re.split(rf"(?m)\n(?={TITLE})|{re.escape(END_OF_TEXT)}", text):
+        separator = rf"(?m)\n(?={TITLE})"
+    for page in re.split(separator, text):
         if page.strip():
             yield page
 

@@ -303,8 +303,11 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
 def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path):
     assert perplexity(1.0) == pytest.approx(np.e) and perplexity(10000.0) == np.inf
     (tmp_path / "zh.txt").write_text("海" * 500)
-    out, _ = program("--checkpoint", "run", "--data", "zh.txt", cwd=tmp_path, program="wikitext.py")
+    flags = ["--checkpoint", "run", "--data", "zh.txt", "--json", "out.json"]
+    out, _ = program(*flags, cwd=tmp_path, program="wikitext.py")
     assert re.search("word_perplexity +inf", out) and re.search(r"bits_per_byte +\d", out)
+    # JSON has no infinity.
+    assert json.loads((tmp_path / "out.json").read_text())["figures"]["word_perplexity"] is None
     train(
         "--log_dir",
         "run",
@@ -360,10 +363,22 @@ def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     # The hub has empty lines without their space.
     hub = [dict(text="" if line.isspace() else line) for line in whole.splitlines(keepends=True)]
     for records in (lines, hub, [dict(text=whole)]):
-        assert list(wikitext.pages(records)) == PAGES
-    (tmp_path / "a.txt").write_bytes(whole.replace("\n", "\r\n").encode())  # as on Windows
-    found = load_examples(wikitext.BENCHMARK, tmp_path / "a.txt")
+        assert list(wikitext.pages(records, is_wikitext=True)) == PAGES
+    path = tmp_path / "wiki.test.raw"
+    path.write_bytes(whole.replace("\n", "\r\n").encode())  # as on Windows
+    found = load_examples(wikitext.BENCHMARK, path)
     assert [example.endings[0] for example in found] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["own.txt", "own.jsonl"])
+def test_a_title_does_not_make_a_text_wikitext(name, tmp_path, capsys):
+    """Otherwise, one line of a user's text would change the spaces of the whole text."""
+    text = "def f ( x ) :\n = Notes = \nreturn ( x , y )\n"
+    path = tmp_path / name
+    path.write_text(text if name == "own.txt" else json.dumps(dict(text=" = Notes = \n" + text)))
+    (example,) = load_examples(wikitext.BENCHMARK, path)
+    assert example.endings[0].endswith(text)
+    assert f"note: {name}, record" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -374,7 +389,7 @@ def test_unclosed_brackets_take_linear_time(text):
     clean_text(text + "\n" * 400_000 + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
     assert "foo" in wikitext.detokenize("foo" + text)
-    assert list(wikitext.examples([dict(text=" " * 100_000 + text)]))
+    assert list(wikitext.examples([dict(text=" " * 100_000 + text, where="wiki")]))
 
 
 @settings(max_examples=300)

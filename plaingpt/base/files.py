@@ -6,6 +6,7 @@ value.
 
 import contextlib
 import json
+import math
 import os
 import re
 import uuid
@@ -130,10 +131,19 @@ def check_output(flag, path, inputs=()):
 
 
 def write_json(path, value):
-    """Writes a value as JSON. path: as in open_output."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """Writes a value as JSON, with null for NaN and infinity. path: as in open_output."""
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     with writing(path), open_output(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))  # the value may contain invalid UTF-8
+
+
+def finite(value):
+    """Returns the value with None instead of each NaN and infinity, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path):
