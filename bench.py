@@ -38,7 +38,7 @@ from typing import Literal, get_type_hints
 from plaingpt.base.errors import UserError, require, run_program
 from plaingpt.base.flags import flag, parse_flags, pick
 from plaingpt.base.machine import read_ranks
-from plaingpt.base.terminal import print0
+from plaingpt.base.terminal import print_result
 from plaingpt.batch_size import check_step_size
 from plaingpt.distributed.device import choose_compile, peak_flops
 from plaingpt.distributed.memory import batch_size_advice
@@ -255,7 +255,7 @@ def profile_step(subject):
         subject.time_step()
     is_cuda = subject.process.device.type == "cuda"
     sort_by = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
-    print0(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
+    print_result(profiler.key_averages().table(sort_by=sort_by, row_limit=15))
     if subject.process.is_main:
         profiler.export_chrome_trace("bench_trace.json")  # chrome://tracing opens this file
 
@@ -283,7 +283,7 @@ def compare(names, given):
             receive(pipe)
     for name, pipe, worker in zip(names, pipes, workers):
         pipe.send("row")
-        print0(f"{name} {receive(pipe)}")
+        print_result(f"{name} {receive(pipe)}")
         worker.join()  # lets the worker remove its semaphores; otherwise, Python prints a warning
 
 
@@ -336,9 +336,9 @@ def main(argv=None):
     seconds = [subject.time_step() for _ in range(bench.steps)]
     if bench.profile:
         profile_step(subject)
-    print0(describe(subject, first, seconds))
+    print_result(describe(subject, first, seconds))
     if subject.process.device.type == "cuda":
-        print0(name_attention(subject))
+        print_result(name_attention(subject))
     subject.process.barrier()
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from plaingpt.base.errors import UserError, run_program
 from plaingpt.base.files import reading
 from plaingpt.base.flags import flag
-from plaingpt.base.terminal import print0
+from plaingpt.base.terminal import print_result
 from plaingpt.data.documents import kind_of, read_records
 from plaingpt.scoring.benchmark import (
     Benchmark,
@@ -344,9 +344,11 @@ def is_correct(example, losses, is_greedy):
 def main(argv=None):
     """Runs the program. Prints the metric, and then one line per task."""
     figures = run_benchmark(BENCHMARK, GPT, argv)
-    print0(f"\n{'task':<34}accuracy  centered     items")
+    print_result(f"\n{'task':<34}accuracy  centered     items")
     for name, task in figures["tasks"].items():
-        print0(f"{name:<34}{task['accuracy']:8.4f}{task['centered']:10.4f}{task['items']:10,}")
+        print_result(
+            f"{name:<34}{task['accuracy']:8.4f}{task['centered']:10.4f}{task['items']:10,}"
+        )
 
 
 BENCHMARK = Benchmark(

@@ -67,7 +67,7 @@ from plaingpt.base.files import (
 )
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.source import CLONE, run_git
-from plaingpt.base.terminal import print0
+from plaingpt.base.terminal import print0, print_result
 from plaingpt.lab.copies import changes_of_clone, make_copy, remove_copies
 from plaingpt.lab.runs import LAB, Program, count_flops, count_weights, probe, run_missing
 from plaingpt.lab.verdict import (
@@ -236,7 +236,7 @@ def main():
     require("scipy.stats")
     ledger = read_ledgers(LEDGERS)
     if config.list:
-        print0("\n".join([*map(entry_as_line, ledger), *discoveries_as_lines(ledger)]))
+        print_result("\n".join([*map(entry_as_line, ledger), *discoveries_as_lines(ledger)]))
         return
     with explaining(f"--flags {config.flags}", "correct the quotes", ValueError):
         flags = shlex.split(config.flags)  # splits as a shell does, so quoted spaces are possible
@@ -284,7 +284,7 @@ def main():
     add_entry(LEDGERS[1], entry)
     if config.json:
         write_json(config.json, entry)
-    print0(f"{entry_as_line(entry)}\n{json.dumps(entry)}")
+    print_result(f"{entry_as_line(entry)}\n{json.dumps(entry)}")
     sys.exit(STATUS[entry["verdict"]])
 
 

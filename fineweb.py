@@ -41,7 +41,7 @@ from plaingpt.base.files import (
 from plaingpt.base.flags import flag, parse_flags
 from plaingpt.base.machine import count_cores
 from plaingpt.base.signals import end_at_once_on_ctrl_c
-from plaingpt.base.terminal import print0, visible
+from plaingpt.base.terminal import print0, print_result, visible
 from plaingpt.data.documents import count_bytes, find_files, find_hub_files, read_documents
 from plaingpt.data.ready import download_ready
 from plaingpt.data.shards import find_meta, find_shards, read_meta
@@ -277,7 +277,7 @@ def show_result(directory, facts, tokenizer):
     extent = "" if facts["next"] is None else f" up to --max_shards {facts['shards']}"
     n_val = min(facts["val_shards"], facts["shards"])
     n_documents = f"{facts['documents']:,} documents, " if tokenizer.special else ""
-    print0(
+    print_result(
         f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
         f"{facts['tokens']:,} tokens, {n_documents}{facts['skipped']:,} damaged records skipped"
     )

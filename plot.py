@@ -27,7 +27,7 @@ from typing import Literal
 from plaingpt.base.errors import UserError, explaining, require, run_program
 from plaingpt.base.files import check_output, read_facts, read_json, read_streams
 from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0
+from plaingpt.base.terminal import print0, print_result
 from plaingpt.lab.verdict import welch
 from plaingpt.settings import CHANGE_NO_LOSS
 from plaingpt.weights.checkpoint import list_model_files
@@ -377,7 +377,7 @@ def main(argv=None):
         figure.savefig(config.output)
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        print0("  ".join(map(str.ljust, row, widths)).rstrip())
+        print_result("  ".join(map(str.ljust, row, widths)).rstrip())
     print0(f"{config.output}: {', '.join(directories)}")
 
 

@@ -1,6 +1,7 @@
 """The command line: one-sentence errors and tracebacks, flags, --help, output, names of files."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -202,6 +203,43 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     command = f"{python} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate.py --max_new_tokens 5",
+        "wikitext.py --data text.txt --json scores.json",
+        "bench.py --batch_size 1 --steps 1 --device cpu",
+        "fineweb.py --input text.txt --tokenizer bytes --output_dir shards",
+    ],
+)
+def test_a_full_disk_under_the_output_is_an_error(command, whole, tmp_path, python):
+    """The results of these programs are their output. A file of --json is complete."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    name, *flags = command.split()
+    if name in ("generate.py", "wikitext.py"):
+        flags += ["--checkpoint", str(whole)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [python, ROOT / name, *flags], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode().endswith("No space left on device; free some space\n")
+    assert name != "wikitext.py" or json.loads((tmp_path / "scores.json").read_text())["figures"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [">", ">>"])
+def test_the_output_of_a_run_must_not_be_its_log(how, tmp_path, python):
+    command = f"{python} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    before = (tmp_path / "run/log.txt").read_text()
+    command += f" --resume --max_steps 20 {how} run/log.txt"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: standard output is run/log.txt" in done.stderr
+    assert (tmp_path / "run/log.txt").read_text() == (before if how == ">>" else "")
 
 
 @pytest.mark.slow

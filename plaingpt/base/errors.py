@@ -15,6 +15,8 @@ REMEDIES = {
     errno.EACCES: "change the permissions",
     errno.EPERM: "change the permissions",
     errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
 }
 
 
@@ -25,16 +27,13 @@ class UserError(Exception):
 def run_program(main):
     """Calls main(). Prints a UserError as one line; any other error keeps its traceback.
 
-    An OSError in REMEDIES is also printed as one line, because its text names the file, and only
-    the user can remove the cause.
+    An OSError in REMEDIES is also printed as one line, because only the user can remove the cause.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
     try:
         main()
     except BrokenPipeError:
-        # Without this redirection, Python's flush of stdout at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (UserError, OSError) as error:
         remedy = ""
@@ -47,6 +46,11 @@ def run_program(main):
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python would try again at exit, and change the exit status
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def require(module):

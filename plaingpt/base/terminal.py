@@ -1,5 +1,6 @@
 """Terminal output of a program: the lines that rank 0 prints, and a progress bar."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,14 +18,20 @@ def visible(text, stream=None):
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 
 
-def print0(text, end="\n"):
-    """Prints on rank 0 only. If the output was closed, the run continues without output."""
+def print_result(text, end="\n"):
+    """Prints a result of a program, on rank 0 only. Raises OSError, for example on a full disk."""
     if os.environ.get("RANK", "0") == "0":
-        try:
-            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
-            print(clear + visible(text), end=end, flush=True)
-        except OSError:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="replace")
+        clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
+        print(clear + visible(text), end=end, flush=True)
+
+
+def print0(text, end="\n"):
+    """Prints on rank 0 only. If the output cannot be written, the program continues without it.
+
+    The results of a training run are in its files, so a closed terminal does not end the run.
+    """
+    with contextlib.suppress(OSError):
+        print_result(text, end)
 
 
 def shorten_line(line):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from plaingpt.base.errors import run_program
 from plaingpt.base.files import check_output, write_json
 from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0
+from plaingpt.base.terminal import print_result
 from plaingpt.distributed.device import Dtype
 from plaingpt.distributed.memory import memory_advice
 from plaingpt.distributed.process import on_rank0, setup
@@ -67,12 +67,12 @@ def run_benchmark(benchmark, GPT, argv=None):
         device=f"{process.world_size} x {process.device.type}",
     )
     facts = {name: value for name, value in facts.items() if value is not None}
-    for name, value in facts.items():
-        print0(f"{name:<18} {value}")
-    print_figures(benchmark, figures, len(examples))
     if config.json and process.is_main:
         results = results_of_examples(examples, scores)
         write_json(config.json, dict(**facts, figures=figures, examples=results))
+    for name, value in facts.items():
+        print_result(f"{name:<18} {value}")
+    print_figures(benchmark, figures, len(examples))
     process.barrier()
     return figures
 
@@ -96,7 +96,7 @@ def print_figures(benchmark, figures, n_examples):
         text = f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"
         if name in benchmark.proportions:  # adds the standard error
             text += f" ± {math.sqrt(value * (1 - value) / n_examples):.4f}"
-        print0(f"{name:<18} {text:<18} {meaning}")
+        print_result(f"{name:<18} {text:<18} {meaning}")
 
 
 def results_of_examples(examples, scores):
