@@ -1,54 +1,26 @@
-"""The diffs and the script of CONTRIBUTING.md do what the page says."""
+"""Patches of experiments/ whose numbers a test can compute in another way."""
 
 import importlib.util
 import math
-import re
 import sys
-
-from plaingpt.weights.pretrained import load_model
 
 import pytest
 import torch
-from conftest import (
-    MODEL,
-    ROOT,
-    TINY,
-    apply_patch,
-    checkpoint,
-    fresh,
-    randomise,
-    read_log,
-    text_batch,
-)
+from conftest import MODEL, ROOT, TINY, apply_patch, fresh, randomise, read_log, text_batch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from model import GPT
-from train_gpt2 import TrainConfig, get_lr, main
+from train_gpt2 import TrainConfig, get_lr
 
 FLAGS = [*TINY, "--val_every", "0", "--val_tokens", "32", "--sample_tokens", "1"]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def section(title):
-    """Returns the text of a section of the page."""
-    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def edited(directory, title, monkeypatch):
-    """Applies the diffs of a section to model.py and train_gpt2.py -> (model, train_gpt2)."""
-    texts = {name: (ROOT / f"{name}.py").read_text() for name in ("model", "train_gpt2")}
-    for diff in re.findall(r"^```diff\n(.*?)^```$", section(title), re.M | re.S):
-        lines = diff.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] != "+")
-        new = "".join(line[1:] for line in lines if line[0] != "-")
-        found = [name for name, text in texts.items() if text.count(old) == 1]
-        (name,) = found
-        texts[name] = texts[name].replace(old, new)
-    modules = []
-    for name, text in texts.items():
-        (directory / f"{name}.py").write_text(text)
-        modules.append(load(directory / f"{name}.py", name, monkeypatch))
-    return modules
+def patched(name, directory, monkeypatch):
+    """Returns model.py and train_gpt2.py with a patch, as modules."""
+    for path in ("model.py", "train_gpt2.py", "plaingpt/settings.py"):
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes((ROOT / path).read_bytes())
+    apply_patch(name, directory)
+    return [load(directory / f"{each}.py", each, monkeypatch) for each in ("model", "train_gpt2")]
 
 
 def load(path, name, monkeypatch):
@@ -61,7 +33,7 @@ def load(path, name, monkeypatch):
 
 def test_a_schedule_for_each_parameter_group(tmp_path, monkeypatch):
     """The optimizers use these values, also after a resume, and the losses are then the same."""
-    _, program = edited(tmp_path, "A schedule for each parameter group", monkeypatch)
+    _, program = patched("group-schedule", tmp_path, monkeypatch)
     used = []
 
     def record(optimizer, *_):
@@ -94,7 +66,7 @@ def test_a_schedule_for_each_parameter_group(tmp_path, monkeypatch):
 
 
 def test_gradient_noise(tmp_path, monkeypatch):
-    _, program = edited(tmp_path, "Gradient noise in the log", monkeypatch)
+    _, program = patched("gradient-noise", tmp_path, monkeypatch)
     program.main([*FLAGS, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
     log = read_log(tmp_path / "run")
     model = fresh(MODEL)
@@ -109,31 +81,8 @@ def test_gradient_noise(tmp_path, monkeypatch):
     assert found == pytest.approx(norms, rel=1e-5)
 
 
-def test_the_average_of_two_checkpoints(tmp_path, monkeypatch):
-    main([*FLAGS, "--max_steps", "2", "--save_every", "1", "--log_dir", str(tmp_path)])
-    monkeypatch.chdir(tmp_path)
-    text = section("The average of two checkpoints")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    code = code.replace("log/baby", "model_000001.pt").replace("log/notebook", "model_000002.pt")
-    exec(code, {})
-    model, tokenizer = load_model("mean.pt", GPT)
-    assert tokenizer.name == "bytes" and model.lm_head.weight is model.transformer.wte.weight
-    first, second = (checkpoint(tmp_path, step)["model"] for step in (1, 2))
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, (first[name] + second[name]) / 2)
-
-
-def patched(name, directory, monkeypatch):
-    """Returns model.py with a patch."""
-    for path in ("model.py", "plaingpt/settings.py"):
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_bytes((ROOT / path).read_bytes())
-    apply_patch(name, directory)
-    return load(directory / "model.py", "model", monkeypatch)
-
-
 def test_documents_in_a_sequence_are_like_documents_alone(tmp_path, monkeypatch):
-    module = patched("document-mask", tmp_path, monkeypatch)
+    module, _ = patched("document-mask", tmp_path, monkeypatch)
     shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
     model = randomise(module.GPT(module.GPTConfig(**shape, end_of_text=10)))
     model.requires_grad_(False).eval()
@@ -153,7 +102,7 @@ def test_documents_in_a_sequence_are_like_documents_alone(tmp_path, monkeypatch)
 
 
 def test_a_mixture_of_experts_is_the_sum_of_its_experts(tmp_path, monkeypatch):
-    module = patched("mixture-of-experts", tmp_path, monkeypatch)
+    module, _ = patched("mixture-of-experts", tmp_path, monkeypatch)
     torch.manual_seed(0)
     shape = dict(n_layer=2, n_head=2, n_embd=16, block_size=32, vocab_size=64)
     model = module.GPT(module.GPTConfig(**shape))
