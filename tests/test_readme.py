@@ -246,6 +246,6 @@ def test_run_the_code_of_all_pages(tmp_path):
             printed[name] = run("python page.py\n")
     assert "step     1/2" in out and out.count("done: python generate.py") == runs, out
     assert (tmp_path / "baby.png").is_file()
-    assert printed.pop("CONTRIBUTING.md").endswith("True 1 10 128\n")
+    assert printed.pop("docs/benchmarks.md").endswith("True 1 10 128\n")
     assert printed == {"docs/lesson.md": ""}
     assert (tmp_path / "my-gpt2" / "config.json").is_file()
