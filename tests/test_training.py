@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import open_splits, open_whole_text
+from plaingpt.data.data_sets import open_splits
 from plaingpt.data.tokenizer import get_tokenizer
 
 import numpy as np
@@ -312,19 +312,3 @@ def test_a_notebook_resumes_after_an_error(tmp_path, monkeypatch):
             train_gpt2.main(flags)
     train_gpt2.main(flags)
     assert kept.tb and names(tmp_path, "*.pt") == ["model_000002.pt"]
-
-
-def test_a_second_validation_text(tmp_path):
-    """CONTRIBUTING.md shows it. Nothing is held out of it, so its start is measured."""
-    (tmp_path / "other.txt").write_text(TEXT)
-    tokens = open_whole_text(str(tmp_path / "other.txt"), get_tokenizer("bytes"))
-    assert len(tokens) == len(TEXT)
-    config = TrainConfig(batch_size=4, val_tokens=32 * 9)
-    model = fresh(MODEL)
-    loader = train_gpt2.make_val_loader(tokens, 32, config)
-    found, _ = train_gpt2.estimate_loss(as_training(model, config), loader, ONE_BYTE_IDS)
-    ids = torch.tensor(list(TEXT[: 32 * 9 + 1].encode()))
-    x, y = ids[:-1].view(9, 32), ids[1:].view(9, 32)
-    assert found == pytest.approx(model(x, y)[1].item(), rel=1e-5)
-    with pytest.raises(UserError, match="missing.txt: there is no such text file; give another"):
-        open_whole_text(str(tmp_path / "missing.txt"), get_tokenizer("bytes"))

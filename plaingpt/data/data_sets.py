@@ -125,16 +125,6 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
     )
 
 
-def open_whole_text(path, tokenizer, vocab_size=None):
-    """Opens a whole text file, without holding out a part -> Tokens.
-
-    vocab_size: as in open_splits.
-    """
-    if not is_text_file(path):
-        raise UserError(f"{path}: there is no such text file; give another file")
-    return Tokens(str(path), [encode_text(Path(path), tokenizer)], vocab_size or tokenizer.n_vocab)
-
-
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
     """Opens a text file or token files -> (training Tokens, validation Tokens).
 
