@@ -83,7 +83,7 @@ from plaingpt.lab.verdict import (
 
 import numpy as np
 
-# A ledger is a list of experiments. The first ledger is from docs/calibration.md.
+# A ledger is a list of experiments. The first ledger is from docs/experiments.md.
 LEDGERS = (CLONE / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 HEAD_SIZE = 32  # channels per head, at every size: a different head size would be a second change

@@ -32,7 +32,6 @@ ENGLISH = (
             "hardware",
             "troubleshooting",
             "experiments",
-            "calibration",
             "look",
             "data",
             "benchmarks",
