@@ -1,6 +1,7 @@
 """experiments/*.patch: each applies, trains, resumes, generates, scores, and can be split."""
 
 import json
+import re
 import runpy
 import shutil
 
@@ -197,6 +198,8 @@ def plain(tmp_path_factory):
 
 def test_every_patch_is_here_and_short():
     patches = {path.stem: path.read_text() for path in ROOT.glob("experiments/*.patch")}
+    rows = re.findall(r"^\| (?:\*\*)?`([\w-]+)`", (ROOT / "docs/experiments.md").read_text(), re.M)
+    assert sorted(rows) == sorted(patches)  # the page lists all of them
     assert patches.pop(ENTROPY).count("\n+") < 10
     assert patches.keys() == LIMITS.keys()
     for name, patch in patches.items():
