@@ -10,9 +10,9 @@ import bench
 import look
 
 measure = look.import_file(ROOT / "docs/measure.py", "measure")
-CPU_TABLE, _, GPU_TABLE = read("docs/measurements.md").partition("## On one H100")
+CPU_TABLE, _, GPU_TABLE = read("docs/measurements.md").partition("\n## On one H100")
 ROWS = [line for line in CPU_TABLE.splitlines() if measure.ROW.match(line)]
-GPU_ROWS = [line for line in GPU_TABLE.splitlines() if line.startswith("| ")]
+GPU_ROWS = [line for line in GPU_TABLE.partition("\n## ")[0].splitlines() if line.startswith("| ")]
 LINK = re.compile(r"\[([^][]*)\]\((?:docs/)?measurements\.md\)")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 

@@ -28,7 +28,6 @@ ENGLISH = (
         for name in (
             "lesson",
             "first-run",
-            "anchor",
             "hardware",
             "troubleshooting",
             "experiments",
@@ -161,9 +160,8 @@ def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
     found = []
     for name in ENGLISH:
         for command in commands(name):
-            # The first is the example of a benchmark of one's own, the second has no flags, and the
-            # third is an edited file of build-nanogpt.
-            if command[0] not in ("rhymes", "write_torch_text", "anchor"):
+            # The first is the example of a benchmark of one's own, and the second has no flags.
+            if command[0] not in ("rhymes", "write_torch_text"):
                 found.append((name, *command))
     for name in PROGRAMS:
         runpy.run_path(str(ROOT / f"{name}.py"))  # imports the modules that are patched next
