@@ -36,7 +36,6 @@ ENGLISH = (
             "benchmarks",
             "parallel",
             "resume",
-            "reliability",
             "measurements",
         )
     ),

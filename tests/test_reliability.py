@@ -1,7 +1,7 @@
-"""The table of docs/reliability.md, "What has been tried, and what happens".
+"""Faults in the real program, each in a new process: kills, signals, full disks, damaged files.
 
-A comment "Row: ..." repeats each row of the page, and the tests of this row follow. They inject a
-fault into the real program, in a new process, which must lose no data.
+A comment before the tests of a fault says what must happen; no fault may lose data. "Error message"
+means that the program prints one sentence with a remedy, and ends with exit status 2.
 """
 
 import ast
@@ -59,19 +59,7 @@ def newest_step(run):
     return max(int(path.stem[6:]) for path in run.glob("model_*.pt"))
 
 
-def test_each_row_of_the_page_has_tests_that_start_a_program():
-    page = (ROOT / "docs/reliability.md").read_text("utf-8").partition("| fault | outcome |\n")[2]
-    rows = re.findall(r"^\| (.+) \|$", page, re.M)
-    source = (ROOT / "tests/test_reliability.py").read_text("utf-8")
-    before, *parts = re.split(r"^# Row: ((?:.+\n)(?:# .+\n)*)", source, flags=re.M)
-    assert [" ".join(row.replace("\n# ", " ").split()) for row in parts[::2]] == rows
-    assert before.count("\ndef test_") == 1  # all other tests belong to a row
-    for code in parts[1::2]:
-        assert "\ndef test_" in code and re.search(r"\b(program|train|spawn|fails)\(", code), code
-
-
-# Row: `kill -9` at 10 random moments | with `--resume`, the log equals the log of an uninterrupted
-# run
+# `kill -9` at 10 random moments: with `--resume`, the log equals the log of an uninterrupted run.
 
 
 @pytest.mark.slow
@@ -107,7 +95,7 @@ def test_resume_after_kills_at_random_times(tmp_path):
     assert n_torn, "no kill interrupted a save: the test checks nothing"
 
 
-# Row: `fineweb.py` is killed | the same command then writes the same shards as an uninterrupted run
+# `fineweb.py` is killed: the same command then writes the same shards as an uninterrupted run.
 
 
 SHARDS = ["--output_dir", "out", "--shard_size", 6000, "--num_proc", 1, "--input"]
@@ -140,8 +128,8 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
     assert everything_in(out) == everything_in(lines / "out")
 
 
-# Row: SIGTERM, Ctrl-C or a closed terminal, from the first step on | the program completes the step
-# and saves a checkpoint; a validation, a benchmark or a sample ends without a result; exit status 0
+# SIGTERM, Ctrl-C or a closed terminal, from the first step on: the program completes the step and
+# saves a checkpoint; a validation, a benchmark or a sample ends without a result; exit status 0.
 
 
 @pytest.mark.slow
@@ -262,7 +250,7 @@ def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, 
     assert f"resumed from step {step}" in out
 
 
-# Row: Ctrl-C before the first step | the program ends, perhaps with a traceback; nothing is written
+# Ctrl-C before the first step: the program ends, perhaps with a traceback; nothing is written.
 
 
 @pytest.mark.slow
@@ -278,7 +266,7 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
     assert process.returncode and everything_in(copy) == before and names(tmp_path) == ["run"]
 
 
-# Row: one of two processes is killed | the other process stops; after a restart, the run resumes
+# One of two processes is killed: the other process stops; after a restart, the run resumes.
 
 
 @pytest.mark.slow
@@ -300,8 +288,8 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     assert steps == set(range(saved + 1))
 
 
-# Row: the disk is full | error message; complete files remain; later, the same command continues
-# (`train_gpt2.py` needs `--resume`)
+# The disk is full: error message; complete files remain; later, the same command continues
+# (`train_gpt2.py` needs `--resume`).
 
 
 @pytest.mark.slow
@@ -353,7 +341,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     assert everything_in(tmp_path / "out") == everything_in(lines / "out")
 
 
-# Row: the disk is full while `export.py` replaces an export | error message; the old export remains
+# The disk is full while `export.py` replaces an export: error message; the old export remains.
 
 
 @pytest.mark.slow
@@ -376,8 +364,8 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     program("--checkpoint", "out", "--max_new_tokens", 1, cwd=tmp_path, program="generate.py")
 
 
-# Row: the newest checkpoint is truncated, or one of its bits has changed | error message; after you
-# move the file away, the run resumes from the previous checkpoint
+# The newest checkpoint is truncated, or one of its bits has changed: error message; after you move
+# the file away, the run resumes from the previous checkpoint.
 
 
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
@@ -407,8 +395,8 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         assert "resumed from step 5 " in out and read_log(tmp_path / "run") == read_log(whole)
 
 
-# Row: in `meta.json`, `run.json` or `core.yaml`, a field is missing or has the wrong type | error
-# message that names the file
+# In `meta.json`, `run.json` or `core.yaml`, a field is missing or has the wrong type: error message
+# that names the file.
 
 
 @pytest.mark.slow
@@ -430,7 +418,7 @@ def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: a Hugging Face model contains a tensor whose shape is not GPT-2's | error message
+# A Hugging Face model contains a tensor whose shape is not GPT-2's: error message.
 
 
 @pytest.mark.slow
@@ -439,8 +427,8 @@ def test_a_model_of_hugging_face_that_is_not_gpt2(world):
     fails(world, "generate.py", "--model wide", "wide: transformers cannot load it ( ... use")
 
 
-# Row: a checkpoint, a shard or `meta.pkl` is a pickle that contains code | error message; the code
-# does not run
+# A checkpoint, a shard or `meta.pkl` is a pickle that contains code: error message; the code does
+# not run.
 
 
 class Mark:
@@ -478,8 +466,8 @@ def test_code_in_a_file_does_not_run(world, flags, message):
     fails(world, "train_gpt2.py", flags, message)  # also compares all files: there is no MARK
 
 
-# Row: the data have changed before a resume | error message with the old and the new number of
-# tokens and CRC-32 ¹
+# The data have changed before a resume: error message with the old and the new number of tokens and
+# CRC-32.
 
 
 @pytest.mark.slow
@@ -501,8 +489,8 @@ def test_resumed_with_other_data(tmp_path, shards):
     ), err
 
 
-# Row: the gradient is not finite | the step changes no parameter; after ten such steps in a row,
-# the run stops
+# The gradient is not finite: the step changes no parameter; after ten such steps in a row, the run
+# stops.
 
 
 @pytest.mark.slow
@@ -544,8 +532,8 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
-# Row: data become unreadable during a run | all processes save the last step; then the run ends
-# with an error message; with readable data, the run resumes
+# Data become unreadable during a run: all processes save the last step; then the run ends with an
+# error message; with readable data, the run resumes.
 
 
 @pytest.mark.slow
@@ -596,8 +584,8 @@ def test_shards_that_vanish(tmp_path):
     assert f"resumed from step {step}" in out
 
 
-# Row: an input file of `fineweb.py` has changed, but its name and size are the same | error
-# message; the old shards remain ²
+# An input file of `fineweb.py` has changed, but its name and size are the same: error message; the
+# old shards remain.
 
 
 @pytest.mark.slow
@@ -617,8 +605,8 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     assert "out is complete" in out
 
 
-# Row: RANK is not less than WORLD_SIZE, or WORLD_SIZE is set and RANK is not | error message;
-# nothing is written
+# RANK is not less than WORLD_SIZE, or WORLD_SIZE is set and RANK is not: error message; nothing is
+# written.
 
 
 @pytest.mark.slow
@@ -638,8 +626,7 @@ def test_a_process_whose_rank_is_wrong_changes_nothing(world):
     assert everything(world) == before
 
 
-# Row: two programs use the same directory for a run or for shards | error message of the second
-# program
+# Two programs use the same directory for a run or for shards: error message of the second program.
 
 
 @pytest.mark.slow
@@ -675,8 +662,8 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
     assert names(tmp_path / "out", "*.tmp") == ["notes.2024.1.tmp"]
 
 
-# Row: `--output_dir` of `fineweb.py` contains a `meta.json` or `tokenizer.json` of your own | error
-# message; nothing is written
+# `--output_dir` of `fineweb.py` contains a `meta.json` or `tokenizer.json` of your own: error
+# message; nothing is written.
 
 
 @pytest.mark.slow
@@ -690,8 +677,8 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     )
 
 
-# Row: an output file is also an input file, such as `--json my.txt` with `--data my.txt` | error
-# message; nothing is written
+# An output file is also an input file, such as `--json my.txt` with `--data my.txt`: error message;
+# nothing is written.
 
 
 @pytest.mark.slow
@@ -709,7 +696,7 @@ def test_an_output_that_is_also_an_input(world, name, flags, output):
     fails(world, name, f"{flags} {output}", f" {output}: is also an input; give another")
 
 
-# Row: the program has no permission for a file or directory | error message; nothing is written
+# The program has no permission for a file or directory: error message; nothing is written.
 
 
 @pytest.mark.slow
@@ -740,8 +727,8 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: a text file is not UTF-8 | a note says the share of invalid bytes; with `--tokenizer`, error
-# message
+# A text file is not UTF-8: a note says the share of invalid bytes; with `--tokenizer`, error
+# message.
 
 
 @pytest.mark.slow
@@ -753,8 +740,8 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it to UTF-8\n", err)
 
 
-# Row: a damaged record in the input of `fineweb.py` | the program skips and counts damaged records,
-# and shows the first 5; with `--strict`, error message
+# A damaged record in the input of `fineweb.py`: the program skips and counts damaged records, and
+# shows the first 5; with `--strict`, error message.
 
 
 @pytest.mark.slow
@@ -769,8 +756,8 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, record 2: no key 'text'" in err and "Traceback" not in err
 
 
-# Row: an unclosed quotation mark in CSV; a damaged record of pairs or of a benchmark | error
-# message with the number of the record
+# An unclosed quotation mark in CSV; a damaged record of pairs or of a benchmark: error message with
+# the number of the record.
 
 
 @pytest.mark.slow
@@ -785,8 +772,8 @@ def test_damaged_rows_of_csv(tmp_path):
     assert err == f"error: b.csv, record 1: {problem}\n"
 
 
-# Row: a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16 |
-# error message; the program names UTF-16
+# A JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16: error
+# message; the program names UTF-16.
 
 
 @pytest.mark.slow
@@ -815,8 +802,8 @@ def test_another_layout_is_named(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# Row: a text contains characters that the vocabulary lacks | each program prints a note with their
-# share of the text
+# A text contains characters that the vocabulary lacks: each program prints a note with their share
+# of the text.
 
 
 @pytest.mark.slow
@@ -842,8 +829,8 @@ def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
     assert "note: the tokenizer does not know 25.0% of a.txt\n" in out
 
 
-# Row: a text contains the name of the end-of-text token, with any `tokenizer.json` | the program
-# encodes the name like any other word, so no document is split
+# A text contains the name of the end-of-text token, with any `tokenizer.json`: the program encodes
+# the name like any other word, so no document is split.
 
 
 @pytest.mark.slow
@@ -856,8 +843,8 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
     assert "6 tokens, 2 documents, 0 damaged" in out
 
 
-# Row: a tokenizer changes its input (NFD normalization, a space before the text) | bits per byte
-# are `nan`, and a note says so
+# A tokenizer changes its input (NFD normalization, a space before the text): bits per byte are
+# `nan`, and a note says so.
 
 
 @pytest.mark.slow
@@ -872,8 +859,8 @@ def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
     assert "| nan bits per byte" in out
 
 
-# Row: mistakes in flags (`--init_from ""`, `--data a=0`), in files or in prompts | error message;
-# nothing is written
+# Mistakes in flags (`--init_from ""`, `--data a=0`), in files or in prompts: error message; nothing
+# is written.
 
 
 @pytest.fixture(scope="module")
