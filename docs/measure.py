@@ -29,8 +29,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
 FOLDER = "log/measure"  # directory of the data and the runs, which the commands also name
-# A row of the page. The command "A`, less `FLAG N" means: measure A, and subtract the result of A
-# with the value N for this flag.
+# A row of the page. The command "A`, less `FLAG N" means: measure the memory of A, and subtract the
+# memory of A with the value N for this flag.
 ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
 BENCH_ROW = re.compile(
     r"^(?:(\w+) )?(?:eager|compiled) .* \| ([\d,]+) ms \(([\d,]+)-([\d,]+)\) \|"
@@ -43,13 +43,9 @@ class Finished(NamedTuple):
     """The output, time and memory of a command that has ended."""
 
     command: str
-    lines: list  # (seconds since the start, text) of each line of its output
+    output: str
     seconds: float  # from the start to the end
     memory: int  # peak memory of the largest process, in bytes
-
-    @property
-    def output(self):
-        return "".join(text for _, text in self.lines)
 
 
 def run(command):
@@ -64,11 +60,9 @@ def run(command):
     env = dict(
         os.environ,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        PYTHONUNBUFFERED="1",  # lines arrive without a delay, so their times are correct
         HF_HUB_OFFLINE="1",
     )
     env.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-    lines = []
     begin = time.perf_counter()
     process = subprocess.Popen(
         ["bash", "-c", command],
@@ -79,15 +73,13 @@ def run(command):
         encoding="utf-8",
         errors="replace",
     )
-    for line in process.stdout:
-        lines.append((time.perf_counter() - begin, line))
+    output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - begin
-    finished = Finished(command, lines, seconds, usage.ru_maxrss * 1024)
     if process.returncode:
-        sys.exit(f"{finished.output[-3000:]}\nfailed: {command}")
-    return finished
+        sys.exit(f"{output[-3000:]}\nfailed: {command}")
+    return Finished(command, output, seconds, usage.ru_maxrss * 1024)
 
 
 # Each function extracts results from a Finished -> {unit: values}. what: the cell of the row that
@@ -144,18 +136,6 @@ def read_bench(finished, what):
     sys.exit(f"{finished.output[-3000:]}\nthis output contains no row for {what}")
 
 
-def read_time(finished, what):
-    return {"s": [finished.seconds]}
-
-
-def read_start(finished, what):
-    """Reads the time until the program prints the first step, or the first line of a sample."""
-    for seconds, text in finished.lines:
-        if re.search("^(step +0/1 |iter 0:|HAM)", text):
-            return {"s": [seconds]}
-    sys.exit(f"{finished.output[-3000:]}\nthis output contains no first step and no sample")
-
-
 def read_memory(finished, what):
     return {"bytes": [finished.memory]}
 
@@ -192,15 +172,12 @@ READ = dict(  # {name of rows: (function, number of rounds)}
     pairs=(read_pairs, 1),
     step=(read_bench, 1),
     checkpointing=(read_bench, 3),
-    generation=(read_time, 3),
-    scoring=(read_time, 3),
     busy=(read_step, 3),
     layouts=(read_layout, 1),
     tokenizer=(read_memory, 1),
     shards=(read_shards, 1),
     look=(read_look, 1),
     shakespeare=(read_shakespeare, 2),
-    start=(read_start, 5),
 )
 
 
@@ -212,10 +189,8 @@ def measure(row, read):
         flag, value = less.split()
         n = int(re.search(rf"{flag} (\d+)", command)[1]) - int(value)
         other = read(run(re.sub(rf"{flag} \d+", less, command)), row["what"])
-        for unit in figures:
-            figures[unit] = [figures[unit][0] - other[unit][0]]
-        if "bytes" in figures:
-            figures = {"bytes of memory for a byte of text": [figures["bytes"][0] / n]}
+        growth = figures["bytes"][0] - other["bytes"][0]
+        figures = {"bytes of memory for a byte of text": [growth / n]}
     return figures
 
 
@@ -254,7 +229,7 @@ def measure_rows(name, page):
                 result.setdefault(unit, []).extend(values)
     for i, line in enumerate(rows):
         row = ROW.match(line)
-        is_peer = row["what"].startswith(("transformers", "plain,"))
+        is_peer = row["what"].startswith("plain,")
         figure = describe(results[i], results[i - 1] if is_peer else None)
         new = f"| {name} | {row['what']} | {figure} | `{row['command']}` | {machine()} |"
         print(new, flush=True)
@@ -292,11 +267,6 @@ def write_data():
     rng.shuffle(sums)
     write_lines(folder / "sums-train.jsonl", sums[:1800])
     write_lines(folder / "sums-test.jsonl", sums[1800:2000])
-    examples = []  # random words, with the lengths of HellaSwag's contexts and endings
-    for _ in range(101):
-        endings = [some_words(8, 28) for _ in range(4)]
-        examples.append(dict(ctx=some_words(20, 70), endings=endings, label=rng.randrange(4)))
-    write_lines(folder / "hellaswag.jsonl", examples)
     documents = [json.dumps(dict(text=some_words(50, 1500))) + "\n" for _ in range(1000)]
     with open(folder / "english.jsonl", "w", encoding="utf-8") as file:
         while file.tell() < 700 * 10**6:  # more tokens than one shard contains

@@ -18,8 +18,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def finished(*lines, command=""):
-    numbered = [(float(i), line) for i, line in enumerate(lines)]
-    return measure.Finished(command, numbered, len(lines), 10**6)
+    return measure.Finished(command, "".join(lines), 1.0, 10**6)
 
 
 def test_figures_of_the_pages_are_in_the_table():
@@ -72,24 +71,33 @@ def test_figures_of_nanogpt():
 
 
 def test_rows_are_measured_in_turn_and_written(monkeypatch):
-    """Medians of three rounds, the ratio to the row above, and differences of two commands."""
-    page = "| scoring | hellaswag.py | old | `a --limit 101`, less `--limit 1` | x | y |\n"
-    page += "| scoring | transformers | old | `b --limit 101`, less `--limit 1` | x | y |\n"
+    """Differences of two commands; medians of three rounds, and the ratio to the row above."""
+    page = "| tokenizer | English | old | `a --bytes 101`, less `--bytes 1` | x | y |\n"
+    page += "| tokenizer | Chinese | old | `b --bytes 101`, less `--bytes 1` | x | y |\n"
+    page += "| busy | alone | old | `a --bytes 10` | x | y |\n"
+    page += "| busy | plain, alone | old | `b --bytes 10` | x | y |\n"
     ran = []
 
     def run(command):
         ran.append(command)
         name, _, n = command.split()
-        return measure.Finished(command, [], int(n) * (1 + (name == "b")) + len(ran), 0)
+        return measure.Finished(command, "", 0, int(n) * (1 + (name == "b")) + len(ran))
 
     monkeypatch.setattr(measure, "run", run)
     monkeypatch.setattr(measure, "machine", lambda: "here | today")
-    first, second = measure.measure_rows("scoring", page).splitlines()
-    assert ran == 3 * ["a --limit 101", "a --limit 1", "b --limit 101", "b --limit 1"]
+    monkeypatch.setitem(measure.READ, "busy", (measure.read_memory, 3))
+    first, second, *_ = measure.measure_rows("tokenizer", page).splitlines()
+    assert ran == ["a --bytes 101", "a --bytes 1", "b --bytes 101", "b --bytes 1"]
     assert first == (
-        "| scoring | hellaswag.py | 99.0 s | `a --limit 101`, less `--limit 1` | here | today |"
+        "| tokenizer | English | 0.99 bytes of memory for a byte of text | "
+        "`a --bytes 101`, less `--bytes 1` | here | today |"
     )
-    assert "| transformers | 199 s, 2.01 times ours |" in second
+    assert "| Chinese | 1.99 bytes of memory for a byte of text |" in second
+    ran.clear()
+    *_, first, second = measure.measure_rows("busy", page).splitlines()
+    assert ran == 3 * ["a --bytes 10", "b --bytes 10"]
+    assert "| alone | 13.0 bytes (11.0 to 15.0) |" in first
+    assert "| plain, alone | 24.0 bytes (22.0 to 26.0), 1.85 times ours |" in second
 
 
 @pytest.mark.slow
