@@ -45,7 +45,7 @@ from plaingpt.base.terminal import print0, print_result, visible
 from plaingpt.data.documents import count_bytes, find_files, find_hub_files, read_documents
 from plaingpt.data.ready import download_ready
 from plaingpt.data.shards import find_meta, find_shards, read_meta
-from plaingpt.data.tokenizer import load_tokenizer
+from plaingpt.data.tokenizer import load_tokenizer, note_unknown
 
 import numpy as np
 from tqdm import tqdm
@@ -86,7 +86,6 @@ def read_progress(directory, name, settings):
     m tokens of the documents that follow. None means that no documents are left.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
-    facts["lost"] = 0  # number of characters for which the vocabulary has no token
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
     shards = [*find_shards(directory, "train"), *find_shards(directory, "val")]
     if not replaced and not shards:
@@ -115,16 +114,11 @@ def check_facts(facts):
     if Path(name).name != name:
         raise ValueError(f"the name {name!r} is not a file name")
     n_documents, n_tokens = facts["next"] or [0, 0]
-    keys = ("shards", "tokens", "documents", "skipped", "lost", "shard_size")
+    keys = ("shards", "tokens", "documents", "skipped", "shard_size")
     counts = [facts[key] for key in keys]
     for count in [*counts, n_documents, n_tokens]:
         if type(count) is not int or count < 0:
             raise ValueError(f"{count!r} is not an integer of at least 0")
-
-
-def count_id(parts, i):
-    """Returns how often an id occurs in arrays of tokens."""
-    return sum(int((part == i).sum()) for part in parts)
 
 
 def save_shard(directory, facts, parts, following, tokenizer):
@@ -137,11 +131,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
     split = "val" if index < facts["val_shards"] else "train"
     path = directory / f"{facts['name']}_{split}_{index:06d}.npy"
     n_tokens = sum(map(len, parts))
-    n_unknown = 0
-    if tokenizer.unknown is not None:
-        n_unknown = count_id(parts, tokenizer.unknown)
-    if n_unknown:
-        tqdm.write(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {path}")
+    note_unknown(tokenizer, parts, path)
     header = dict(descr=tokenizer.dtype.str, fortran_order=False, shape=(n_tokens,))
     with writing(path, "free some space, then run the same command again"):
         write_json(directory / "progress.json", facts)
@@ -157,7 +147,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
     # If the tokenizer has no special ids, end_of_text is a line break. Documents may contain line
     # breaks too, so the number of line breaks is not the number of documents.
     if tokenizer.special:
-        facts["documents"] += count_id(parts, tokenizer.end_of_text)
+        facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)
     write_json(directory / "progress.json", facts)
 
@@ -181,17 +171,16 @@ def make_batches(documents):
 
 
 def encode_batch(batch, tokenizer):
-    """Encodes Documents -> (batch, tokens, number of characters without a token).
+    """Encodes Documents -> (batch, tokens).
 
     tokens: (n,), with end_of_text before each document, but not before a Document that is the
     continuation of an earlier Document.
     """
     good = [document for document in batch if document.text is not None]
-    texts = [document.text for document in good]
-    tokens = tokenizer.encode_documents(texts)
+    tokens = tokenizer.encode_documents([document.text for document in good])
     if good and not good[0].begins:
         tokens = tokens[1:]
-    return batch, tokens, tokenizer.count_lost(texts)
+    return batch, tokens
 
 
 def encode_all(documents, tokenizer, n_threads):
@@ -229,7 +218,7 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
     n_threads = config.num_proc or count_cores()
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
-        for batch, tokens, n_lost in encode_all(documents, tokenizer, n_threads):
+        for batch, tokens in encode_all(documents, tokenizer, n_threads):
             n_damaged = skip_damaged(batch, facts["skipped"], config.strict)
             while n_used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -242,7 +231,6 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
             if facts["shards"] == config.max_shards:
                 return
             facts["skipped"] += n_damaged
-            facts["lost"] += n_lost
             n_done += len(batch)
             n_used = 0
             bar.update(batch[-1].done - bar.n)
@@ -281,9 +269,6 @@ def show_result(directory, facts, tokenizer):
         f"{directory} is complete{extent}: {facts['shards']} shards (for validation: {n_val}), "
         f"{facts['tokens']:,} tokens, {n_documents}{facts['skipped']:,} damaged records skipped"
     )
-    if facts["lost"]:
-        share = facts["lost"] / (facts["lost"] + facts["tokens"])
-        print0(f"note: the tokenizer does not know {share:.1%} of the text, and omits this part")
     if n_val < facts["shards"]:
         print0(f"to train on it: python train_gpt2.py --data {directory}")
     else:

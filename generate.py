@@ -70,7 +70,7 @@ class GenerateConfig:
 def tokenize_prompt(prompt, tokenizer, T):
     """Encodes a prompt as at most T ids; the first id is end_of_text."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
-    note_unknown(tokenizer, [prompt], "the prompt")
+    note_unknown(tokenizer, [ids], "the prompt")
     if len(ids) > T:
         raise UserError(f"{prompt[:20]!r}...: contains {len(ids) - 1} tokens; give at most {T - 1}")
     return ids

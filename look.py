@@ -191,8 +191,8 @@ def read_text(given, tokenizer, n):
             documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
     elif kind_of(Path(given)) in (".txt", *RECORDS) and not any(map(str.isspace, given)):
         raise UserError(f"--text {given}: no such file; give an existing file, or a text")
-    note_unknown(tokenizer, documents, "the text")
     ids = tokenizer.encode_documents([clean_text(document) for document in documents]).tolist()
+    note_unknown(tokenizer, [ids], "the text")
     if len(ids) < 2:
         raise UserError("--text: contains no tokens; give a longer text")
     return Text(ids[: n + 1], None, note_cut(len(ids) - 1, n))

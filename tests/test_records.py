@@ -355,7 +355,6 @@ META = dict(
         dict(next=[0]),
         dict(next=7),
         dict(next=[-1, 0]),
-        dict(lost="x"),
         dict(shards=True),
     ],
 )

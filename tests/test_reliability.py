@@ -802,8 +802,8 @@ def test_another_layout_is_named(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# A text contains characters that the vocabulary lacks: each program prints a note with their share
-# of the text.
+# A text contains characters that the vocabulary lacks: each program prints a note with the share of
+# unknown tokens, or, if the tokenizer omits such characters, a note without a share.
 
 
 @pytest.mark.slow
@@ -819,14 +819,14 @@ def test_unknown_text_is_counted(tmp_path):
 
 
 @pytest.mark.slow
-def test_text_that_a_tokenizer_leaves_out_is_counted(tmp_path):
+def test_a_tokenizer_that_leaves_text_out_is_noted(tmp_path):
     """A BPE without a token for unknown text loses it."""
     model = dict(type="BPE", vocab={"</s>": 0, "a": 1}, merges=[])
     write_json(tmp_path / "t.json", dict(model=model, added_tokens=[], decoder=None))
     (tmp_path / "a.txt").write_text("aaab" * 400)
     flags = ["--data", "a.txt", "--tokenizer", "t.json", "--max_steps", 1]
     out, _ = train(*flags, cwd=tmp_path)
-    assert "note: the tokenizer does not know 25.0% of a.txt\n" in out
+    assert "note: the tokenizer omits text that its vocabulary lacks\n" in out
 
 
 # A text contains the name of the end-of-text token, with any `tokenizer.json`: the program encodes

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plaingpt.base.errors import UserError
 from plaingpt.data.data_sets import open_pairs, open_splits
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, note_unknown
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.benchmark import prompt_ids as harness_ids
 from plaingpt.scoring.score import make_rows
@@ -127,31 +127,36 @@ def byte_letters(text):
 
 
 def characters(**options):
-    """A BPE of a few characters, without an unknown token."""
-    vocab = {letter: i for i, letter in enumerate(["<|endoftext|>", *"Theboats. "])}
+    """A BPE of a few characters, with or without an unknown token."""
+    names = ["<|endoftext|>", *"Theboats. ", options.get("unk_token", "x")]
+    vocab = {name: i for i, name in enumerate(names)}
     return hf.Tokenizer(hf.models.BPE(vocab, [], **options))
 
 
-def test_text_that_a_vocabulary_leaves_out_is_counted():
-    """Its characters, or its bytes, which the package leaves out without a word."""
+def test_a_vocabulary_that_leaves_text_out_is_noted(capsys):
+    """The package leaves out characters, or bytes, without a word."""
     text = "The boats. 中文文本没有空格。"
-    for library, size in (
-        (byte_level(byte_letters("The boats.")), len("中文文本没有空格。".encode())),
-        (characters(), len("中文文本没有空格。")),
-    ):
+    for library in (byte_level(byte_letters("The boats.")), characters()):
         tokenizer = load(library)
+        assert (
+            capsys.readouterr().out == "note: the tokenizer omits text that its vocabulary lacks\n"
+        )
         known = library.encode("The boats. ").ids
         assert tokenizer.encode(text) == library.encode(text).ids == known
-        assert tokenizer.count_unknown([text, "The boats. "]) == (size, size + 2 * len(known))
         assert tokenizer.text_bytes(tokenizer.n_vocab).sum() == 0
+        capsys.readouterr()
     for name in ("gpt2", "bytes"):
-        assert get_tokenizer(name).count_unknown([text])[0] == 0
-    assert load(byte_level()).count_unknown([text])[0] == 0
+        get_tokenizer(name)
+    fallback = {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    model = hf.models.BPE({END: 0, **fallback}, [], byte_fallback=True)
+    for library in (byte_level(), hf.Tokenizer(model), characters(unk_token="[UNK]")):
+        load(library)
+    assert capsys.readouterr().out == ""
 
 
 def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     """Of a text or of pairs for training, of shards, of a prompt, and of the examples to score."""
-    characters().save(str(tmp_path / "t.json"))
+    characters(unk_token="[UNK]").save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(tmp_path / "t.json")
     (tmp_path / "t.txt").write_text("The boats. 中文" * 200, "utf-8")
     open_splits(tmp_path / "t.txt", tokenizer)
@@ -162,15 +167,16 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     open_pairs(tmp_path / "p.jsonl", tokenizer, T=16)
     assert capsys.readouterr().out == f"{text.format(2 / 14)}{tmp_path}/p.jsonl\n"
     out = str(tmp_path / "s")
-    flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1000"]
+    flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1301"]
     fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])
-    share = 400 / (400 + 2200 + 1)  # an end of text comes before the document
-    note = text.format(share) + "the text, and omits this part\n"
-    assert note in capsys.readouterr().out
-    fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])  # all shards are there
-    assert note in capsys.readouterr().out
+    # An end of text comes before the document, in the first shard.
+    expected = [
+        f"{text.format(share)}{out}/s_{name}.npy"
+        for share, name in ((200 / 1301, "val_000000"), (200 / 1300, "train_000001"))
+    ]
+    assert [line for line in capsys.readouterr().out.splitlines() if "know" in line] == expected
     generate.tokenize_prompt("The boats. 中文", tokenizer, 16)
-    assert capsys.readouterr().out == text.format(2 / 13) + "the prompt\n"
+    assert capsys.readouterr().out == text.format(2 / 14) + "the prompt\n"
     examples = [Example(["The boats. "], ["中文 "])]
     make_rows(examples, tokenizer, GPTConfig())
     assert capsys.readouterr().out == text.format(2 / 14) + "the examples\n"
@@ -180,28 +186,20 @@ def test_text_that_is_left_out_does_not_keep_its_neighbours_apart():
     """The ids are those of the package: after "中" is lost, "a" and "b" merge."""
     vocab = {END: 0, "a": 1, "b": 2, "ab": 3}
     library = hf.Tokenizer(hf.models.BPE(vocab, [("a", "b")]))
-    tokenizer = load(library)
-    assert tokenizer.encode("a中b") == library.encode("a中b").ids == [3]
-    assert tokenizer.count_unknown(["a中b"]) == (1, 3)
+    assert load(library).encode("a中b") == library.encode("a中b").ids == [3]
 
 
-def test_text_that_is_left_out_beside_an_added_token():
-    """The added token is known."""
-    library = characters()
-    library.add_tokens(["boats", "sea"])
-    assert load(library).encode("boats") == [11]
-    assert load(library).count_unknown(["boats 中 sea"]) == (1, 5)
-
-
-def test_an_unknown_token_is_counted():
+def test_an_unknown_token_is_counted(capsys):
     """A complete set of bytes has no unknown text, with or without such a token."""
     fallback = {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    for vocab, n_unknown in (({}, 2), (fallback, 0), ({**fallback, "<0xE4>": 999}, 0)):
+    for vocab, note in (({}, "50.0% of it\n"), (fallback, ""), ({**fallback, "<0xE4>": 999}, "")):
         vocab = {"<unk>": 0, "</s>": 1, **vocab, "a": 300}
         model = hf.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
         tokenizer = load(hf.Tokenizer(model))
-        assert tokenizer.count_unknown(["a中a文"])[0] == n_unknown
-    assert load(byte_level(unk_token=END)).unknown is None
+        note_unknown(tokenizer, [tokenizer.encode("a中"), tokenizer.encode("a文")], "it")
+        assert capsys.readouterr().out.removeprefix("note: the tokenizer does not know ") == note
+    tokenizer = load(byte_level(unk_token=END))  # the end of text is never unknown text
+    assert tokenizer.unknown is None and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
 def test_end_of_text_may_not_be_the_unknown_token():

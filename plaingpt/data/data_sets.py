@@ -105,8 +105,8 @@ def encode_text(path, tokenizer):
         return np.frombuffer(data, np.uint8)
     with explaining(f"--data {path}: is not UTF-8", "convert it to UTF-8", UnicodeDecodeError):
         documents = [document.decode() for _, document, _ in split_text(io.BytesIO(data))]
-    note_unknown(tokenizer, documents, path)
     ids = tokenizer.encode_documents([clean_text(document) for document in documents])
+    note_unknown(tokenizer, [ids], path)
     return ids if SEPARATOR in data else ids[1:]
 
 

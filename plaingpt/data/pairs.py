@@ -58,10 +58,9 @@ def read_pairs(path, tokenizer, T, val_fraction):
     """
     if path.stat().st_size > 2**26:  # pairs need up to 40 times as much memory as disk space
         raise UserError(f"--data {path}: is larger than 64 MiB; give fewer pairs")
-    records = list(read_records([path], columns=("prompt", "response")))
+    records = read_records([path], columns=("prompt", "response"))
     pairs = [encode_pair(record, tokenizer) for record in records]
-    texts = [record[field] for record in records for field in ("prompt", "response")]
-    note_unknown(tokenizer, texts, path)
+    note_unknown(tokenizer, [prompt + response for prompt, response in pairs], path)
     random.Random(0).shuffle(pairs)
     check_lengths(path, pairs, T)
     cut = find_cut(pairs, val_fraction)

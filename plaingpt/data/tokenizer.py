@@ -48,9 +48,7 @@ class Tokenizer:
     # this id is the line break, which also occurs within text.
     end_of_text: int
     json: Any = None  # the tokenizers.Tokenizer of a tokenizer.json
-    # The id of the unknown token, or None if the tokenizer can encode any text. The id is n_vocab
-    # if the tokenizer omits text that the vocabulary lacks.
-    unknown: int | None = None
+    unknown: int | None = None  # the id of the token for text that the vocabulary lacks
     joins_bytes: bool = True  # whether decoding only concatenates the bytes of the tokens
 
     def __post_init__(self):
@@ -78,13 +76,6 @@ class Tokenizer:
         """The tokenizers.Tokenizer that encodes the name of end_of_text as ordinary text."""
         return make_encoder(self.json, self.new_names)
 
-    @functools.cached_property
-    def counter(self):
-        """Like encoder, but encodes text that the vocabulary lacks as the id `unknown`."""
-        if self.unknown < self.n_vocab:
-            return self.encoder
-        return make_encoder(self.json, self.new_names, self.unknown)
-
     def encode(self, text):
         """Encodes a string -> list of ids. "<|endoftext|>" is encoded as ordinary text.
 
@@ -96,31 +87,15 @@ class Tokenizer:
     def encode_documents(self, texts):
         """Encodes strings -> ids, (n,), with end_of_text before each string. Releases the GIL."""
         if self.json:
+            with explaining("tokenizer.json: not usable", "give another file"):
+                # The library fails, for example, if the unknown token is missing.
+                encodings = self.encoder.encode_batch_fast(texts, add_special_tokens=False)
             ids = []
-            for own in encode_with(self.encoder, texts):
-                ids += [self.end_of_text, *own]
+            for encoding in encodings:
+                ids += [self.end_of_text, *encoding.ids]
             return np.array(ids, self.dtype)
         text = "".join(self.mark + text for text in texts)
         return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
-
-    def count_unknown(self, texts):
-        """Returns (number of unknown tokens, number of all tokens) in a list of strings.
-
-        An unknown token represents text that the vocabulary lacks. If the tokenizer omits such
-        text, each omitted character (or byte) counts as an unknown token.
-        """
-        n_unknown = 0
-        n_tokens = 0
-        if self.unknown is not None:
-            for ids in encode_with(self.counter, texts):
-                n_unknown += ids.count(self.unknown)
-                n_tokens += len(ids)
-        return n_unknown, n_tokens
-
-    def count_lost(self, texts):
-        """Returns how many characters (or bytes) the tokenizer omits when it encodes strings."""
-        leaves_out = self.unknown == self.n_vocab
-        return self.count_unknown(texts)[0] if leaves_out else 0
 
     def decode(self, ids):
         """Decodes ids -> text. Invalid UTF-8 and padding ids become U+FFFD."""
@@ -162,13 +137,17 @@ class Tokenizer:
         return self.decode(self.encode(text)) == text
 
 
-def note_unknown(tokenizer, texts, what):
-    """Prints the share of unknown tokens, if there are any. what: name of the texts."""
-    if tokenizer.unknown is None:  # the tokenizer can encode any text
+def note_unknown(tokenizer, parts, what):
+    """Prints the share of the unknown token in ids, if there are any. what: name of the text.
+
+    parts: lists or arrays of ids.
+    """
+    if tokenizer.unknown is None:
         return
-    n_unknown, n_tokens = tokenizer.count_unknown([clean_text(text) for text in texts])
+    n_unknown = sum(np.count_nonzero(np.equal(part, tokenizer.unknown)) for part in parts)
     if n_unknown:
-        print0(f"note: the tokenizer does not know {n_unknown / n_tokens:.1%} of {what}")
+        share = n_unknown / sum(map(len, parts))
+        print0(f"note: the tokenizer does not know {share:.1%} of {what}")
 
 
 @functools.cache
@@ -236,9 +215,14 @@ def read_tokenizer_json(source):
         same_ids = known.token_bytes == token_bytes and known.end_of_text == end
         if same_ids and splits_like_gpt2(settings):
             return known
-    unknown = find_unknown(settings, vocab)
+    model = settings["model"]
+    unknown = model.get("unk_id", vocab.get(model.get("unk_token")))  # only Unigram has "unk_id"
     if unknown == end:
-        raise ValueError(f"{names[0]} is also the unknown token")
+        if model["type"] != "BPE":
+            raise ValueError(f"{names[0]} is also the unknown token")
+        unknown = None  # `encoder` renames end_of_text, so BPE raises an error at unknown text
+    elif unknown is None and model["type"] == "BPE" and not has_all_bytes(settings, vocab):
+        print0("note: the tokenizer omits text that its vocabulary lacks")
     crc = zlib.crc32(repr((token_bytes, end)).encode())
     name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc:08x})"
     joins_bytes = type(library.decoder).__name__ == "ByteLevel"
@@ -265,32 +249,18 @@ def splits_like_gpt2(settings):
     return split["use_regex"] or not settings["model"].get("merges")
 
 
-def find_unknown(settings, vocab):
-    """Returns the id `unknown` of a Tokenizer. vocab: {token: id}."""
-    model = settings["model"]
-    uses_bytes = "ByteLevel" in str(settings["pre_tokenizer"])
-    byte_names = BYTE_OF.keys()
-    if model.get("byte_fallback"):
-        uses_bytes = True
-        byte_names = {f"<0x{byte:02X}>" for byte in range(256)}
-    # WordLevel and WordPiece do not split unknown words. With an affix, the first or the last byte
-    # of a word would need a different token.
-    is_split = model["type"] in ("BPE", "Unigram")
-    has_affix = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-    if uses_bytes and is_split and not has_affix and vocab.keys() >= byte_names:
-        return None
-    unknown = model.get("unk_id", vocab.get(model.get("unk_token")))  # only Unigram has "unk_id"
-    if unknown is None and "merges" in model:  # this BPE omits text that the vocabulary lacks
-        return max(vocab.values()) + 1
-    return unknown
+def has_all_bytes(settings, vocab):
+    """Returns whether a vocabulary of a BPE, {token: id}, contains a token for each byte."""
+    if settings["model"]["byte_fallback"]:
+        return vocab.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+    return "ByteLevel" in str(settings["pre_tokenizer"]) and vocab.keys() >= BYTE_OF.keys()
 
 
-def make_encoder(library, new_names, unknown=None):
+def make_encoder(library, new_names):
     """Returns a tokenizers.Tokenizer with the same ids, but with new names of some tokens.
 
     A text that contains the old name is encoded as ordinary text, even by Unigram, which would
-    otherwise find the old name in its vocabulary. new_names: {old name: new name}. unknown: the id
-    for text that BPE would otherwise omit.
+    otherwise find the old name in its vocabulary. new_names: {old name: new name}.
     """
     settings = json.loads(library.to_str())
     model = settings["model"]
@@ -304,22 +274,9 @@ def make_encoder(library, new_names, unknown=None):
     for token in settings["added_tokens"]:
         if token["content"] in new_names:
             token.update(content=new_names[token["content"]], special=True)
-    if unknown is not None:
-        # Added tokens keep their ids only if they are in the vocabulary of the model.
-        model["vocab"] |= {token["content"]: token["id"] for token in settings["added_tokens"]}
-        model["vocab"]["<unknown>"] = unknown
-        model.update(unk_token="<unknown>", fuse_unk=False)
     encoder = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
     encoder.encode_special_tokens = True  # special tokens in a text are ordinary text, too
     return encoder
-
-
-def encode_with(library, texts):
-    """Encodes strings with a tokenizers.Tokenizer -> a list of ids per string."""
-    with explaining("tokenizer.json: not usable", "give another file"):
-        # The library fails, for example, if the unknown token is missing.
-        encodings = library.encode_batch_fast(texts, add_special_tokens=False)
-    return [encoding.ids for encoding in encodings]
 
 
 def load_tokenizer(place, end_of_text=None):

@@ -71,10 +71,6 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     prompt_ids and spare: fields of the Benchmark.
     """
     T = config.block_size - spare
-    texts = []
-    for example in examples:
-        texts += [*example.shots, *example.contexts, *example.endings]
-    note_unknown(tokenizer, texts, "the examples")
     rows = []
     n_pairs = 0
     n_cut = 0
@@ -97,6 +93,10 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
                     own_rows[-1].endings.append((piece, n_pairs, is_last))
                 n_pairs += 1
             rows += own_rows
+    parts = []  # arrays of ids
+    for row in rows:
+        parts += [row.context, *(piece for piece, _, _ in row.endings)]
+    note_unknown(tokenizer, parts, "the examples")
     if n_cut:
         print0(f"note: {n_cut:,} of {n_pairs:,} contexts with endings were cut to {T + 1} tokens")
     return rows
