@@ -11,7 +11,6 @@ sequence. <> is end_of_text, p is a token of a prompt, and r is a token of a res
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
 """
 
-import math
 import random
 from array import array
 
@@ -62,12 +61,17 @@ def read_pairs(path, tokenizer, T, val_fraction):
     pairs = [encode_pair(record, tokenizer) for record in records]
     note_unknown(tokenizer, [prompt + response for prompt, response in pairs], path)
     random.Random(0).shuffle(pairs)
-    check_lengths(path, pairs, T)
+    note_long(path, pairs, T)
     cut = find_cut(pairs, val_fraction)
     parts = []
     for name, part in (("training", pairs[:cut]), ("validation", pairs[cut:])):
-        check_part(path, name, part, T)
-        parts.append(join_pairs(part, tokenizer, T))
+        ids, counted = join_pairs(part, tokenizer, T)
+        if not counted.any():
+            raise UserError(
+                f"--data {path}: contains no {name} pairs of at most {T} tokens; give more pairs, "
+                "or a larger --block_size"
+            )
+        parts.append((ids, counted))
     return parts
 
 
@@ -76,46 +80,15 @@ def count_tokens(prompt, response):
     return 1 + len(prompt) + len(response)
 
 
-def check_lengths(path, pairs, T):
-    """Prints how many pairs are longer than T tokens. Raises UserError if all pairs are longer.
-
-    pairs: the ids of prompts and responses.
-    """
-    if not pairs:
-        raise UserError(f"--data {path}: contains no pairs; give another file")
-    sizes = sorted(count_tokens(prompt, response) for prompt, response in pairs)
+def note_long(path, pairs, T):
+    """Prints how many pairs are longer than T tokens. pairs: the ids of prompts and responses."""
+    sizes = [count_tokens(prompt, response) for prompt, response in pairs]
     n_long = sum(size > T for size in sizes)
-    longest_of_99_percent = sizes[math.ceil(len(sizes) * 99 / 100) - 1]
-    message = (
-        f"{path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are "
-        f"skipped; --block_size {larger_context(T, longest_of_99_percent)} keeps 99% of all pairs"
-    )
-    if n_long == len(pairs):
-        raise UserError(message)
     if n_long:
-        print0(f"note: {message}")
-
-
-def check_part(path, name, pairs, T):
-    """Raises UserError if a part contains no pair that fits into T tokens.
-
-    name: "training" or "validation".
-    """
-    if not pairs:
-        raise UserError(
-            f"{path}: too few pairs for a {name} part; give more pairs, or change --val_fraction"
+        print0(
+            f"note: {path}: {n_long:,} of {len(pairs):,} pairs have more than {T} tokens and are "
+            f"skipped; --block_size {max(sizes)} keeps all pairs"
         )
-    shortest = min(count_tokens(*pair) for pair in pairs)
-    if shortest > T:
-        raise UserError(
-            f"{path}: all {name} pairs have more than {T} tokens; give --block_size "
-            f"{larger_context(T, shortest)}"
-        )
-
-
-def larger_context(T, size):
-    """Returns the smallest power of two that is above T and at least `size`, in tokens."""
-    return 1 << max(T, size - 1).bit_length()
 
 
 def join_pairs(pairs, tokenizer, T):
