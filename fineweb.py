@@ -33,7 +33,6 @@ from plaingpt.base.files import (
     checksum_of_places,
     delete_temporary_files,
     lock,
-    reading,
     replacing,
     write_json,
     writing,
@@ -44,7 +43,7 @@ from plaingpt.base.signals import end_at_once_on_ctrl_c
 from plaingpt.base.terminal import print0, print_result, visible
 from plaingpt.data.documents import count_bytes, find_files, find_hub_files, read_documents
 from plaingpt.data.ready import download_ready
-from plaingpt.data.shards import find_meta, find_shards, read_meta
+from plaingpt.data.shards import find_shards, read_meta
 from plaingpt.data.tokenizer import load_tokenizer, note_unknown
 
 import numpy as np
@@ -91,34 +90,17 @@ def read_progress(directory, name, settings):
     if not replaced and not shards:
         return facts
     old = read_meta(directory)
-    given = dict(old)
     if isinstance(old.get("source"), dict):
-        given["source"] = dict(old["source"])
-        given["source"].pop("rows", None)  # only version 2.1 counted the rows of a data set
-    differ = [key for key in settings if given.get(key) != settings[key]]
+        old["source"].pop("rows", None)  # only version 2.1 counted the rows of a data set
+    differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
         raise UserError(
             f"{directory}: contains files of a different {', '.join(differ)}; use a new directory"
         )
     facts.update(old)  # keeps the old name even if the directory was renamed
-    with reading(find_meta(directory), "use a new directory"):
-        check_facts(facts)
     if len(shards) < facts["shards"]:
         raise UserError(f"{directory}: a shard is missing; restore it, or use a new directory")
     return facts
-
-
-def check_facts(facts):
-    """Raises an exception if the facts from meta.json are not valid."""
-    name = facts["name"]
-    if Path(name).name != name:
-        raise ValueError(f"the name {name!r} is not a file name")
-    n_documents, n_tokens = facts["next"] or [0, 0]
-    keys = ("shards", "tokens", "documents", "skipped", "shard_size")
-    counts = [facts[key] for key in keys]
-    for count in [*counts, n_documents, n_tokens]:
-        if type(count) is not int or count < 0:
-            raise ValueError(f"{count!r} is not an integer of at least 0")
 
 
 def save_shard(directory, facts, parts, following, tokenizer):
@@ -305,12 +287,6 @@ def main(argv=None):
         stack.callback(os.close, lock(directory, "--output_dir"))
         delete_temporary_files(directory)
         facts = read_progress(directory, name, settings)
-        if config.strict and facts["skipped"]:
-            raise UserError(
-                f"{directory}: an earlier run, which did not use --strict, skipped "
-                f"{facts['skipped']:,} damaged records; correct these records, and use a new "
-                "directory"
-            )
         if facts["next"] is not None and facts["shards"] < config.max_shards:
             write_shards(directory, facts, config, paths, n_bytes, tokenizer)
         write_json(directory / "meta.json", facts)

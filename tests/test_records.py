@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 
 from plaingpt.base.errors import UserError
-from plaingpt.base.files import check_pointer, checksum_of_places
+from plaingpt.base.files import check_pointer
 from plaingpt.data.data_sets import Sources, encode_text, open_splits
 from plaingpt.data.documents import KINDS, find_files, read_documents, read_records
 from plaingpt.data.shards import find_shards
@@ -26,7 +26,6 @@ import pytest
 from conftest import ROOT, write_lines
 
 import answers
-import fineweb
 import hellaswag
 import lambada
 import look
@@ -332,42 +331,6 @@ def test_hidden_files_are_no_shards(tmp_path):
         (tmp_path / name).touch()
     names = [path.name for path in find_shards(tmp_path, "train")]
     assert names == ["x_train_000001.npy", "y.idx"]
-
-
-META = dict(
-    source=dict(input=[["a.txt", 8]]),
-    text_key="text",
-    tokenizer="gpt2",
-    shard_size=2,
-    val_shards=1,
-)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(name="../victim/own"),
-        dict(name="a/b"),
-        dict(name=7),
-        dict(shards="1"),
-        dict(tokens=None),
-        dict(skipped=-1),
-        dict(next=[0]),
-        dict(next=7),
-        dict(next=[-1, 0]),
-        dict(shards=True),
-    ],
-)
-def test_a_meta_json_of_another_hand_makes_fineweb_write_nothing(tmp_path, change):
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "a.txt").write_text("a boat b")
-    meta = META | dict(input_checksum=checksum_of_places([tmp_path / "a.txt"]))
-    (tmp_path / "out/meta.json").write_text(json.dumps(meta | change))
-    flags = ["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=r"meta\.json: is damaged \(.*\); use a new directory"):
-        fineweb.main([*flags, "--shard_size", "2"])
-    assert not list(tmp_path.glob("*/*.npy"))
 
 
 def test_a_tokenizer_in_meta_json_that_is_not_one(tmp_path):
