@@ -117,15 +117,13 @@ def find_hub_files(dataset, name=None):
         cache = Path(builder.cache_dir)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
         are_urls = all(re.fullmatch(r"hf://.*\.parquet", file) for file in files)
-        if cache.exists() or not (files and are_urls):
-            builder.download_and_prepare()
-            data = builder.as_dataset("train")
-            files = [Path(file["filename"]) for file in data.cache_files]
+    if cache.exists() or not (files and are_urls):
+        files = load_hub(dataset, name)
     return files, cache.name
 
 
 def load_hub(dataset, name=None, split="train"):
-    """Downloads the small data set of a benchmark -> its Arrow files in the cache of `datasets`.
+    """Downloads a data set, unless it is in the cache of `datasets` -> its Arrow files there.
 
     If the Hugging Face Hub does not answer within five seconds, uses only the cache.
     """
