@@ -221,7 +221,7 @@ def read_tokenizer_json(source):
         if model["type"] != "BPE":
             raise ValueError(f"{names[0]} is also the unknown token")
         unknown = None  # `encoder` renames end_of_text, so BPE raises an error at unknown text
-    elif unknown is None and model["type"] == "BPE" and not has_all_bytes(settings, vocab):
+    if omits_text(settings, vocab):
         print0("note: the tokenizer omits text that its vocabulary lacks")
     crc = zlib.crc32(repr((token_bytes, end)).encode())
     name = f"tokenizer.json ({len(token_bytes):,} ids, CRC-32 {crc:08x})"
@@ -249,11 +249,18 @@ def splits_like_gpt2(settings):
     return split["use_regex"] or not settings["model"].get("merges")
 
 
-def has_all_bytes(settings, vocab):
-    """Returns whether a vocabulary of a BPE, {token: id}, contains a token for each byte."""
-    if settings["model"]["byte_fallback"]:
-        return vocab.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
-    return "ByteLevel" in str(settings["pre_tokenizer"]) and vocab.keys() >= BYTE_OF.keys()
+def omits_text(settings, vocab):
+    """Returns whether a tokenizer omits text that its vocabulary, {token: id}, lacks.
+
+    Only a BPE without an unknown token omits text, unless its vocabulary contains every byte.
+    """
+    model = settings["model"]
+    if model["type"] != "BPE" or model["unk_token"] is not None:
+        return False
+    byte_names = {f"<0x{byte:02X}>" for byte in range(256)}
+    if not model["byte_fallback"] and "ByteLevel" in str(settings["pre_tokenizer"]):
+        byte_names = BYTE_OF.keys()
+    return not vocab.keys() >= byte_names
 
 
 def make_encoder(library, new_names):
