@@ -25,8 +25,7 @@ from plaingpt.base.files import check_pointer, read_json, reading
 from plaingpt.data.tokenizer import clean_text
 
 BLOCK = 2**20  # bytes to read at a time
-TABLES = (".parquet", ".arrow")
-RECORDS = (".jsonl", ".json", ".csv", ".tsv", *TABLES)
+RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 KINDS = (*RECORDS, ".txt")
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
