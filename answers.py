@@ -13,9 +13,9 @@ response, and the end-of-text token after the response, is the most likely
 token. Greedy decoding then generates exactly the response, and stops.
 """
 
-from plaingpt.data.tokenizer import END_OF_TEXT
 from plaingpt.scoring.benchmark import Benchmark, Example, check_ending, get_fields
 from plaingpt.scoring.program import launch
+from plaingpt.tokenizer import END_OF_TEXT
 
 from model import GPT
 

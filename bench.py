@@ -35,16 +35,16 @@ import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Literal, get_type_hints
 
-from plaingpt.base.errors import UserError, require, run_program
-from plaingpt.base.flags import flag, parse_flags, pick
-from plaingpt.base.machine import read_ranks
-from plaingpt.base.terminal import print_result
 from plaingpt.batch_size import check_step_size
-from plaingpt.distributed.device import choose_compile, peak_flops
-from plaingpt.distributed.memory import batch_size_advice
-from plaingpt.distributed.process import Process
+from plaingpt.checkpoint import make_whole_gpt
+from plaingpt.device import choose_compile, peak_flops
+from plaingpt.errors import UserError, require, run_program
+from plaingpt.flags import flag, parse_flags, pick
+from plaingpt.machine import read_ranks
+from plaingpt.memory import batch_size_advice
+from plaingpt.process import Process
 from plaingpt.settings import PRESETS
-from plaingpt.weights.checkpoint import make_whole_gpt
+from plaingpt.terminal import print_result
 
 import torch
 from torch.nn.attention import SDPBackend

@@ -27,11 +27,10 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import reading
-from plaingpt.base.flags import flag
-from plaingpt.base.terminal import print_result
-from plaingpt.data.documents import kind_of, read_records
+from plaingpt.documents import kind_of, read_records
+from plaingpt.errors import UserError, run_program
+from plaingpt.files import reading
+from plaingpt.flags import flag
 from plaingpt.scoring.benchmark import (
     Benchmark,
     Example,
@@ -41,6 +40,7 @@ from plaingpt.scoring.benchmark import (
     split_by_example,
 )
 from plaingpt.scoring.program import run_benchmark
+from plaingpt.terminal import print_result
 
 import numpy as np
 import yaml  # comes with the package datasets

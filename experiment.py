@@ -55,8 +55,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, require, run_program
-from plaingpt.base.files import (
+from plaingpt.errors import UserError, explaining, require, run_program
+from plaingpt.files import (
     check_output,
     lock,
     open_output,
@@ -65,9 +65,7 @@ from plaingpt.base.files import (
     write_json,
     writing,
 )
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.source import CLONE, run_git
-from plaingpt.base.terminal import print0, print_result
+from plaingpt.flags import flag, parse_flags
 from plaingpt.lab.copies import changes_of_clone, make_copy, remove_copies
 from plaingpt.lab.runs import LAB, Program, count_flops, count_weights, probe, run_missing
 from plaingpt.lab.verdict import (
@@ -80,6 +78,8 @@ from plaingpt.lab.verdict import (
     worth,
     worth_as_text,
 )
+from plaingpt.source import CLONE, run_git
+from plaingpt.terminal import print0, print_result
 
 import numpy as np
 

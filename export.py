@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import read_facts, read_json, writing
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0
-from plaingpt.weights.checkpoint import find_newest_model
-from plaingpt.weights.pretrained import load_model, save_gpt2
+from plaingpt.checkpoint import find_newest_model
+from plaingpt.errors import UserError, run_program
+from plaingpt.files import read_facts, read_json, writing
+from plaingpt.flags import flag, parse_flags
+from plaingpt.pretrained import load_model, save_gpt2
+from plaingpt.terminal import print0
 
 import torch
 

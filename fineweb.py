@@ -16,7 +16,7 @@ the same command again. fineweb.py skips and counts damaged records, and shows
 the first 5 of them. With --strict, it stops at the first damaged record.
 """
 
-# plaingpt/data/documents.py reads a stream of documents. Threads tokenize batches of documents. The
+# plaingpt/documents.py reads a stream of documents. Threads tokenize batches of documents. The
 # main thread writes the shards. The shards of FineWeb-Edu are byte-identical to the shards of
 # build-nanogpt.
 
@@ -28,8 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.files import (
+from plaingpt.documents import count_bytes, find_files, find_hub_files, read_documents
+from plaingpt.errors import UserError, run_program
+from plaingpt.files import (
     checksum_of_places,
     delete_temporary_files,
     lock,
@@ -37,14 +38,13 @@ from plaingpt.base.files import (
     write_json,
     writing,
 )
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.machine import count_cores
-from plaingpt.base.signals import end_at_once_on_ctrl_c
-from plaingpt.base.terminal import print0, print_result, visible
-from plaingpt.data.documents import count_bytes, find_files, find_hub_files, read_documents
-from plaingpt.data.ready import download_ready
-from plaingpt.data.shards import find_shards, read_meta
-from plaingpt.data.tokenizer import load_tokenizer, note_unknown
+from plaingpt.flags import flag, parse_flags
+from plaingpt.machine import count_cores
+from plaingpt.ready import download_ready
+from plaingpt.shards import find_shards, read_meta
+from plaingpt.signals import end_at_once_on_ctrl_c
+from plaingpt.terminal import print0, print_result, visible
+from plaingpt.tokenizer import load_tokenizer, note_unknown
 
 import numpy as np
 from tqdm import tqdm

@@ -17,19 +17,19 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-from plaingpt.base.errors import UserError, explaining, run_program
-from plaingpt.base.files import check_output, write_json
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0, visible
-from plaingpt.data.documents import RECORDS, kind_of, read_records
-from plaingpt.data.tokenizer import note_unknown
-from plaingpt.distributed.device import Dtype
-from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import setup
-from plaingpt.ops.sampling import attention_for_many_shapes, generate_tokens
+from plaingpt.checkpoint import find_newest_model, list_model_files
+from plaingpt.device import Dtype
+from plaingpt.documents import RECORDS, kind_of, read_records
+from plaingpt.errors import UserError, explaining, run_program
+from plaingpt.files import check_output, write_json
+from plaingpt.flags import flag, parse_flags
+from plaingpt.memory import memory_advice
+from plaingpt.pretrained import load_model
+from plaingpt.process import setup
+from plaingpt.sampling import attention_for_many_shapes, generate_tokens
 from plaingpt.scoring.benchmark import get_fields
-from plaingpt.weights.checkpoint import find_newest_model, list_model_files
-from plaingpt.weights.pretrained import load_model
+from plaingpt.terminal import print0, visible
+from plaingpt.tokenizer import note_unknown
 
 import torch
 

@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from plaingpt.base.flags import flag
+from plaingpt.flags import flag
 from plaingpt.scoring.benchmark import Benchmark, accuracy, choice, get_fields
 from plaingpt.scoring.program import launch
 

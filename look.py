@@ -30,26 +30,26 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, run_program
-from plaingpt.base.files import check_output, open_output, read_facts, writing
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0, show_progress
-from plaingpt.data.documents import RECORDS, kind_of, read_records, split_text
-from plaingpt.data.pairs import count_tokens, encode_pair, join_pairs
-from plaingpt.data.tokenizer import clean_text, note_unknown
-from plaingpt.distributed.process import setup
-from plaingpt.lab.copies import make_copy, remove_copies
-from plaingpt.look.live import find_reason, pack_model
-from plaingpt.look.page import Look, Snapshot, Text, build_page
-from plaingpt.look.record import record_text
-from plaingpt.ops.sampling import attention_for_many_shapes
-from plaingpt.weights.checkpoint import (
+from plaingpt.checkpoint import (
     find_checkpoints,
     find_newest_model,
     list_model_files,
     step_of,
 )
-from plaingpt.weights.pretrained import load_model
+from plaingpt.documents import RECORDS, kind_of, read_records, split_text
+from plaingpt.errors import UserError, explaining, run_program
+from plaingpt.files import check_output, open_output, read_facts, writing
+from plaingpt.flags import flag, parse_flags
+from plaingpt.lab.copies import make_copy, remove_copies
+from plaingpt.look.live import find_reason, pack_model
+from plaingpt.look.page import Look, Snapshot, Text, build_page
+from plaingpt.look.record import record_text
+from plaingpt.pairs import count_tokens, encode_pair, join_pairs
+from plaingpt.pretrained import load_model
+from plaingpt.process import setup
+from plaingpt.sampling import attention_for_many_shapes
+from plaingpt.terminal import print0, show_progress
+from plaingpt.tokenizer import clean_text, note_unknown
 
 import torch
 

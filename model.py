@@ -16,10 +16,10 @@ Block (03, 04), several heads and several blocks (05, 06), and a GPT without opt
 import math
 from dataclasses import dataclass
 
-from plaingpt.base.flags import flag
-from plaingpt.ops.loss import ChunkedCrossEntropy, matmul_dtype
-from plaingpt.ops.muon import Muon
-from plaingpt.ops.sampling import generate_tokens
+from plaingpt.flags import flag
+from plaingpt.loss import ChunkedCrossEntropy, matmul_dtype
+from plaingpt.muon import Muon
+from plaingpt.sampling import generate_tokens
 
 import torch
 import torch.nn as nn
@@ -103,7 +103,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model."""
 
-    config_class = GPTConfig  # plaingpt/weights creates a GPTConfig from a checkpoint
+    config_class = GPTConfig  # plaingpt/checkpoint.py creates a GPTConfig from a checkpoint
 
     def __init__(self, config, activation_checkpointing=False, seed=None):
         """Builds and initializes the model.

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plaingpt.base.errors import UserError, explaining, require, run_program
-from plaingpt.base.files import check_output, read_facts, read_json, read_streams
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0, print_result
+from plaingpt.checkpoint import list_model_files
+from plaingpt.errors import UserError, explaining, require, run_program
+from plaingpt.files import check_output, read_facts, read_json, read_streams
+from plaingpt.flags import flag, parse_flags
 from plaingpt.lab.verdict import welch
 from plaingpt.settings import CHANGE_NO_LOSS
-from plaingpt.weights.checkpoint import list_model_files
+from plaingpt.terminal import print0, print_result
 
 import numpy as np
 

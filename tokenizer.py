@@ -14,13 +14,13 @@ import random
 import sys
 from dataclasses import dataclass
 
-from plaingpt.base.errors import UserError, require, run_program
-from plaingpt.base.files import check_output, write_json
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.signals import end_at_once_on_ctrl_c
-from plaingpt.base.terminal import print0
-from plaingpt.data.documents import find_files, read_documents
-from plaingpt.data.tokenizer import END_OF_TEXT, get_tokenizer
+from plaingpt.documents import find_files, read_documents
+from plaingpt.errors import UserError, require, run_program
+from plaingpt.files import check_output, write_json
+from plaingpt.flags import flag, parse_flags
+from plaingpt.signals import end_at_once_on_ctrl_c
+from plaingpt.terminal import print0
+from plaingpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 PIECE = 10_000  # characters; read_sample splits documents into pieces of this size
 

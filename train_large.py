@@ -31,20 +31,20 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from plaingpt.base.errors import UserError, run_program
-from plaingpt.base.flags import flag, parse_flags, pick
-from plaingpt.base.machine import read_ranks
-from plaingpt.base.terminal import print0
 from plaingpt.check_loss import check_loss
-from plaingpt.data.order import hash_numbers
-from plaingpt.distributed.memory import keep_freed_memory
-from plaingpt.distributed.process import check_equal
+from plaingpt.checkpoint import make_whole_gpt
+from plaingpt.errors import UserError, run_program
+from plaingpt.flags import flag, parse_flags, pick
 from plaingpt.large import gradients, parts, pipeline
 from plaingpt.large.check import make_small_gpt
 from plaingpt.large.muon import ShardedMuon
 from plaingpt.large.process import SplitProcess
 from plaingpt.large.split import split_model
-from plaingpt.weights.checkpoint import make_whole_gpt
+from plaingpt.machine import read_ranks
+from plaingpt.memory import keep_freed_memory
+from plaingpt.order import hash_numbers
+from plaingpt.process import check_equal
+from plaingpt.terminal import print0
 
 import torch
 import torch.distributed as dist

@@ -25,11 +25,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from plaingpt.base.flags import flag
-from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer import END_OF_TEXT, clean_text
+from plaingpt.flags import flag
 from plaingpt.scoring.benchmark import Benchmark, Example, get_fields, perplexity
 from plaingpt.scoring.program import launch
+from plaingpt.terminal import print0
+from plaingpt.tokenizer import END_OF_TEXT, clean_text
 
 from model import GPT
 

@@ -13,13 +13,13 @@ import math
 import sys
 from pathlib import Path
 
-from plaingpt.base.errors import run_program
-from plaingpt.base.files import read_facts, replacing, write_json
-from plaingpt.base.flags import pick
-from plaingpt.base.source import hash_of_program
-from plaingpt.data.data_sets import Data, Sources
+from plaingpt.data import Data, Sources
+from plaingpt.errors import run_program
+from plaingpt.files import read_facts, replacing, write_json
+from plaingpt.flags import pick
+from plaingpt.pretrained import load_model
 from plaingpt.settings import CHANGE_NO_LOSS
-from plaingpt.weights.pretrained import load_model
+from plaingpt.source import hash_of_program
 
 import torch
 import torch.nn.functional as F

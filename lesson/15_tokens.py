@@ -42,7 +42,7 @@ def load_encoding():
     OpenAI learned the merges. The ids of the merged tokens are in the same order.
     """
     ids = {}
-    with open("plaingpt/data/gpt2.tiktoken", "rb") as file:
+    with open("plaingpt/gpt2.tiktoken", "rb") as file:
         for line in file:
             token, id = line.split()
             ids[base64.b64decode(token)] = int(id)

@@ -79,7 +79,7 @@ def load_encoding():
     except ImportError:
         raise SystemExit("GPT-2's tokens need tiktoken: pip install tiktoken") from None
     ids = {}
-    with open("plaingpt/data/gpt2.tiktoken", "rb") as file:
+    with open("plaingpt/gpt2.tiktoken", "rb") as file:
         for line in file:
             token, id = line.split()
             ids[base64.b64decode(token)] = int(id)

@@ -2,9 +2,9 @@
 
 import contextlib
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.terminal import print0
-from plaingpt.distributed.memory import batch_size_advice
+from plaingpt.errors import UserError
+from plaingpt.memory import batch_size_advice
+from plaingpt.terminal import print0
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP

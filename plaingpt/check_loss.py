@@ -1,7 +1,7 @@
 """Checks, before the first step, that GPT.loss and GPT.logits of model.py agree."""
 
-from plaingpt.base.errors import UserError
-from plaingpt.ops.sampling import attention_for_many_shapes
+from plaingpt.errors import UserError
+from plaingpt.sampling import attention_for_many_shapes
 
 import torch
 import torch.nn.functional as F

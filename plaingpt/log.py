@@ -15,8 +15,10 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, require
-from plaingpt.base.files import (
+from plaingpt.checkpoint import find_checkpoints, step_of
+from plaingpt.device import hardware_name, peak_flops
+from plaingpt.errors import UserError, require
+from plaingpt.files import (
     delete_temporary_files,
     format_log,
     lock,
@@ -26,11 +28,9 @@ from plaingpt.base.files import (
     write_json,
     writing,
 )
-from plaingpt.base.source import hash_of_program, read_git
-from plaingpt.base.terminal import print0, shorten_line, show_progress
-from plaingpt.distributed.device import hardware_name, peak_flops
-from plaingpt.distributed.process import on_rank0
-from plaingpt.weights.checkpoint import find_checkpoints, step_of
+from plaingpt.process import on_rank0
+from plaingpt.source import hash_of_program, read_git
+from plaingpt.terminal import print0, shorten_line, show_progress
 
 import torch
 

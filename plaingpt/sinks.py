@@ -3,8 +3,8 @@
 import re
 from dataclasses import asdict
 
-from plaingpt.base.errors import explaining, require
-from plaingpt.base.files import writing
+from plaingpt.errors import explaining, require
+from plaingpt.files import writing
 
 
 class TensorBoard:

@@ -4,7 +4,7 @@ Checks that splitting replaces no method or attribute of the model. FSDP wraps h
 register_fsdp_forward_method.
 """
 
-from plaingpt.base.errors import run_program
+from plaingpt.errors import run_program
 from plaingpt.large import split
 
 from either import choose_main

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from forked import Program, forking_python  # isort: skip  before torch: sets its threads
 
 
-from plaingpt.data.data_sets import open_splits
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.process import Process
+from plaingpt.data import open_splits
+from plaingpt.process import Process
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from plaingpt.base.errors import run_program
+from plaingpt.errors import run_program
 
 from either import choose_main
 

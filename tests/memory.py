@@ -9,7 +9,7 @@ are above what the process had before.
 import re
 from pathlib import Path
 
-from plaingpt.base.errors import run_program
+from plaingpt.errors import run_program
 
 # These imports come before memory is measured.
 import torch._dynamo  # noqa: F401

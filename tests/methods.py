@@ -5,8 +5,8 @@ Saves the results of rank R to FILE.R. Saves those of one process to FILE.0.
 
 import sys
 
-from plaingpt.base.machine import read_ranks
-from plaingpt.ops.sampling import generate_tokens
+from plaingpt.machine import read_ranks
+from plaingpt.sampling import generate_tokens
 
 import torch
 

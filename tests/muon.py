@@ -1,6 +1,6 @@
 """Two steps of Muon under DDP. Each process prints the FLOPs of its second optimizer step."""
 
-from plaingpt.distributed.process import setup
+from plaingpt.process import setup
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -5,7 +5,7 @@ import threading
 from queue import Queue
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError
+from plaingpt.errors import UserError
 
 import pytest
 import torch

@@ -8,12 +8,12 @@ import resource
 import shutil
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import read_json, read_streams
-from plaingpt.data.shards import open_shard
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.checkpoint import load_checkpoint, load_newest, read_best_val
-from plaingpt.weights.pretrained import load_model, save_gpt2
+from plaingpt.checkpoint import load_checkpoint, load_newest, read_best_val
+from plaingpt.errors import UserError
+from plaingpt.files import read_json, read_streams
+from plaingpt.pretrained import load_model, save_gpt2
+from plaingpt.shards import open_shard
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest
@@ -453,7 +453,7 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path, flags
 @pytest.mark.slow
 def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
     """Windows refuses to delete a mapped file, so a resumed run could not save any more."""
-    monkeypatch.setattr("plaingpt.weights.checkpoint.sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr("plaingpt.checkpoint.sys", SimpleNamespace(platform="win32"))
     path = shutil.copy(STORED, tmp_path / "model.pt")
     checkpoint = load_checkpoint(path, GPT)
     path.write_bytes(bytes(path.stat().st_size))  # a map would now be all zeros

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plaingpt.base.errors import run_program
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print0, show_progress
+from plaingpt.errors import run_program
+from plaingpt.flags import flag, parse_flags
+from plaingpt.terminal import print0, show_progress
 
 import pytest
 from conftest import ROOT, TEXT, TINY, names, program, train
@@ -39,8 +39,8 @@ def run_source(source, cwd, status):
     """Runs `source` as the body of a program's main() -> stderr."""
     lines = "\n    ".join(source.splitlines())
     (cwd / "prog.py").write_text(
-        "from plaingpt.base.errors import UserError, explaining, require, run_program\n"
-        "from plaingpt.base.files import replacing, write_json, writing\n"
+        "from plaingpt.errors import UserError, explaining, require, run_program\n"
+        "from plaingpt.files import replacing, write_json, writing\n"
         f"\n\ndef main():\n    {lines}\n\n\nrun_program(main)\n"
     )
     return program(cwd=cwd, program=cwd / "prog.py", status=status)[1]

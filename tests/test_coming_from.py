@@ -3,11 +3,11 @@
 import dataclasses
 import sys
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Sources, open_splits
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.checkpoint import load_newest
-from plaingpt.weights.pretrained import load_model
+from plaingpt.checkpoint import load_newest
+from plaingpt.data import Sources, open_splits
+from plaingpt.errors import UserError
+from plaingpt.pretrained import load_model
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

@@ -6,10 +6,10 @@ import struct
 from dataclasses import asdict, replace
 from unittest import mock
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.flags import parse_flags
 from plaingpt.batch_size import check_step_size
-from plaingpt.data.data_sets import Sources
+from plaingpt.data import Sources
+from plaingpt.errors import UserError
+from plaingpt.flags import parse_flags
 from plaingpt.settings import choose_preset, find_start, resolve
 
 import pytest

@@ -6,11 +6,11 @@ import json
 import math
 import random
 
-from plaingpt.base.errors import UserError, run_program
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.errors import UserError, run_program
+from plaingpt.pretrained import save_gpt2
 from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.score import make_rows
-from plaingpt.weights.pretrained import save_gpt2
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

@@ -6,8 +6,7 @@ import re
 import struct
 from fractions import Fraction
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import (
+from plaingpt.data import (
     Data,
     Sources,
     encode_text,
@@ -15,9 +14,10 @@ from plaingpt.data.data_sets import (
     open_splits,
     read_shares,
 )
-from plaingpt.data.order import order_of_sets, permute
-from plaingpt.data.shards import open_shard
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.errors import UserError
+from plaingpt.order import order_of_sets, permute
+from plaingpt.shards import open_shard
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from plaingpt import batch_size
-from plaingpt.base.errors import UserError
-from plaingpt.base.machine import read_ranks
-from plaingpt.base.signals import StopRequest
-from plaingpt.data.order import prefetch
-from plaingpt.distributed.device import choose_compile, find_device
-from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import Process, setup
+from plaingpt.device import choose_compile, find_device
+from plaingpt.errors import UserError
+from plaingpt.machine import read_ranks
+from plaingpt.memory import memory_advice
+from plaingpt.order import prefetch
+from plaingpt.process import Process, setup
+from plaingpt.signals import StopRequest
 
 import pytest
 import torch

@@ -8,13 +8,13 @@ import re
 import sys
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.tokenizer import clean_text, get_tokenizer
-from plaingpt.distributed.process import Process
+from plaingpt.errors import UserError
+from plaingpt.pretrained import save_gpt2
+from plaingpt.process import Process
 from plaingpt.scoring import program as scoring_program
 from plaingpt.scoring.benchmark import Example, accuracy, load_examples, perplexity
 from plaingpt.scoring.score import ROUND, make_rows, score
-from plaingpt.weights.pretrained import save_gpt2
+from plaingpt.tokenizer import clean_text, get_tokenizer
 
 import numpy as np
 import pytest

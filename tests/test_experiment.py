@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
+from plaingpt.errors import UserError
 from plaingpt.lab import runs
 from plaingpt.lab.verdict import (
     add_entry,
@@ -206,7 +206,7 @@ def clone(tmp_path_factory):
     git(directory, "commit", "--allow-empty", "-m", "from before part 24")
     copy_program(directory)
     (directory / "experiments").mkdir()
-    for path in (*ROOT.glob("experiments/*.py"), ROOT / "plaingpt/data/gpt2.tiktoken"):
+    for path in (*ROOT.glob("experiments/*.py"), ROOT / "plaingpt/gpt2.tiktoken"):
         shutil.copy(path, directory / path.relative_to(ROOT))
     (directory / ".gitignore").write_text("/log\n__pycache__/\n*.json\n")
     (directory / "log").symlink_to(tmp_path_factory.mktemp("larger-disk"))

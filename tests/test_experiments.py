@@ -5,11 +5,11 @@ import re
 import runpy
 import shutil
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Sources
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data import Sources
+from plaingpt.errors import UserError
 from plaingpt.large.check import check_stages
 from plaingpt.scoring.score import Row, forward
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

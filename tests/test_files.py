@@ -1,11 +1,11 @@
-"""plaingpt/base/files.py: an output replaces no input, and nothing that is not a file."""
+"""plaingpt/files.py: an output replaces no input, and nothing that is not a file."""
 
 import json
 import os
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import check_output, write_json
-from plaingpt.weights.checkpoint import list_model_files
+from plaingpt.checkpoint import list_model_files
+from plaingpt.errors import UserError
+from plaingpt.files import check_output, write_json
 
 import pytest
 

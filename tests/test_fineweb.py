@@ -11,11 +11,11 @@ import os
 import random
 import re
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import checksum_of_places, lock
-from plaingpt.data.documents import read_documents
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
-from plaingpt.weights.pretrained import build_library
+from plaingpt.documents import read_documents
+from plaingpt.errors import UserError
+from plaingpt.files import checksum_of_places, lock
+from plaingpt.pretrained import build_library
+from plaingpt.tokenizer import get_tokenizer, load_tokenizer
 
 import numpy as np
 import pyarrow as pa
@@ -177,7 +177,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [2**20, 5000])  # one read and one batch, or many
 def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatch, name, size):
-    monkeypatch.setattr("plaingpt.data.documents.BLOCK", size)
+    monkeypatch.setattr("plaingpt.documents.BLOCK", size)
     monkeypatch.setattr(fineweb, "BATCH", size)
     if name.startswith("text"):
         documents = [d for d in documents if "<|" not in d]
@@ -204,7 +204,7 @@ def test_several_files_and_threads(documents, tmp_path, num_proc):
 
 def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch):
     """It is cut for GPT-2, where a cut cannot change its tokens, and for no other tokenizer."""
-    monkeypatch.setattr("plaingpt.data.documents.BLOCK", 2000)
+    monkeypatch.setattr("plaingpt.documents.BLOCK", 2000)
     rng, path = random.Random(1), tmp_path / "text.txt"
     large = " ".join(rng.choices([d for d in documents if "<|" not in d], k=2000))
     texts = ["short", large, "", large[::-1], "日本語" * 10000, "end"]
@@ -229,7 +229,7 @@ def test_a_text_may_begin_or_end_with_a_separator(tmp_path, monkeypatch):
     path.write_text(f"{end}\n")
     assert list(read_documents([path])) == []
     # A document that is cut has all of its white space.
-    monkeypatch.setattr("plaingpt.data.documents.BLOCK", 50)
+    monkeypatch.setattr("plaingpt.documents.BLOCK", 50)
     text = "word " * 100 + "\n" * 100
     for data in (text, f"{end}{text}", f"{text}{end}"):
         path.write_text(data)
@@ -342,7 +342,7 @@ def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
         ("b.parquet", "record 2: 'text' is not a string, but a NoneType"),
     ]
     # Of a document that is cut, only the damaged piece is skipped. The rest stays together.
-    monkeypatch.setattr("plaingpt.data.documents.BLOCK", 1000)
+    monkeypatch.setattr("plaingpt.documents.BLOCK", 1000)
     words = " ".join(["word"] * 3000).encode()
     for i, data in enumerate([b"\xff" + words, words[:9000] + b"\xff" + words]):
         (tmp_path / "c.txt").write_bytes(b"first<|endoftext|>" + data + b"<|endoftext|>next")
@@ -433,7 +433,7 @@ def hub(tmp_path):
     }
     (tmp_path / "all.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fineweb, datasets\n"
-        "from plaingpt.base.errors import UserError\n"
+        "from plaingpt.errors import UserError\n"
         "for flags in eval(sys.argv[1]):\n"
         f"    try: fineweb.main(['--shard_size', '{SHARD}', '--output_dir', *flags])\n"
         "    except UserError as error: print('error:', error)\n"

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Literal
 
-from plaingpt.base.flags import flag, parse_flags
+from plaingpt.flags import flag, parse_flags
 from plaingpt.settings import CHANGE_NO_LOSS
 
 import pytest

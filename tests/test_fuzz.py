@@ -8,12 +8,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import open_splits
-from plaingpt.data.documents import read_documents
-from plaingpt.data.shards import open_shard
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.process import Process
+from plaingpt.data import open_splits
+from plaingpt.documents import read_documents
+from plaingpt.errors import UserError
+from plaingpt.process import Process
+from plaingpt.shards import open_shard
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest
@@ -235,7 +235,7 @@ HARD = st.lists(HARD, max_size=150).map("".join)
 def test_pieces_of_a_large_document_have_the_tokens_of_the_whole(text):
     tokenizer = get_tokenizer("gpt2")
     with file_of("x.txt", text.encode()) as path, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plaingpt.data.documents.BLOCK", 8)
+        patch.setattr("plaingpt.documents.BLOCK", 8)
         pieces = list(read_documents([path], cut=True))
     ids = [i for piece in pieces for i in tokenizer.encode(piece.text)]
     assert ids == tokenizer.encode(text) and [p.begins for p in pieces].count(True) == (text != "")

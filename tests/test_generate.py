@@ -5,9 +5,9 @@ import json
 import subprocess
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.pretrained import save_gpt2
+from plaingpt.errors import UserError
+from plaingpt.pretrained import save_gpt2
+from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch

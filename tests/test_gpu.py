@@ -6,13 +6,13 @@ import sys
 import warnings
 from dataclasses import replace
 
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.device import choose_dtype, set_matmul_precision
-from plaingpt.distributed.process import Process
+from plaingpt.device import choose_dtype, set_matmul_precision
 from plaingpt.large.process import SplitProcess
-from plaingpt.ops.loss import ChunkedCrossEntropy
+from plaingpt.loss import ChunkedCrossEntropy
+from plaingpt.process import Process
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.score import make_rows, score
+from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from conftest import ROOT
 
-# A folder imports only the folders before it. ops and base stand side by side. "" is the place of
-# files such as plaingpt/log.py, which are in no folder.
-PARTS = ("ops", "base", "distributed", "data", "weights", "scoring", "", "look", "lab", "large")
+# The folders of plaingpt/. The files beside them are the core.
+ROOMS = {"scoring", "large", "lab", "look"}
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")
 PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
 DOCS = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -33,7 +32,7 @@ def test_no_line_of_a_page_is_wider_than_100_columns():
 
 
 def imports(path):
-    """Our modules that a file imports, also inside functions: "model", "plaingpt.base.flags"."""
+    """Our modules that a file imports, also inside functions: "model", "plaingpt.flags"."""
     names = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -66,25 +65,38 @@ def module_name(path):
     return ".".join(path.with_suffix("").parts)
 
 
-def folder(name):
-    """The folder of a module: "base" for "plaingpt.base.flags", "" for "plaingpt.log"."""
-    return "".join(name.split(".")[1:-1])
+def rooms(names):
+    """The rooms of some modules: "look" for "plaingpt.look.page", none for "plaingpt.log"."""
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "plaingpt" and len(part) == 3}
 
 
-def test_all_folders_are_known():
-    folders = {path.parts[1] for path in PRODUCT if len(path.parts) == 3}
-    assert folders | {""} == set(PARTS)
+def test_all_rooms_are_known():
+    names = [module_name(path) for path in PRODUCT if path.parts[0] == "plaingpt"]
+    assert rooms(names) == ROOMS
 
 
-def test_the_package_imports_no_program_and_folders_import_one_way():
+def test_the_package_imports_no_program_and_the_core_no_room():
+    """look reads a text with the rows of scoring. No other room imports a room."""
     for path in [p for p in PRODUCT if p.parts[0] == "plaingpt"]:
         found = imports(path)
         assert not found & PROGRAMS, path
-        own = folder(module_name(path))
-        allowed = {own, *PARTS[: PARTS.index(own)]}
-        if own == "base":
-            allowed.remove("ops")
-        assert {folder(name) for name in found} <= allowed
+        own = rooms([module_name(path)])
+        allowed = own | {"scoring"} if own == {"look"} else own
+        assert rooms(found) <= allowed, path
+
+
+def test_a_training_run_imports_neither_large_nor_lab_nor_look():
+    """Also inside functions, and not through another file."""
+    paths = {module_name(path): path for path in PRODUCT}
+    found = {"train_gpt2"}
+    waiting = ["train_gpt2"]
+    while waiting:
+        new = imports(paths[waiting.pop()]) - found
+        found |= new
+        waiting += new
+    assert "plaingpt.shards" in found
+    assert rooms(found) == {"scoring"}
 
 
 def test_no_import_cycles():

@@ -10,8 +10,8 @@ import math
 import re
 import sys
 
-from plaingpt.data.tokenizer import get_tokenizer
 from plaingpt.scoring.program import run_benchmark
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest
@@ -222,7 +222,7 @@ def real(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         # Otherwise, Muon would compute in bfloat16 on some CPUs.
-        patch.setattr("plaingpt.ops.muon.has_bfloat16", lambda device: False)
+        patch.setattr("plaingpt.muon.has_bfloat16", lambda device: False)
         for optimizer in ("adamw", "muon"):
             directory = tmp_path_factory.mktemp(optimizer)
             flags = (

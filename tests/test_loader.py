@@ -2,11 +2,11 @@
 
 import re
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import find_tokenizer, open_pairs, open_splits
-from plaingpt.data.order import permute
-from plaingpt.data.shards import ENDS, open_shard
-from plaingpt.data.tokenizer import Tokenizer, get_tokenizer
+from plaingpt.data import find_tokenizer, open_pairs, open_splits
+from plaingpt.errors import UserError
+from plaingpt.order import permute
+from plaingpt.shards import ENDS, open_shard
+from plaingpt.tokenizer import Tokenizer, get_tokenizer
 
 import numpy as np
 import pytest

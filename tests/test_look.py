@@ -13,16 +13,16 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import encode_text
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data import encode_text
+from plaingpt.errors import UserError
 from plaingpt.log import prepare_run_directory
 from plaingpt.look.live import LINES, find_lines, find_reason, gpt2_shapes
 from plaingpt.look.page import build_page, fill_template, name_token, split_text
 from plaingpt.look.record import attention_weights, record_text
+from plaingpt.pretrained import load_model
 from plaingpt.scoring.benchmark import load_examples
 from plaingpt.scoring.score import make_rows, score
-from plaingpt.weights.pretrained import load_model
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

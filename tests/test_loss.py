@@ -1,8 +1,8 @@
-"""plaingpt/ops/loss.py: compared with the loss of all logits, and with manual calculations."""
+"""plaingpt/loss.py: compared with the loss of all logits, and with manual calculations."""
 
 import re
 
-from plaingpt.ops.loss import CHUNK_SIZE, ChunkedCrossEntropy
+from plaingpt.loss import CHUNK_SIZE, ChunkedCrossEntropy
 
 import pytest
 import torch

@@ -4,12 +4,12 @@ import json
 import math
 from dataclasses import replace
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.errors import UserError
 from plaingpt.large.split import check_shared
-from plaingpt.ops.muon import Muon
-from plaingpt.ops.sampling import KVCache, sample
-from plaingpt.weights.pretrained import read_gpt2, save_gpt2
+from plaingpt.muon import Muon
+from plaingpt.pretrained import read_gpt2, save_gpt2
+from plaingpt.sampling import KVCache, sample
+from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch
@@ -179,7 +179,7 @@ def test_sample_top_k_and_top_p_by_hand():
 @pytest.mark.parametrize("has_bfloat16, tolerance", [(True, 0), (False, 5e-5)])
 def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bfloat16, tolerance):
     """In bfloat16 as torch.optim.Muon, bit for bit; in float32 up to rounding of the update."""
-    monkeypatch.setattr("plaingpt.ops.muon.has_bfloat16", lambda device: has_bfloat16)
+    monkeypatch.setattr("plaingpt.muon.has_bfloat16", lambda device: has_bfloat16)
     model = randomise(GPT(SMALL))
     model.transformer.h[0].attn.scale = torch.nn.Parameter(torch.ones(2, 1, 1))  # no matrix
     muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)

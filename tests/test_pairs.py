@@ -5,12 +5,12 @@ import math
 import random
 import re
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import Data, Sources, open_pairs
-from plaingpt.data.pairs import read_pairs
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data import Data, Sources, open_pairs
+from plaingpt.errors import UserError
+from plaingpt.pairs import read_pairs
+from plaingpt.pretrained import same_logits
 from plaingpt.scoring.benchmark import load_examples
-from plaingpt.weights.pretrained import same_logits
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest

@@ -2,8 +2,8 @@
 
 import re
 
-from plaingpt.base import files
-from plaingpt.base.errors import UserError
+from plaingpt import files
+from plaingpt.errors import UserError
 
 import matplotlib.image
 import numpy as np

@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
-from plaingpt.base.flags import parse_flags
+from plaingpt.flags import parse_flags
 
 import pytest
 from conftest import ROOT, program

@@ -3,10 +3,10 @@
 import resource
 import time
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import lock
-from plaingpt.data.ready import BLOCK, REPO, count_tokens, download_ready
-from plaingpt.data.shards import find_shards
+from plaingpt.errors import UserError
+from plaingpt.files import lock
+from plaingpt.ready import BLOCK, REPO, count_tokens, download_ready
+from plaingpt.shards import find_shards
 
 import numpy as np
 import pytest
@@ -231,7 +231,7 @@ def test_flags_without_effect(tmp_path, capsys):
 
 
 def test_the_directory_is_locked(tmp_path, monkeypatch):
-    monkeypatch.setattr("plaingpt.data.ready.list_sizes", lambda names: dict.fromkeys(names, 0))
+    monkeypatch.setattr("plaingpt.ready.list_sizes", lambda names: dict.fromkeys(names, 0))
     descriptor = lock(tmp_path, "--output_dir")
     with pytest.raises(UserError, match="another process uses it; wait for it"):
         download_ready(1, tmp_path, {})

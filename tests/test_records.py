@@ -11,13 +11,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import check_pointer
-from plaingpt.data.data_sets import Sources, encode_text, open_splits
-from plaingpt.data.documents import KINDS, find_files, read_documents, read_records
-from plaingpt.data.shards import find_shards
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data import Sources, encode_text, open_splits
+from plaingpt.documents import KINDS, find_files, read_documents, read_records
+from plaingpt.errors import UserError
+from plaingpt.files import check_pointer
 from plaingpt.scoring.benchmark import load_examples
+from plaingpt.shards import find_shards
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pyarrow as pa
@@ -103,7 +103,7 @@ def test_a_large_csv_file_needs_little_memory(tmp_path):
     code = """if True:
         import re
         from pathlib import Path
-        from plaingpt.data.documents import read_documents
+        from plaingpt.documents import read_documents
         def peak():
             return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
         before = peak()

@@ -20,10 +20,10 @@ import sys
 import time
 from pathlib import Path
 
-from plaingpt.base.files import lock, write_json
-from plaingpt.data.order import permute
-from plaingpt.weights.checkpoint import load_checkpoint
-from plaingpt.weights.pretrained import build_library
+from plaingpt.checkpoint import load_checkpoint
+from plaingpt.files import lock, write_json
+from plaingpt.order import permute
+from plaingpt.pretrained import build_library
 
 import numpy as np
 import pytest

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-from plaingpt.data.data_sets import open_splits
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.process import Process
+from plaingpt.data import open_splits
+from plaingpt.process import Process
+from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch

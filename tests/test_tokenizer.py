@@ -1,8 +1,8 @@
 """Compares the tokenizers with known ids. test_vocabulary.py compares them with a library."""
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.documents import make_document
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.documents import make_document
+from plaingpt.errors import UserError
+from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 

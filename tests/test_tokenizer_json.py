@@ -6,12 +6,12 @@ Each vocabulary has other settings. The package tokenizers builds it, and says w
 import json
 from dataclasses import replace
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import open_pairs, open_splits
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer, note_unknown
+from plaingpt.data import open_pairs, open_splits
+from plaingpt.errors import UserError
 from plaingpt.scoring.benchmark import Example
 from plaingpt.scoring.benchmark import prompt_ids as harness_ids
 from plaingpt.scoring.score import make_rows
+from plaingpt.tokenizer import get_tokenizer, load_tokenizer, note_unknown
 
 import numpy as np
 import pytest

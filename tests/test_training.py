@@ -7,9 +7,9 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import open_splits
-from plaingpt.data.tokenizer import get_tokenizer
+from plaingpt.data import open_splits
+from plaingpt.errors import UserError
+from plaingpt.tokenizer import get_tokenizer
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
     (tmp_path / "my.txt").write_text(TEXT * 9)
     (tmp_path / "train.py").write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import train_gpt2\nfrom plaingpt.base.errors import run_program\n"
+        "import train_gpt2\nfrom plaingpt.errors import run_program\n"
         "i = 2 + 2 * int(os.environ['RANK'])\n"
         "run_program(lambda: train_gpt2.main([*sys.argv[5:], *sys.argv[i - 1:i + 1]]))\n"
     )

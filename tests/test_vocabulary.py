@@ -11,11 +11,11 @@ import shutil
 import sys
 from dataclasses import replace
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.data_sets import find_tokenizer
-from plaingpt.data.tokenizer import get_tokenizer, load_tokenizer
+from plaingpt.data import find_tokenizer
+from plaingpt.errors import UserError
+from plaingpt.pretrained import build_library, load_model, save_gpt2
 from plaingpt.scoring.program import run_benchmark
-from plaingpt.weights.pretrained import build_library, load_model, save_gpt2
+from plaingpt.tokenizer import get_tokenizer, load_tokenizer
 
 import numpy as np
 import pytest

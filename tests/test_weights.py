@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, replace
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.weights.pretrained import load_model, save_gpt2
+from plaingpt.errors import UserError
+from plaingpt.pretrained import load_model, save_gpt2
+from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch

@@ -4,8 +4,8 @@ import contextlib
 import os
 import shutil
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.source import CLONE, diff_since, run_git
+from plaingpt.errors import UserError
+from plaingpt.source import CLONE, diff_since, run_git
 
 
 def changes_of_clone(commit):

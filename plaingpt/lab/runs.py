@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import checksum_of_places, read_facts, read_json, read_streams
-from plaingpt.base.machine import count_cores, count_gpus
-from plaingpt.base.source import CLONE
-from plaingpt.base.terminal import print0
+from plaingpt.errors import UserError
+from plaingpt.files import checksum_of_places, read_facts, read_json, read_streams
+from plaingpt.machine import count_cores, count_gpus
+from plaingpt.source import CLONE
+from plaingpt.terminal import print0
 
 from tqdm import tqdm
 

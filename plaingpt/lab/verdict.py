@@ -7,9 +7,9 @@ import json
 import math
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, require
-from plaingpt.base.files import reading, writing
-from plaingpt.base.terminal import print0
+from plaingpt.errors import UserError, require
+from plaingpt.files import reading, writing
+from plaingpt.terminal import print0
 
 import numpy as np
 

@@ -7,11 +7,11 @@ loss of its parts, before the real model is split.
 import copy
 from dataclasses import replace
 
-from plaingpt.base.errors import UserError, explaining
+from plaingpt.checkpoint import make_whole_gpt
+from plaingpt.errors import UserError, explaining
 from plaingpt.large.parts import fill_split_model, tie_head
 from plaingpt.large.pipeline import keep_stage
 from plaingpt.large.tensor_parallel import is_qkv, reorder_rows, split_gpt
-from plaingpt.weights.checkpoint import make_whole_gpt
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def check_tensor_parallel(model, mesh, device):
     """Raises UserError if tensor parallelism would not compute what the whole GPT computes.
 
     PLAN in plaingpt/large/tensor_parallel.py is for the layers of GPT-2, and ParallelCrossEntropy
-    for the loss in plaingpt/ops/loss.py. An edited model.py may need something else. All processes
+    for the loss in plaingpt/loss.py. An edited model.py may need something else. All processes
     of the mesh must call this function.
 
     model: as in check_stages. mesh: the mesh of tensor parallelism.

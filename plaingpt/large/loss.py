@@ -5,7 +5,7 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
 
 import math
 
-from plaingpt.ops.loss import ChunkedCrossEntropy, recomputed_losses
+from plaingpt.loss import ChunkedCrossEntropy, recomputed_losses
 
 import torch
 import torch.nn.functional as F

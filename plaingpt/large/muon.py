@@ -1,7 +1,7 @@
 """Muon for parameters that are split over processes."""
 
 from plaingpt.large.tensor_parallel import count_parts, reorder_rows
-from plaingpt.ops.muon import Muon, orthogonalize
+from plaingpt.muon import Muon, orthogonalize
 
 from torch.distributed.tensor import distribute_tensor
 

@@ -6,8 +6,8 @@ The parameters of a split model are DTensors: each process holds a part of each 
 import functools
 import itertools
 
-from plaingpt.distributed.memory import memory_advice
 from plaingpt.large.tensor_parallel import count_parts, is_qkv, reorder_rows
+from plaingpt.memory import memory_advice
 
 import torch
 from torch.distributed.tensor import distribute_tensor

@@ -1,7 +1,7 @@
 """Pipeline parallelism: each process holds some of the blocks of a GPT."""
 
-from plaingpt.base.terminal import print0
-from plaingpt.distributed.process import add_metrics
+from plaingpt.process import add_metrics
+from plaingpt.terminal import print0
 
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from plaingpt.distributed.process import Process
+from plaingpt.process import Process
 
 import torch.distributed as dist
 

@@ -9,12 +9,12 @@ a Pipeline, which contains a GPT with only some blocks.
 import logging
 import warnings
 
-from plaingpt.base.errors import UserError
+from plaingpt.checkpoint import make_whole_gpt
+from plaingpt.errors import UserError
 from plaingpt.large.check import check_stages, check_tensor_parallel
 from plaingpt.large.parts import fill_split_model, tie_head
 from plaingpt.large.pipeline import Pipeline, Stage
 from plaingpt.large.tensor_parallel import split_gpt
-from plaingpt.weights.checkpoint import make_whole_gpt
 
 import torch
 import torch.distributed.fsdp as fsdp

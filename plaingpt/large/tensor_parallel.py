@@ -3,7 +3,7 @@
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. PyTorch does the work.
 """
 
-from plaingpt.base.errors import UserError
+from plaingpt.errors import UserError
 from plaingpt.large.loss import ParallelCrossEntropy
 
 import torch.distributed.tensor.parallel as tp

@@ -77,7 +77,7 @@ function splitRows(x, size) {
   return Array.from({ length: x.length / size }, (_, t) => x.subarray(t * size, (t + 1) * size));
 }
 
-/** Returns the probabilities of the next id as sample() in plaingpt/ops/sampling.py: (vocab_size). */
+/** Returns the probabilities of the next id as sample() in plaingpt/sampling.py: (vocab_size). */
 function probabilities(logits, temperature, topK) {
   const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]);
   if (temperature === 0) return Float32Array.from(logits, (_, id) => Number(id === order[0]));

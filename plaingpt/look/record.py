@@ -9,7 +9,7 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
-from plaingpt.ops.sampling import attention_for_many_shapes
+from plaingpt.sampling import attention_for_many_shapes
 from plaingpt.scoring.score import CHUNK, Row, forward
 
 import numpy as np

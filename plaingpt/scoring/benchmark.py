@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from plaingpt.base.errors import UserError
-from plaingpt.data.documents import load_hub, read_records
+from plaingpt.documents import load_hub, read_records
+from plaingpt.errors import UserError
 
 import numpy as np
 

@@ -3,17 +3,17 @@
 import math
 from dataclasses import dataclass, fields
 
-from plaingpt.base.errors import run_program
-from plaingpt.base.files import check_output, write_json
-from plaingpt.base.flags import flag, parse_flags
-from plaingpt.base.terminal import print_result
-from plaingpt.distributed.device import Dtype
-from plaingpt.distributed.memory import memory_advice
-from plaingpt.distributed.process import on_rank0, setup
+from plaingpt.checkpoint import find_newest_model, list_model_files
+from plaingpt.device import Dtype
+from plaingpt.errors import run_program
+from plaingpt.files import check_output, write_json
+from plaingpt.flags import flag, parse_flags
+from plaingpt.memory import memory_advice
+from plaingpt.pretrained import load_model
+from plaingpt.process import on_rank0, setup
 from plaingpt.scoring.benchmark import load_examples, split_by_example
 from plaingpt.scoring.score import TOKENS, make_rows, score
-from plaingpt.weights.checkpoint import find_newest_model, list_model_files
-from plaingpt.weights.pretrained import load_model
+from plaingpt.terminal import print_result
 
 
 @dataclass

@@ -16,11 +16,11 @@ import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.terminal import print0, show_progress
-from plaingpt.data.tokenizer import clean_text, note_unknown
-from plaingpt.ops.sampling import attention_for_many_shapes
+from plaingpt.errors import UserError
+from plaingpt.sampling import attention_for_many_shapes
 from plaingpt.scoring.benchmark import prompt_ids
+from plaingpt.terminal import print0, show_progress
+from plaingpt.tokenizer import clean_text, note_unknown
 
 import numpy as np
 import torch

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 
-from plaingpt.base.errors import UserError
+from plaingpt.errors import UserError
 
 
 @contextlib.contextmanager

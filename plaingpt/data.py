@@ -13,12 +13,11 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import check_pointer, reading
-from plaingpt.base.terminal import print0
-from plaingpt.data.documents import RECORDS, SEPARATOR, check_encoding, kind_of, split_text
-from plaingpt.data.pairs import read_pairs
-from plaingpt.data.shards import (
+from plaingpt.documents import RECORDS, SEPARATOR, check_encoding, kind_of, split_text
+from plaingpt.errors import UserError, explaining
+from plaingpt.files import check_pointer, reading
+from plaingpt.pairs import read_pairs
+from plaingpt.shards import (
     Tokens,
     check_complete,
     find_cut,
@@ -29,7 +28,8 @@ from plaingpt.data.shards import (
     open_shard,
     read_meta,
 )
-from plaingpt.data.tokenizer import clean_text, get_tokenizer, load_tokenizer, note_unknown
+from plaingpt.terminal import print0
+from plaingpt.tokenizer import clean_text, get_tokenizer, load_tokenizer, note_unknown
 
 import numpy as np
 

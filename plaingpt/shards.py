@@ -27,9 +27,9 @@ import zlib
 from fractions import Fraction
 from pathlib import Path
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.files import check_pointer, read_json, reading
-from plaingpt.base.terminal import print0
+from plaingpt.errors import UserError
+from plaingpt.files import check_pointer, read_json, reading
+from plaingpt.terminal import print0
 
 import numpy as np
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, first_line
-from plaingpt.base.terminal import print0
+from plaingpt.errors import UserError, explaining, first_line
+from plaingpt.terminal import print0
 
-CLONE = Path(__file__).parents[2]
+CLONE = Path(__file__).parents[1]
 # These options override the user's git settings. `git apply` could not read a patch with colors,
 # different prefixes, fewer context lines or the output of an external diff program.
 DIFF = (

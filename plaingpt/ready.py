@@ -11,10 +11,10 @@ import os
 import re
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, require
-from plaingpt.base.files import lock, writing
-from plaingpt.base.terminal import print0
-from plaingpt.data.shards import BIN_HEADER, find_meta, find_shards, read_bin_header
+from plaingpt.errors import UserError, explaining, require
+from plaingpt.files import lock, writing
+from plaingpt.shards import BIN_HEADER, find_meta, find_shards, read_bin_header
+from plaingpt.terminal import print0
 
 from tqdm import tqdm
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, first_line, require
-from plaingpt.base.files import check_pointer, read_json, reading
-from plaingpt.data.tokenizer import clean_text
+from plaingpt.errors import UserError, explaining, first_line, require
+from plaingpt.files import check_pointer, read_json, reading
+from plaingpt.tokenizer import clean_text
 
 BLOCK = 2**20  # bytes to read at a time
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")

@@ -5,7 +5,7 @@ import ctypes
 import re
 import sys
 
-from plaingpt.base.errors import UserError
+from plaingpt.errors import UserError
 
 # These are the numbers of two options in glibc's malloc.h. The values of both options are in bytes.
 M_TRIM_THRESHOLD = -1

@@ -1,6 +1,6 @@
 """Restores optimizers from the state dicts in a checkpoint."""
 
-from plaingpt.base.errors import UserError
+from plaingpt.errors import UserError
 
 import torch
 from torch.utils._pytree import tree_map

@@ -15,9 +15,9 @@ import sysconfig
 from pathlib import Path
 from typing import Literal
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.terminal import print0
-from plaingpt.ops.muon import has_bfloat16
+from plaingpt.errors import UserError, explaining
+from plaingpt.muon import has_bfloat16
+from plaingpt.terminal import print0
 
 import torch
 

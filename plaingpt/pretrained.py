@@ -3,17 +3,17 @@
 import json
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining, require
-from plaingpt.base.files import write_json
-from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer import BYTE_OF, build_byte_level, get_tokenizer, load_tokenizer
-from plaingpt.weights.checkpoint import (
+from plaingpt.checkpoint import (
     check_tied,
     check_weights,
     find_checkpoints,
     load_checkpoint,
     unpack,
 )
+from plaingpt.errors import UserError, explaining, require
+from plaingpt.files import write_json
+from plaingpt.terminal import print0
+from plaingpt.tokenizer import BYTE_OF, build_byte_level, get_tokenizer, load_tokenizer
 
 import torch
 

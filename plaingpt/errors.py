@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 
-from plaingpt.base.terminal import visible
+from plaingpt.terminal import visible
 
 # These texts say what a user can do about an error of the operating system.
 REMEDIES = {

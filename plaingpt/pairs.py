@@ -14,11 +14,11 @@ sequence. <> is end_of_text, p is a token of a prompt, and r is a token of a res
 import random
 from array import array
 
-from plaingpt.base.errors import UserError
-from plaingpt.base.terminal import print0
-from plaingpt.data.documents import read_records
-from plaingpt.data.shards import find_cut
-from plaingpt.data.tokenizer import END_OF_TEXT, note_unknown
+from plaingpt.documents import read_records
+from plaingpt.errors import UserError
+from plaingpt.shards import find_cut
+from plaingpt.terminal import print0
+from plaingpt.tokenizer import END_OF_TEXT, note_unknown
 
 import numpy as np
 

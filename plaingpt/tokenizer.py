@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plaingpt.base.errors import UserError, explaining, require
-from plaingpt.base.files import read_json
-from plaingpt.base.terminal import print0
+from plaingpt.errors import UserError, explaining, require
+from plaingpt.files import read_json
+from plaingpt.terminal import print0
 
 import numpy as np
 

@@ -6,17 +6,17 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.machine import read_ranks
-from plaingpt.base.signals import Stopped, StopRequest
-from plaingpt.base.terminal import print0
-from plaingpt.distributed.device import (
+from plaingpt.device import (
     choose_dtype,
     find_device,
     set_deterministic,
     set_matmul_precision,
 )
-from plaingpt.distributed.memory import keep_freed_memory
+from plaingpt.errors import UserError, explaining
+from plaingpt.machine import read_ranks
+from plaingpt.memory import keep_freed_memory
+from plaingpt.signals import Stopped, StopRequest
+from plaingpt.terminal import print0
 
 import torch
 import torch.distributed as dist

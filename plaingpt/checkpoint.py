@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.files import reading, replacing, writing
-from plaingpt.base.terminal import print0
-from plaingpt.data.tokenizer import get_tokenizer
-from plaingpt.distributed.process import check_equal, on_rank0
+from plaingpt.errors import UserError, explaining
+from plaingpt.files import reading, replacing, writing
+from plaingpt.process import check_equal, on_rank0
+from plaingpt.terminal import print0
+from plaingpt.tokenizer import get_tokenizer
 
 import torch
 

@@ -13,8 +13,8 @@ import uuid
 import zlib
 from pathlib import Path
 
-from plaingpt.base.errors import UserError, explaining
-from plaingpt.base.terminal import print0
+from plaingpt.errors import UserError, explaining
+from plaingpt.terminal import print0
 
 # checksum_of_places reads PLACE bytes at each of at most N_PLACES places in a file.
 PLACE = 2**16

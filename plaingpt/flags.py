@@ -111,7 +111,7 @@ def expand_home(text):
 
 def read_version():
     """Returns the version in pyproject.toml, such as "1.0"."""
-    path = Path(__file__).parents[2] / "pyproject.toml"
+    path = Path(__file__).parents[1] / "pyproject.toml"
     if not path.exists():  # a user has copied only the Python files
         return "unknown"
     return re.search(r'^version = "(.+)"$', path.read_text("utf-8"), re.M)[1]

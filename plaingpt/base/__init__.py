@@ -1,1 +1,0 @@
-"""What every program needs: errors, flags, files, the terminal, source code. Imports no torch."""

@@ -1,1 +1,0 @@
-"""Turns documents into training sequences: tokenizers, shards, data sets, and pairs."""

@@ -1,1 +1,0 @@
-"""Processes, their devices and memory."""

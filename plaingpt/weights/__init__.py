@@ -1,1 +1,0 @@
-"""Reads and writes checkpoints, and reads checkpoints of other programs."""
