@@ -123,7 +123,10 @@ def check_end(path):
 def note_missing(directory):
     """Prints what a directory with shards lacks. The shards may be valid without it."""
     if (directory / "progress.json").exists():
-        print0(f"note: {directory} is incomplete; fineweb.py is still running, or was interrupted")
+        print0(
+            f"note: {directory} is incomplete, because fineweb.py is running or was interrupted; "
+            "you cannot resume a run on it after fineweb.py has written more shards"
+        )
     numbers = {}  # {name of the shards with their split: their numbers}
     for file in find_shards(directory, "train") + find_shards(directory, "val"):
         name, _, number = file.stem.rpartition("_")

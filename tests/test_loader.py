@@ -305,10 +305,11 @@ def test_what_a_directory_lacks_is_noted(shards, capsys):
     ]
 
 
-def test_the_tokenizer_of_the_data(shards):
+def test_the_tokenizer_of_the_data(shards, capsys):
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(ROOT / "input.txt").name
     (shards / "meta.json").rename(shards / "progress.json")
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(shards, "bytes").name
+    assert "you cannot resume a run on it after fineweb.py has written" in capsys.readouterr().out
     sentence = f"{shards}: contains tokens of bytes; remove --tokenizer gpt2"
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_tokenizer(shards, "gpt2")
