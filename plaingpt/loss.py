@@ -133,9 +133,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     p.scatter_add_(1, y, -is_id.float())
                 p = logits.copy_(p)  # (rows, padded V), in the dtype of the logits
                 dx[start : start + rows] = p @ w
-                # += first converts its operand to float32. In parts, this copy needs less memory.
-                for total, part in zip(dw.split(8192), (p.t() @ x_chunk).split(8192)):
-                    total += part
+                dw += p.t() @ x_chunk  # (padded V, C)
         n = counted.sum().clamp(min=1)  # the mean is 0 if no target is counted
         if with_gradient:
             ctx.save_for_backward(dx, dw[:V], n)
