@@ -32,7 +32,7 @@ from conftest import (
     train,
     write_lines,
 )
-from test_step import plain_curve
+from plain import plain_curve
 
 import answers
 from train_gpt2 import DataLoaderLite, TrainConfig, estimate_loss

@@ -10,7 +10,6 @@ from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import (
     CPU,
     MODEL,
@@ -23,10 +22,10 @@ from conftest import (
     fresh,
     read_log,
     spawn,
-    text_batch,
     train,
     write_lines,
 )
+from plain import plain_curve
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
@@ -36,42 +35,9 @@ from train_gpt2 import (
     TrainConfig,
     Training,
     estimate_loss,
-    get_lr,
     make_val_loader,
     train_step,
 )
-
-
-def text_step(step):
-    return text_batch("train", 16, position=16 * step)
-
-
-def plain_curve(config, steps, batch=text_step):
-    """Losses and gradient norms of the simplest loop: eager, float32, all logits, nothing fused.
-
-    batch: step -> x, y, (B, T) each. Targets of -100 do not count.
-    """
-    model, curve = fresh(config), []
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    other = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [dict(params=decayed, weight_decay=0.1), dict(params=other, weight_decay=0.0)],
-        betas=(0.9, 0.95),
-        foreach=False,
-    )
-    rates = TrainConfig(max_lr=4e-3, min_lr=4e-4, warmup_steps=2, max_steps=steps)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = get_lr(step, rates)
-        x, y = batch(step)
-        logits = F.linear(model.hidden(x), model.lm_head.weight)
-        loss = F.cross_entropy(logits[y != -100], y[y != -100])
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        curve.append((loss.item(), norm.item()))
-        optimizer.step()
-    return curve
 
 
 @pytest.mark.slow

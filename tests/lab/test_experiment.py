@@ -27,9 +27,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, program, spawn
+from edited import copy_program
 from forked import forking_python
 from scipy import stats
-from test_experiments import copy_program
 
 import experiment as lab
 import plot

@@ -414,7 +414,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     ],
 )
 def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
-    """test_records.py and test_core.py have more of them."""
+    """test_records.py and test_core_tasks.py have more of them."""
     fails(world, name, flags, message)
 
 

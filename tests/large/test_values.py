@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import checkpoint, program, read_log, spawn
-from test_experiments import SMALL, WAYS, copy_program, edit_model, run
+from edited import SMALL, WAYS, copy_program, edit_model, run
 
 pytestmark = pytest.mark.slow  # each test starts a program
 

@@ -34,8 +34,8 @@ from conftest import (
     train,
     write_lines,
 )
-from test_experiments import copy_program, edit_model
-from test_optimizers import assert_equal
+from edited import copy_program, edit_model
+from other_optimizers import assert_equal
 
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig

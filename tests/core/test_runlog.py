@@ -31,6 +31,7 @@ from conftest import (
     train,
     wait_for,
 )
+from edited import OWN_FIGURE, copy_program, edit_model, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -125,14 +126,14 @@ def test_the_log_is_utf8_in_every_locale(tmp_path):
     """Windows has other encodings by default. The names of data sets are in the log."""
     code = r"""
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_runlog import open_log
 with open_log(log_dir=".") as log:
     log.write(1, **{"val_\u6570": 2.5})
 """
     ascii_only = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     env = dict(os.environ, PYTHONPATH=str(ROOT), **ascii_only)
-    command = [sys.executable, "-c", code, ROOT / "tests"]
+    command = [sys.executable, "-c", code, ROOT / "tests", ROOT / "tests/core"]
     subprocess.run(command, cwd=tmp_path, env=env, check=True)
     assert (tmp_path / "log.txt").read_text("utf-8") == "1 val_\u6570 2.5\n"
 
@@ -378,3 +379,15 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
         "\u60f3\u6cd5.py",
     ]
     assert b"+caf\xe9 2\n" in (tmp_path / "run/changes.patch").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "norm", "lr", "my own"])
+def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
+    copy_program(tmp_path)
+    edit_model(tmp_path, (OWN_FIGURE[0], OWN_FIGURE[1].replace('"own"', f'"{name}"')))
+    _, err = run(tmp_path, "run", 3, status=1)
+    message = f"got multiple values for keyword argument '{name}'"
+    if name == "my own":
+        message = "the name of a metric must be one word, not 'my own'"
+    assert message in err

@@ -1,0 +1,76 @@
+"""Optimizers of any kind on split models: their state is saved, and goes on in another layout."""
+
+import pytest
+from conftest import checkpoint, forget_steps_after, names, read_log
+from edited import WAYS, edit_model
+from other_optimizers import assert_equal, copy_with, resume, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, ways",
+    [
+        ("schedule-free", ["tp", "pp", "fsdp", "ddp", "tp"]),
+        ("two AdamWs", ["fsdp", "one", "fsdp"]),
+        ("Lookahead", ["one", "fsdp", "fsdp", "one"]),  # its state appears in the second step
+        ("SGD for positions", ["pp", "one", "pp"]),  # a stage has no parameter of it
+    ],
+)
+def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, ways):
+    """Each layout resumes the run of the one before it, a step later."""
+    copy_with(tmp_path, name)
+    every_step = ["--max_steps", len(ways), "--save_every", 1]
+    run(tmp_path, "one", *every_step)
+    expected = read_log(tmp_path / "one")
+    for start, way in enumerate(ways):
+        forget_steps_after(tmp_path / "run", start)
+        flags = [*WAYS.get(way, []), *every_step, "--resume"]
+        out, _ = run(tmp_path, "run", *flags, processes=1 if way == "one" else 2)
+        assert f"resumed from step {start} " in out or start == 0
+        log = read_log(tmp_path / "run")
+        assert log.keys() == expected.keys()
+        for key, value in log.items():
+            assert float(value) == pytest.approx(float(expected[key]), rel=1e-4), (start, way, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp", "tp"])
+def test_an_optimizer_that_cannot_step_split_parameters_ends_the_run(tmp_path, way):
+    """With PyTorch's own error, in the first step."""
+    copy_with(tmp_path, "Adafactor")
+    _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=1)
+    assert "Error" in err and "_adafactor.py" in err
+    assert not names(tmp_path / "run", "*.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp", "tp", "pp"])
+def test_a_state_of_another_shape_that_is_equal_on_all_processes(tmp_path, way):
+    """A split model saves the tensor of rank 0, and gives it to all processes."""
+    copy_with(tmp_path, "schedule-free")
+    start = 'self.state[p]["z"] = p.clone()'
+    edit_model(tmp_path, (start, f"self.state[p]['seen'] = torch.zeros(3); {start}"))
+    edit_model(
+        tmp_path,
+        (
+            "z = self.state[p]",
+            "self.state[p]['seen'][group['k'] % 3] = 1\n                z = self.state[p]",
+        ),
+    )
+    run(tmp_path, "run", *WAYS[way], processes=2)
+    again = resume(tmp_path, "run", *WAYS[way], processes=2)
+    whole, resumed = (checkpoint(tmp_path / place, 4) for place in ("run", again))
+    assert_equal(whole["optimizers"], resumed["optimizers"], way)
+    assert whole["optimizers"][0]["state"][0]["seen"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_stages_with_different_optimizers_are_refused(tmp_path):
+    copy_with(tmp_path, "SGD for positions")
+    edit_model(
+        tmp_path,
+        ("        optimizers.append(sgd)\n", "        optimizers += [sgd] if wpe else []\n"),
+    )
+    _, err = run(tmp_path, "run", *WAYS["pp"], processes=2, status=2)
+    assert err.splitlines()[-1].startswith("error: --pp: configure_optimizers must return the same")
+    assert not (tmp_path / "run").exists()
