@@ -504,19 +504,37 @@ def test_processes_that_take_the_same_sequences_show_no_error(tmp_path):
     assert np.abs(differences).max() > 0.01
 
 
+GAP = "@@ … @@"  # between two hunks of a diff on the page; like diff's own line, without numbers
+
+
+def find_lines(lines, wanted, start):
+    """Returns the index after the first place from `start` on where `wanted` occurs in `lines`."""
+    for i in range(start, len(lines) - len(wanted) + 1):
+        if lines[i : i + len(wanted)] == wanted:
+            return i + len(wanted)
+    pytest.fail("not next to each other in the file:\n" + "\n".join(wanted))
+
+
 @pytest.mark.parametrize("page", ["docs/lesson.md", "docs/lesson.zh.md"])
-def test_the_page_shows_lines_that_changed(page):
-    """Each block with + and - has lines of the difference that its section is about."""
+def test_each_diff_of_the_page_shows_neighbouring_lines_of_the_files(page):
+    """A hunk leaves out no line. The hunks of a block are in the order of the files."""
     sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)[1:]
     n_blocks = 0
     for section in sections:
         for block in re.findall(r"^```diff\n(.*?)^```", section, re.M | re.S):
             number = int(section.split(".")[0])
-            lines = difference(number)
-            for line in block.splitlines():
-                assert f"{line[0]} {line[1:]}" in lines, f"section {number}: {line}"
+            changed = difference(number)
+            before, after = lesson(number - 1).splitlines(), lesson(number).splitlines()
+            old_end = new_end = 0
+            for hunk in block.removesuffix("\n").split(f"\n{GAP}\n"):
+                lines = hunk.splitlines()
+                assert all(f"{line[0]} {line[1:]}" in changed for line in lines), lines
+                old = [line[1:] for line in lines if line[0] in " -"]
+                new = [line[1:] for line in lines if line[0] in " +"]
+                old_end = find_lines(before, old, old_end)
+                new_end = find_lines(after, new, new_end)
             n_blocks += 1
-    assert n_blocks >= 13
+    assert n_blocks == 13
 
 
 def test_the_page_has_the_numbers_of_changed_lines():
