@@ -13,6 +13,7 @@ even if its code differs from ours.
 import copy
 import math
 import sys
+import itertools
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -145,8 +146,8 @@ def check_cross_entropy(task):
 
 def check_mask(task):
     torch.manual_seed(0)
-    for T in (6, 1, 9):
-        scores = torch.randn(2, T, T)
+    for T, mean in ((6, 0), (1, 0), (9, -50)):  # a masked score of -20 must not pass
+        scores = mean + torch.randn(2, T, T)
         weights = task.causal_weights(scores.clone())
         expect_tensor(weights, (2, T, T))
         check_weights(weights, scores)
@@ -154,6 +155,11 @@ def check_mask(task):
     for i in range(2):
         expect(
             is_close(weights[0, i], torch.tensor([1.0, 0.0])),
+    expect(
+        not is_close(weights[0, 0], torch.tensor([0.0, 1.0])),
+        "position 0 looks at position 1 if its score is 200: the mask adds a number to this score "
+        "that is too close to 0. Add -inf instead, or replace the score by -inf",
+    )
             f"if the scores of row {i} are {[[0, 200], [200, 0]][i]}, its weights are "
             f"{weights[0, i].tolist()} and not [1, 0]. In float32, exp(200) is inf, and the "
             "softmax of 0 next to 200 is 0. So mask the scores first, and then take their softmax",
@@ -205,11 +211,6 @@ def check_weights(weights, scores):
             "position 0 changes if token 1 changes: the mask is missing",
         )
         expect(
-            not is_close(weights, scores.masked_fill(later, 0).softmax(dim=2)),
-            "position 0 looks at position 1: a masked score is 0, but exp(0) = 1, so its weight is "
-            "not 0. Softmax gives the weight 0 only to a score of -inf",
-        )
-        expect(
             not (weights[:, earlier] < 1e-6).all(),
             "position 0 looks at position 1, and position 1 does not look at position 0: the mask "
             "hides earlier positions instead of later positions",
@@ -217,6 +218,7 @@ def check_weights(weights, scores):
         expect(
             (weights[:, later & ~ahead] > 1e-6).any(),
             "position 0 looks at position 1, but not at position 2: the mask is shifted by one "
+        check_masked_scores(weights, scores)
             "place. A position may look at itself, and not at the next one",
         )
         i, j = (weights > 1e-6).any(dim=0).logical_and(later).nonzero()[0].tolist()
@@ -248,11 +250,35 @@ def check_weights(weights, scores):
 # 03: heads
 
 
-def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, dim=3):
+def check_masked_scores(weights, scores):
+    """Raises Wrong if the mask writes or adds a finite number, instead of -inf.
+
+    Computes the masked scores from the weights: log(weight) is a score minus a number of its row.
+    """
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)  # (T, T)
+    log_w = weights.log()  # (B, T, T)
+    own = scores.diagonal(dim1=1, dim2=2) - log_w.diagonal(dim1=1, dim2=2)  # (B, T)
+    masked = log_w + own[..., None]  # (B, T, T)
+    for number, what in (
+        (masked[:, later], "a masked score is {0:.3g}, but exp({0:.3g}) = {1:.2g}"),
+        ((masked - scores)[:, later], "the mask adds {0:.3g} to the scores of later positions"),
+    ):
+        value = round(number.mean().nan_to_num().item(), 2) + 0.0  # + 0.0 turns -0.0 into 0.0
+        if (number - value).abs().max() < 0.01:
+            raise Wrong(
+                f"position 0 looks at position 1: {what.format(value, math.exp(value))}, so its "
+                "weight is not 0. Softmax gives the weight 0 only to a score of -inf"
+            )
+
+
+def attend(
+    q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, is_late=False, dim=3
+):
     """Computes attention, with the mistakes that the arguments select. q, k, v: (B, T, C).
 
     split, merge: how the channels are split into heads, and the heads concatenated. scale: divisor
-    of the scores. ahead: how many later positions a query sees. dim: the dimension of softmax.
+    of the scores. ahead: how many later positions a query sees. is_late: whether the mask comes
+    after softmax. dim: the dimension of softmax.
     """
     B, T, C = q.size()
     hs = C // n_head
@@ -269,7 +295,11 @@ def attend(q, k, v, n_head, split="right", merge="right", scale=None, ahead=0, d
     q, k, v = parts  # (B, nh, T, hs)
     scores = q @ k.transpose(2, 3) / (math.sqrt(hs) if scale is None else scale)
     is_later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + ahead)  # (T, T)
-    y = scores.masked_fill(is_later, -math.inf).softmax(dim) @ v  # (B, nh, T, hs)
+    if is_late:
+        weights = scores.softmax(dim).masked_fill(is_later, 0)  # (B, nh, T, T)
+    else:
+        weights = scores.masked_fill(is_later, -math.inf).softmax(dim)  # (B, nh, T, T)
+    y = weights @ v  # (B, nh, T, hs)
     if split == "none":
         return y.flatten(2)
     if merge == "flat":
@@ -287,39 +317,6 @@ def check_heads(task):
     expect_tensor(y, (B, T, C))
     expected = attend(q, k, v, n_head)
     if not is_close(y, expected):
-        view = "view(B, n_head, T, hs) mixes the positions: head 0 gets the first T x hs numbers, "
-        view += "which are all channels of the first positions"
-        back = "each head is right, but the heads are concatenated wrong: the dimensions of y are "
-        back += "in the order B, n_head, T, hs, but the result needs the order B, T, n_head, hs"
-        mistakes = {
-            view: attend(q, k, v, n_head, split="flat"),
-            view + ". Concatenating the heads also mixes the positions": attend(
-                q, k, v, n_head, split="flat", merge="flat"
-            ),
-            back: attend(q, k, v, n_head, merge="flat"),
-            "the scores are divided by sqrt(C), but a head has only hs = C / n_head channels, so "
-            "divide by sqrt(hs)": attend(q, k, v, n_head, scale=math.sqrt(C)),
-            "the scores are not divided by sqrt(hs)": attend(q, k, v, n_head, scale=1),
-            "the scores are divided by hs, not by sqrt(hs)": attend(
-                q, k, v, n_head, scale=C / n_head
-            ),
-            "position 0 changes if token 1 changes: the mask is missing": attend(
-                q, k, v, n_head, ahead=T
-            ),
-            "position 0 changes if token 1 changes: the mask is shifted by one place": attend(
-                q, k, v, n_head, ahead=1
-            ),
-            "softmax runs over the queries, not over the keys: use the last dimension": attend(
-                q, k, v, n_head, dim=2
-            ),
-            "at each position, the heads attend to each other, but positions should attend to "
-            "positions: T and hs must be the last two dimensions of q, k and v": attend(
-                q, k, v, n_head, split="none"
-            ),
-            "head 0 uses the channels 0, 3, 6 and 9 (of 12), but it should use the channels 0 to "
-            "3": attend(q, k, v, n_head, split="interleaved"),
-        }
-        expect_none_of(y, mistakes)
         hs = C // n_head
         for scale in (math.sqrt(C), math.sqrt(hs)):
             expect(
@@ -335,6 +332,7 @@ def check_heads(task):
         if y.isnan().any():
             raise Wrong(why_nan(y.isnan()))
         check_reach(task, (q, k, v), n_head, y)
+        check_heads_mistakes(y, q, k, v, n_head)
         b, t, c = first_wrong(y, expected)
         raise Wrong(
             f"at position {t}, channel {c}, the result is {y[b, t, c]:.3f} and not "
@@ -355,6 +353,63 @@ def check_heads(task):
 def check_reach(task, given, n_head, y):
     """Checks which results change if one token or one channel of q, k or v changes."""
     T, C = y.size(1), y.size(2)
+def check_heads_mistakes(y, q, k, v, n_head):
+    """Raises Wrong if y is the result of one, two or three common mistakes in attention."""
+    T, C = q.size(1), q.size(2)
+    hs = C // n_head
+    mistakes = (  # (an argument of attend, its value, the sentence)
+        (
+            "split",
+            "flat",
+            "view(B, n_head, T, hs) mixes the positions: head 0 gets the first T x hs numbers, "
+            "which are all channels of the first positions",
+        ),
+        (
+            "split",
+            "none",
+            "at each position, the heads attend to each other, but positions should attend to "
+            "positions: T and hs must be the last two dimensions of q, k and v",
+        ),
+        (
+            "split",
+            "interleaved",
+            "head 0 uses the channels 0, 3, 6 and 9 (of 12), but it should use the channels 0 to 3",
+        ),
+        (
+            "merge",
+            "flat",
+            "the heads are concatenated wrong: the dimensions of y are in the order B, n_head, T, "
+            "hs, but the result needs the order B, T, n_head, hs",
+        ),
+        (
+            "scale",
+            math.sqrt(C),
+            "the scores are divided by sqrt(C), but a head has only hs = C / n_head channels, so "
+            "divide by sqrt(hs)",
+        ),
+        ("scale", 1, "the scores are not divided by sqrt(hs)"),
+        ("scale", hs, "the scores are divided by hs, not by sqrt(hs)"),
+        ("ahead", T, "position 0 changes if token 1 changes: the mask is missing"),
+        (
+            "ahead",
+            1,
+            "position 0 changes if token 1 changes: the mask is shifted by one place",
+        ),
+        ("is_late", True, "the mask comes after softmax, so the weights do not add up to 1"),
+        ("dim", 2, "softmax runs over the queries, not over the keys: use the last dimension"),
+        ("dim", 1, "softmax runs over the heads, not over the keys: use the last dimension"),
+    )
+    for n_mistakes in (1, 2, 3):
+        for chosen in itertools.combinations(mistakes, n_mistakes):
+            arguments = {name: value for name, value, _ in chosen}
+            if len(arguments) == n_mistakes and is_close(y, attend(q, k, v, n_head, **arguments)):
+                sentences = [sentence for *_, sentence in chosen]
+                if n_mistakes == 1:
+                    raise Wrong(sentences[0])
+                numbered = [f"({i}) {sentence}" for i, sentence in enumerate(sentences, start=1)]
+                raise Wrong(f"there are {n_mistakes} mistakes: {'; '.join(numbered)}")
+
+
     hs = C // n_head
 
     def differs(i, place, dims):
@@ -434,15 +489,24 @@ def check_init(task):
             "lm_head.weight and wte.weight are no longer the same parameter: change the values of "
             "parameters, but do not replace parameters",
         )
-        for name, p in gpt.named_parameters():
-            expect(
-                p.dim() == 1 or not torch.equal(p, before[name]),
-                f"{name} still has PyTorch's initial values: change the parameter itself, not a "
-                "copy",
+        matrices = {name: p for name, p in gpt.named_parameters() if p.dim() == 2}
+        same = [name for name, p in matrices.items() if torch.equal(p, before[name])]
+        expect(
+            len(same) < len(matrices),
+            "all matrices still have PyTorch's initial values: change the parameters themselves, "
+            "not copies",
+        )
+        if same:
+            name = same[0]
+            hint = ". Embeddings are matrices, too" if name in ("wte.weight", "wpe.weight") else ""
+            raise Wrong(
+                f"{name} still has PyTorch's initial values, but other matrices have changed: the "
+                f"function leaves out {name}, or changes a copy of it{hint}"
             )
             check_initial_values(name, p.detach(), n_layer)
         first, second = gpt.h[0].mlp.c_fc.weight, gpt.h[1].mlp.c_fc.weight
         expect(
+        for name, p in gpt.named_parameters():
             not torch.equal(first, second),
             "h.0.mlp.c_fc.weight and h.1.mlp.c_fc.weight have the same values: set the random seed "
             "once, or not at all",
@@ -506,13 +570,15 @@ def adamw(p, grad, m, v, step, mistake=None):
             p = p * (1 - decay)
         elif mistake not in ("no decay", "l2"):
             p = p * (1 - lr * decay)
-    if mistake == "betas":
+    if mistake in ("betas", "betas of averages"):
         beta1, beta2 = beta2, beta1
     m = beta1 * m + (1 - beta1) * grad
     v = beta2 * v + (1 - beta2) * (grad if mistake == "no square" else grad**2)
     if mistake == "step":
         step = step + 1
     if mistake == "no power":
+    if mistake in ("betas of averages", "betas of correction"):
+        beta1, beta2 = beta2, beta1
         step = 1
     power = 1 if mistake == "no power of m" else step
     m_hat = m if mistake in ("no correction", "no m") else m / (1 - beta1**power)
@@ -550,6 +616,9 @@ ADAMW_MISTAKES = {
     "no root": "the root of v is missing",
     "no square": "v must be a mean of the squares of the gradients",
     "sign": "the parameter moves in the direction of its gradient, so the loss would rise",
+    "betas of averages": "beta1 and beta2 are swapped in the averages, but not in the bias "
+    "correction. m is averaged with beta1, and v with beta2",
+    "betas of correction": "beta1 and beta2 are swapped in the bias correction",
 }
 
 
@@ -619,7 +688,12 @@ def check_adamw(task):
                     f"{place}: p is right, but the returned {name} is already divided by the bias "
                     "correction. Return m and v without bias correction",
                 )
-                expect(is_close(x, y), f"{place}: p is right, but the returned {name} is wrong")
+                if not is_close(x, y):
+                    wrong = f"{place}: p is right, but the returned {name} is wrong"
+                    for mistake, sentence in ADAMW_MISTAKES.items():
+                        state = dict(zip("pmv", adamw(*before, step, mistake)))
+                        expect(not is_close(x, state[name]), f"{wrong}: {sentence}")
+                    raise Wrong(wrong)
             p, m, v = (x.detach() for x in result)
 
 

@@ -68,6 +68,20 @@ MISTAKES = [
     ("02", "triu(1)", "triu(2)", "position 0 looks at position 1, but not at position 2"),
     ("02", "triu(1)", "triu(0)", "row 0 is nan"),
     ("02", "-torch.inf", "0", "a masked score is 0"),
+    ("02", "-torch.inf", "-10", "a masked score is -10, but exp(-10) = 4.5e-05, so its weight"),
+    ("02", "-torch.inf", "-20", "a masked score is -20, but exp(-20) = 2.1e-09, so its weight"),
+    (
+        "02",
+        "scores.masked_fill(is_later, -torch.inf)",
+        "(scores + is_later * -10)",
+        "position 0 looks at position 1: the mask adds -10 to the scores of later positions",
+    ),
+    (
+        "02",
+        "scores.masked_fill(is_later, -torch.inf)",
+        "(scores + is_later * -100)",
+        "position 0 looks at position 1 if its score is 200: the mask adds a number",
+    ),
     ("02", "triu(1)", "tril(-1)", "hides earlier positions"),
     ("02", "softmax(dim=2)", "softmax(dim=1)", "the columns add up to 1"),
     (
@@ -151,6 +165,25 @@ MISTAKES = [
     ("03", "    k = k.view", "    k = k.roll(1, 2)\n    k = k.view", "belong to different heads"),
     ("03", "    v = v.view", "    v = v.roll(-1, 1)\n    v = v.view", "if token 1 changes in v"),
     ("03", "    k = k.view", "    k = k * (torch.arange(C) < 11)\n    k = k.view", "has no effect"),
+    (
+        "03",
+        "scores.masked_fill(is_later, -math.inf)",
+        "(scores * math.sqrt(C // n_head))",
+        "there are 2 mistakes: (1) the scores are not divided by sqrt(hs); (2) position 0 changes "
+        "if token 1 changes: the mask is missing",
+    ),
+    (
+        "03",
+        "softmax(dim=3)  # (B, nh, T, T)\n    y = weights @ v  # (B, nh, T, hs)\n",
+        "softmax(dim=2)\n    y = weights @ v\n    return y.reshape(B, T, C)\n",
+        "there are 2 mistakes: (1) the heads are concatenated wrong",
+    ),
+    (
+        "03",
+        "scores.masked_fill(is_later, -math.inf).softmax(dim=3)",
+        "scores.softmax(dim=3).masked_fill(is_later, 0)",
+        "the mask comes after softmax",
+    ),
     ("03", "softmax(dim=3)", "softmax(dim=3) ** 2", "look at the scores and the softmax"),
     # 04: initialization
     ("04", " / math.sqrt(2 * n_layer)", "", "would grow with n_layer"),
@@ -166,7 +199,24 @@ MISTAKES = [
         '        nn.init.torch.manual_seed(1)\n        if name.endswith("bias"):',
         "have the same values: set the random seed once",
     ),
-    ("04", "    for name, p in", "    return\n    for name, p in", "still has PyTorch's initial"),
+    (
+        "04",
+        "    for name, p in",
+        "    return\n    for name, p in",
+        "change the parameters themselves",
+    ),
+    (
+        "04",
+        "        elif p.dim() == 2:",
+        '        elif name.startswith("w"):\n            pass\n        elif p.dim() == 2:',
+        "leaves out wte.weight, or changes a copy of it. Embeddings are matrices, too",
+    ),
+    (
+        "04",
+        "nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))",
+        "p = 0.005 * p",
+        "h.0.attn.c_proj.weight still has PyTorch's initial values, but other matrices",
+    ),
     # 05: AdamW
     ("05", "m_hat = m / (1 - beta1**step)", "m_hat = m", "m is not divided by 1 - beta1^step"),
     ("05", "v_hat = v / (1 - beta2**step)", "v_hat = v", "v is not divided by 1 - beta2^step"),
@@ -187,6 +237,24 @@ MISTAKES = [
     ("05", "grad**2", "m**2", "The returned m is right, and v is wrong"),
     ("05", "(1 - beta1) * grad", "beta1 * grad", "The returned m is wrong, and v is right"),
     ("05", "beta2**step", "beta2 * step", "step 2 of a matrix: p contains nan"),
+    (
+        "05",
+        "    if p.dim() == 2",
+        "    beta1, beta2 = beta2, beta1\n    if p.dim() == 2",
+        "p is right, but the returned m is wrong: beta1 and beta2 are swapped",
+    ),
+    (
+        "05",
+        "    m_hat = ",
+        "    beta1, beta2 = beta2, beta1\n    m_hat = ",
+        "beta1 and beta2 are swapped in the bias correction",
+    ),
+    (
+        "05",
+        "    m = beta1 * m + (1 - beta1) * grad\n    v = beta2 * v + (1 - beta2) * grad**2\n",
+        "    m = beta2 * m + (1 - beta2) * grad\n    v = beta1 * v + (1 - beta1) * grad**2\n",
+        "beta1 and beta2 are swapped in the averages",
+    ),
     # 06: micro-batches
     (
         "06",
@@ -511,7 +579,17 @@ def test_no_file_imports_more_than_torch():
         assert set(lines) <= allowed, path
     text = (ROOT / "lesson" / "check.py").read_text(encoding="utf-8")
     found = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
-    assert found <= allowed | {"collections", "pathlib", "sys", "traceback", "types"}
+    assert found <= allowed | {
+        "_thread",
+        "ast",
+        "collections",
+        "itertools",
+        "pathlib",
+        "sys",
+        "threading",
+        "traceback",
+        "types",
+    }
 
 
 @pytest.mark.parametrize("number", NUMBERS)
