@@ -17,3 +17,7 @@ def causal_weights(scores):
     Example: for scores of [[[0.0, 5.0], [0.0, 0.0]]], the weights are [[[1.0, 0.0], [0.5, 0.5]]].
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

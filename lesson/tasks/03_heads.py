@@ -26,3 +26,7 @@ def attention(q, k, v, n_head):
     Example: if T = 1, the only position attends only to itself, so the result is v.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -33,3 +33,7 @@ def init_weights(model, n_layer):
     Example: with n_layer = 8, the standard deviation of h.0.attn.c_proj.weight is 0.005.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

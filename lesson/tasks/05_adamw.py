@@ -28,3 +28,7 @@ def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
     slightly smaller than lr.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -27,3 +27,7 @@ def backward_of_step(model, micro_batches):
     (3 * 2.0 + 6.0) / 4 = 3.0, not (2.0 + 6.0) / 2 = 4.0.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

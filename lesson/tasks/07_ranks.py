@@ -18,3 +18,7 @@ def starts_of_rank(rank, world_size, position, n, B):
     [100, 104].
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -31,3 +31,7 @@ def load_checkpoint(checkpoint, model, optimizer):
     returns 5.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -30,3 +30,7 @@ def orthogonalize(x):
     Example: for x = [[3.0, 0.0], [0.0, 1.0]], the result is about [[1.0, 0.0], [0.0, 1.0]].
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

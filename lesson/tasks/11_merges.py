@@ -23,3 +23,7 @@ def learn_merges(text, n_merges):
     are 256, 256, 99. The pairs (256, 256) and (256, 99) both occur once, and (256, 99) is smaller.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)

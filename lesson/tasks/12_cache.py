@@ -25,3 +25,7 @@ def attention_with_cache(q, k, v, cache):
     these tokens attends to 6 tokens, and the second token attends to 7.
     """
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    print(__doc__)
