@@ -7,13 +7,16 @@
 Each file in lesson/tasks/ describes a function without code. Replace the line `raise
 NotImplementedError` with your code. A check trains no model, but it needs a few seconds to import
 torch. A check reports the first mistake that it finds. An answer is right if its results are right,
-even if its code differs from ours.
+even if its code differs from ours, unless it uses a function that its task forbids.
 """
 
+import _thread
+import ast
 import copy
+import itertools
 import math
 import sys
-import itertools
+import threading
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -152,14 +155,14 @@ def check_mask(task):
         expect_tensor(weights, (2, T, T))
         check_weights(weights, scores)
     weights = task.causal_weights(torch.tensor([[[0.0, 200.0], [200.0, 0.0]]]))
-    for i in range(2):
-        expect(
-            is_close(weights[0, i], torch.tensor([1.0, 0.0])),
     expect(
         not is_close(weights[0, 0], torch.tensor([0.0, 1.0])),
         "position 0 looks at position 1 if its score is 200: the mask adds a number to this score "
         "that is too close to 0. Add -inf instead, or replace the score by -inf",
     )
+    for i in range(2):
+        expect(
+            is_close(weights[0, i], torch.tensor([1.0, 0.0])),
             f"if the scores of row {i} are {[[0, 200], [200, 0]][i]}, its weights are "
             f"{weights[0, i].tolist()} and not [1, 0]. In float32, exp(200) is inf, and the "
             "softmax of 0 next to 200 is 0. So mask the scores first, and then take their softmax",
@@ -215,10 +218,10 @@ def check_weights(weights, scores):
             "position 0 looks at position 1, and position 1 does not look at position 0: the mask "
             "hides earlier positions instead of later positions",
         )
+        check_masked_scores(weights, scores)
         expect(
             (weights[:, later & ~ahead] > 1e-6).any(),
             "position 0 looks at position 1, but not at position 2: the mask is shifted by one "
-        check_masked_scores(weights, scores)
             "place. A position may look at itself, and not at the next one",
         )
         i, j = (weights > 1e-6).any(dim=0).logical_and(later).nonzero()[0].tolist()
@@ -247,9 +250,6 @@ def check_weights(weights, scores):
     )
 
 
-# 03: heads
-
-
 def check_masked_scores(weights, scores):
     """Raises Wrong if the mask writes or adds a finite number, instead of -inf.
 
@@ -269,6 +269,9 @@ def check_masked_scores(weights, scores):
                 f"position 0 looks at position 1: {what.format(value, math.exp(value))}, so its "
                 "weight is not 0. Softmax gives the weight 0 only to a score of -inf"
             )
+
+
+# 03: heads
 
 
 def attend(
@@ -329,10 +332,10 @@ def check_heads(task):
                 f"with n_head = {n_head} and C = {C}, there are {hs} heads of {n_head} channels "
                 f"instead of {n_head} heads of {hs} channels",
             )
+        check_heads_mistakes(y, q, k, v, n_head)
         if y.isnan().any():
             raise Wrong(why_nan(y.isnan()))
         check_reach(task, (q, k, v), n_head, y)
-        check_heads_mistakes(y, q, k, v, n_head)
         b, t, c = first_wrong(y, expected)
         raise Wrong(
             f"at position {t}, channel {c}, the result is {y[b, t, c]:.3f} and not "
@@ -350,9 +353,6 @@ def check_heads(task):
         )
 
 
-def check_reach(task, given, n_head, y):
-    """Checks which results change if one token or one channel of q, k or v changes."""
-    T, C = y.size(1), y.size(2)
 def check_heads_mistakes(y, q, k, v, n_head):
     """Raises Wrong if y is the result of one, two or three common mistakes in attention."""
     T, C = q.size(1), q.size(2)
@@ -410,6 +410,9 @@ def check_heads_mistakes(y, q, k, v, n_head):
                 raise Wrong(f"there are {n_mistakes} mistakes: {'; '.join(numbered)}")
 
 
+def check_reach(task, given, n_head, y):
+    """Checks which results change if one token or one channel of q, k or v changes."""
+    T, C = y.size(1), y.size(2)
     hs = C // n_head
 
     def differs(i, place, dims):
@@ -503,10 +506,10 @@ def check_init(task):
                 f"{name} still has PyTorch's initial values, but other matrices have changed: the "
                 f"function leaves out {name}, or changes a copy of it{hint}"
             )
+        for name, p in gpt.named_parameters():
             check_initial_values(name, p.detach(), n_layer)
         first, second = gpt.h[0].mlp.c_fc.weight, gpt.h[1].mlp.c_fc.weight
         expect(
-        for name, p in gpt.named_parameters():
             not torch.equal(first, second),
             "h.0.mlp.c_fc.weight and h.1.mlp.c_fc.weight have the same values: set the random seed "
             "once, or not at all",
@@ -574,11 +577,11 @@ def adamw(p, grad, m, v, step, mistake=None):
         beta1, beta2 = beta2, beta1
     m = beta1 * m + (1 - beta1) * grad
     v = beta2 * v + (1 - beta2) * (grad if mistake == "no square" else grad**2)
+    if mistake in ("betas of averages", "betas of correction"):
+        beta1, beta2 = beta2, beta1
     if mistake == "step":
         step = step + 1
     if mistake == "no power":
-    if mistake in ("betas of averages", "betas of correction"):
-        beta1, beta2 = beta2, beta1
         step = 1
     power = 1 if mistake == "no power of m" else step
     m_hat = m if mistake in ("no correction", "no m") else m / (1 - beta1**power)
@@ -613,12 +616,12 @@ ADAMW_MISTAKES = {
     "root of v": "v is divided by 1 - beta2^step after the root, but v_hat is under the root: "
     "divide first",
     "betas": "beta1 and beta2 are swapped",
-    "no root": "the root of v is missing",
-    "no square": "v must be a mean of the squares of the gradients",
-    "sign": "the parameter moves in the direction of its gradient, so the loss would rise",
     "betas of averages": "beta1 and beta2 are swapped in the averages, but not in the bias "
     "correction. m is averaged with beta1, and v with beta2",
     "betas of correction": "beta1 and beta2 are swapped in the bias correction",
+    "no root": "the root of v is missing",
+    "no square": "v must be a mean of the squares of the gradients",
+    "sign": "the parameter moves in the direction of its gradient, so the loss would rise",
 }
 
 
@@ -1319,6 +1322,15 @@ CHECKS = {
 }
 
 
+# The names that an answer may not use, because they would solve the task.
+FORBIDDEN = {
+    "01": ("cross_entropy", "CrossEntropyLoss", "log_softmax", "LogSoftmax", "logsumexp"),
+    "03": ("scaled_dot_product_attention",),
+    "09": ("backward", "autograd"),
+}
+LIMIT = 30  # seconds; task 08 needs the longest: PyTorch imports its compiler for up to 5 seconds
+
+
 def find(folder, number):
     """Returns the file of a task: find(TASKS, "02") -> lesson/tasks/02_mask.py."""
     (path,) = folder.glob(f"{number}_*.py")
@@ -1331,9 +1343,24 @@ def check(number, text, path):
     text: the program that contains the function. path: the file of this program, for messages.
     """
     names = {"__name__": "task"}
+    is_late = threading.Event()
+
+    def stop():
+        is_late.set()
+        _thread.interrupt_main()  # raises KeyboardInterrupt in the main thread, on all systems
+
+    timer = threading.Timer(LIMIT, stop)
+    timer.daemon = True
     try:
+        expect_no_forbidden(number, ast.parse(text), path)
+        timer.start()
         exec(compile(text, str(path), "exec"), names)
         CHECKS[number](SimpleNamespace(**names))
+    except KeyboardInterrupt as error:
+        if not is_late.is_set():  # the user has pressed Ctrl-C
+            raise
+        line = line_of(error, path)
+        return f"line {line} of {path.name} still runs after {LIMIT} seconds. Is its loop endless?"
     except NotImplementedError as error:  # PyTorch also raises this error, but with a message
         return place_of(error, path) if str(error) else "open"
     except Wrong as wrong:
@@ -1346,16 +1373,39 @@ def check(number, text, path):
         return place_of(error, path)
     except Exception as error:
         return place_of(error, path)
+    finally:
+        timer.cancel()
     return None
+
+
+def expect_no_forbidden(number, tree, path):
+    """Raises Wrong if a program uses a name that its task forbids. tree: the parsed program."""
+    for node in ast.walk(tree):
+        used = None
+        if isinstance(node, ast.Attribute):  # such as F.cross_entropy
+            used = node.attr
+        elif isinstance(node, ast.alias):  # from torch.nn.functional import cross_entropy
+            used = node.name.split(".")[-1]
+        expect(
+            used not in FORBIDDEN.get(number, ()),
+            f"line {getattr(node, 'lineno', 0)} of {path.name} uses {used}, but this task asks you "
+            "to compute the result without it",
+        )
+
+
+def line_of(error, path):
+    """Returns the last line of the answer that an error came from, or None."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return lines[-1] if lines else None
 
 
 def place_of(error, path):
     """Returns a sentence: the line of the answer that raised the error, and Python's message."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    line = line_of(error, path)
     what = f"{type(error).__name__}: {error}".rstrip(".")
-    if not lines:  # the error is in the check, which used the result of the answer
+    if line is None:  # the error is in the check, which used the result of the answer
         return f"the check cannot use the result: {what}"
-    return f"line {lines[-1]} of {path.name} raises {what}"
+    return f"line {line} of {path.name} raises {what}"
 
 
 def title(path):

@@ -430,10 +430,12 @@ def test_a_usual_mistake_gets_a_sentence_of_its_own(number, old, new, words):
 # Right answers that look different from ours.
 ANSWERS = {
     "01": """
-import torch.nn.functional as F
+import torch
 
 def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    shifted = logits.double() - logits.amax(-1, keepdim=True)
+    B, T = torch.meshgrid(*map(torch.arange, targets.shape), indexing="ij")
+    return (torch.log(torch.exp(shifted).sum(-1)) - shifted[B, T, targets]).float().mean()
 """,
     "02": """
 import torch
@@ -611,6 +613,52 @@ def test_what_the_check_says_about_a_file_that_python_cannot_run():
     # PyTorch raises NotImplementedError, too, such as for a softmax of integers.
     text = "def causal_weights(scores):\n    return scores.long().softmax(dim=2)\n"
     assert sentence_about("02", text).startswith("line 2 of 02_mask.py raises ")
+
+
+@pytest.mark.parametrize(
+    "number, line, name",
+    [
+        ("01", "F.cross_entropy(logits.flatten(0, 1), targets.flatten())", "cross_entropy"),
+        ("01", "-logits.log_softmax(2).gather(2, targets[..., None]).mean()", "log_softmax"),
+        ("01", "torch.logsumexp(logits, 2).mean()", "logsumexp"),
+        ("03", "F.scaled_dot_product_attention(q, k, v)", "scaled_dot_product_attention"),
+        ("09", "torch.autograd.grad(x, x)", "autograd"),
+    ],
+)
+def test_a_function_that_the_task_forbids_is_refused(number, line, name):
+    text = f"import torch\nimport torch.nn.functional as F\ndef f(*arguments):\n    return {line}\n"
+    path = CHECK["find"](CHECK["TASKS"], number)
+    assert sentence_about(number, text) == (
+        f"line 4 of {path.name} uses {name}, but this task asks you to compute the result without "
+        "it"
+    )
+    assert name in path.read_text(encoding="utf-8")
+
+
+def test_a_forbidden_function_is_refused_under_another_name():
+    text = "from torch.nn.functional import cross_entropy as f\n"
+    assert "line 1 of 01_cross_entropy.py uses cross_entropy," in sentence_about("01", text)
+
+
+def test_an_endless_loop_ends_with_a_sentence(monkeypatch):
+    monkeypatch.setitem(CHECK["check"].__globals__, "LIMIT", 0.5)
+    text = "def starts_of_rank(*arguments):\n    while True:\n        pass\n"
+    found = sentence_about("07", text)
+    assert re.fullmatch(
+        r"line [23] of 07_ranks\.py still runs after 0\.5 seconds\. Is its loop endless\?", found
+    )
+    assert sentence_about("07", solution("07")) is None
+
+
+def test_ctrl_c_ends_the_check():
+    with pytest.raises(KeyboardInterrupt):
+        sentence_about("07", "raise KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_task_that_is_run_by_itself_says_how_it_is_checked(capsys, number):
+    runpy.run_path(str(CHECK["find"](CHECK["TASKS"], number)), run_name="__main__")
+    assert capsys.readouterr().out.endswith(f"\nCheck it with: python lesson/check.py {number}\n\n")
 
 
 def run_check(capsys, *arguments):
