@@ -1,8 +1,12 @@
 """Computes the logits and their cross-entropy in one function, one chunk of positions at a time.
 
-Only the logits of one chunk are in memory. If the head is a weight, the forward pass computes both
-the loss and the gradients of a chunk (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section
-3.2). If the head is a function, the backward pass recomputes the logits of each chunk.
+Only the logits of one chunk are in memory. In float32, N positions need N x V x 4 bytes: with 64
+sequences of T = 1024 and V = 50257, all logits would need 13.2 GB, and a chunk of 16384 positions
+needs 3.3 GB.
+
+If the head is a weight, the forward pass computes both the loss and the gradients of a chunk (Hsu
+et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2). If the head is a function, the backward
+pass recomputes the logits of each chunk.
 """
 
 import math

@@ -2,17 +2,27 @@
 
 import re
 
+from plaingpt import loss
 from plaingpt.loss import CHUNK_SIZE, ChunkedCrossEntropy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import randomise
+from conftest import ROOT, randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
+
+
+def test_the_memory_of_the_logits_on_the_pages():
+    """docs/hardware.md and the docstring: 4 bytes for each logit of GPT-2, in float32."""
+    page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    for N in (64 * 1024, CHUNK_SIZE["cuda"]):
+        size = f"{N * 50257 * 4 / 1e9:.1f} GB"
+        assert f"| {N:,} | {size} |" in page
+        assert size in " ".join(loss.__doc__.split())
 
 
 def naive_loss(model, idx, targets):
