@@ -12,8 +12,21 @@ with records such as:
    "ctx_b": "she", "ctx": "A woman fills a kettle. she",
    "endings": ["lights the stove.", "eats it.", "sings.", "naps."], "label": 0}
 
-The model's answer is the ending that is most likely after the context. Chance
-accuracy is 0.25. docs/benchmarks.md contains the scores of GPT-2 and GPT-3.
+How the accuracy is computed:
+
+  1. The tokenizer encodes the context, a space and an ending together. The
+     tokens of the ending come after the tokens of the context.
+  2. The log-likelihood of the ending is the sum of ln p over its tokens. p is
+     the probability of a token, given the context and the tokens before it.
+  3. It is divided by the length of the ending: by its number of tokens in
+     acc_norm_token, of characters in acc_norm_char, of bytes in acc_norm_byte
+     (both without the space), and by 1 in acc. A run logs acc_norm_token.
+  4. The model's answer is the ending with the highest result (argmax). The
+     accuracy is the fraction of examples whose answer is the label.
+
+plaingpt/scoring/score.py computes the log-likelihoods, and `report` in this
+file computes the accuracies. Chance accuracy is 0.25. docs/benchmarks.md
+contains the scores of GPT-2 and GPT-3.
 """
 
 import re
