@@ -4,14 +4,17 @@ import contextlib
 import json
 import math
 import os
+import re
 import resource
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 from plaingpt.checkpoint import load_checkpoint, load_newest, read_best_val
 from plaingpt.errors import UserError
 from plaingpt.files import read_json, read_streams
 from plaingpt.pretrained import load_model, save_gpt2
+from plaingpt.settings import settings_of_losses
 from plaingpt.shards import open_shard
 from plaingpt.tokenizer import get_tokenizer
 
@@ -38,7 +41,7 @@ from edited import copy_program, edit_model
 from other_optimizers import assert_equal
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig
+from train_gpt2 import TrainConfig, resume
 
 # Saving
 
@@ -49,16 +52,10 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 def test_what_a_run_writes(tmp_path):
     train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path, processes=2)
     saved = checkpoint(tmp_path / "run", 2)
-    assert {*saved} == {
-        "model",
-        "optimizers",
-        "scaler",
-        "step",
-        "position",
-        "model_config",
-        "train_config",
-        "tokenizer",
-    }
+    page = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    table = page.partition("| entry of a checkpoint |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    assert {*saved} == {*listed} - {"val"}  # val is only in model_best.pt
     assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
     model = GPT(GPTConfig(**saved["model_config"]))
     model.load_state_dict(saved["model"])  # no prefixes
@@ -214,6 +211,35 @@ def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
         out, _ = train(*flags, "--max_steps", step, "--dtype", dtype, cwd=copy.parent)
         assert f"resumed from step {step - 2} " in out and "note: dtype changes from " in out
         assert f"note: max_steps changes from {step - 2} to {step}\n" in out
+
+
+def test_a_note_says_that_the_learning_rate_changes_when_a_run_is_extended(tmp_path, capsys):
+    """The numbers of docs/resume.md, without training."""
+    linear = dict(max_lr=8e-3, min_lr=0.0, schedule="linear", warmup_steps=60)
+    cosine = dict(max_lr=6e-4, min_lr=6e-5, schedule="cosine", warmup_steps=715)
+    wsd = dict(linear, schedule="wsd")
+    for settings, step, before, after, note in (
+        (linear, 300, 300, 320, "3.3e-05 in step 299 to 6.2e-04 in step 300"),
+        (linear, 300, 300, 300, None),
+        (cosine, 19073, 19073, 40000, "6.0e-05 in step 19072 to 3.6e-04 in step 19073"),
+        (wsd, 240, 300, 320, None),  # the last checkpoint before the decay
+        (wsd, 300, 300, 320, "1.3e-04 in step 299 to 2.5e-03 in step 300"),
+    ):
+        config = TrainConfig(**settings, log_dir=str(tmp_path))
+        saved = dict(
+            step=step,
+            position=0,
+            train_config=settings_of_losses(replace(config, max_steps=before)),
+            model_config={},
+        )
+        training = SimpleNamespace(
+            config=replace(config, max_steps=after),
+            gpt_config=GPTConfig(),
+            load_state_dict=lambda checkpoint: None,
+        )
+        resume(training, saved, SimpleNamespace(fingerprints={}))
+        lines = [line for line in capsys.readouterr().out.splitlines() if "learning rate" in line]
+        assert lines == ([f"note: the learning rate changes from {note}"] if note else [])
 
 
 @pytest.mark.slow
