@@ -257,8 +257,10 @@ class GPT(nn.Module):
         muon_lr: the learning rate of Muon; if None, it equals learning_rate. muon_class: Muon, or a
         subclass.
 
-        AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to
-        matrices and embeddings only.
+        AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to each
+        parameter with two or more dimensions: to matrices and embeddings, but also to a parameter
+        of shape (nh, 1, 1), if you add one. To exempt such a parameter, edit the condition of
+        `vectors` below, for example with its name.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates the matrices of the
         blocks. Its updates are scaled to match the root mean square of AdamW's updates (Liu et al.
         2025, arXiv:2502.16982, section 2.2).
