@@ -1360,6 +1360,8 @@ def check(number, text, path):
         if not is_late.is_set():  # the user has pressed Ctrl-C
             raise
         line = line_of(error, path)
+        if line is None:
+            return f"the check itself takes more than {LIMIT} seconds. Is the machine busy?"
         return f"line {line} of {path.name} still runs after {LIMIT} seconds. Is its loop endless?"
     except NotImplementedError as error:  # PyTorch also raises this error, but with a message
         return place_of(error, path) if str(error) else "open"
