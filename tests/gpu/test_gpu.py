@@ -148,7 +148,8 @@ def test_memory_of_a_step_of_gpt2():
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         train_step(training, [(x, x)])
-    assert torch.cuda.max_memory_allocated() < 31e9  # 29.6e9 on an H100
+    # Version 2.1 needed 29.6e9 on an H100, because it kept the logits of all chunks.
+    assert torch.cuda.max_memory_allocated() < 27e9  # 25.1e9, calculated
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
