@@ -291,7 +291,7 @@ function namesOfHeads() {
 const namesOfBlocks = () => play.gpt.h.map((_, i) => `h.${i}`);
 const namesOfMLPs = () => play.gpt.h.map((_, i) => `h.${i}.mlp`);
 
-/** Returns the mean weight that a head gives to the previous token. */
+/** Returns the mean weight of a head in the column to the left of the diagonal. */
 function weightBefore(name) {
   const [, block, , head] = name.split(".");
   const rows = play.whole.caches[block].weights[head].slice(1);
@@ -329,8 +329,8 @@ function judge(answer, names, measure) {
 
 function checkHead(answer) {
   const [isRight, weight] = judge(answer, namesOfHeads(), weightBefore);
-  const sentence = `On average, this head gives the previous token a weight of ${weight.toFixed(2)}.`;
-  return [isRight, isRight ? sentence : `${sentence} Another head gives a larger weight: follow the arcs.`];
+  const sentence = `In the column to the left of the diagonal, the mean weight of this head is ${weight.toFixed(2)}.`;
+  return [isRight, isRight ? sentence : `${sentence} The mean weight of a different head is larger.`];
 }
 
 /** Returns whether exactly one letter of the first text is replaced by another letter. */
@@ -348,8 +348,8 @@ function checkLetter() {
   const losses = play.whole.losses();
   const others = Array.from(losses.keys()).filter((t) => data.ids[t + 1] === play.ids[t + 1]);
   const t = others.reduce((a, b) => (losses[b] > losses[a] ? b : a));
-  const found = `token ${t + 1} has the largest loss of the other tokens, ${losses[t].toFixed(2)}`;
-  if (losses[t] <= HIGH_LOSS) return [false, `Not yet: ${found}. Where is the model sure of the next token?`];
+  const found = `Token ${t + 1} has the largest loss of the other tokens, ${losses[t].toFixed(2)}`;
+  if (losses[t] <= HIGH_LOSS) return [false, `Not yet. ${found}. Where is the model sure of the next token?`];
   return [true, `${found}: the model was sure of a different token, which costs more than a uniform guess.`];
 }
 
@@ -374,18 +374,19 @@ function checkTemperature() {
     + `division by ${temperature} increases the differences of the logits.`];
 }
 
-function checkCheapest(answer) {
+function checkLeast(answer) {
   const names = [...namesOfHeads(), ...namesOfMLPs()];
   const rise = (name) => riseWithout(name, 1, Infinity);
-  const [isRight, least] = judge(answer, names, (name) => -rise(name));
-  const sentence = `Without this part, the mean loss changes by ${signed(-least)}.`;
-  return [isRight, isRight ? sentence : `${sentence} Without a different part, the mean loss rises less.`];
+  const [isRight] = judge(answer, names, (name) => -Math.abs(rise(name)));
+  const sentence = `Without this part, the mean loss changes by ${signed(rise(answer))}.`;
+  return [isRight, isRight ? sentence : `${sentence} Without a different part, the mean loss changes less.`];
 }
 
 /** The riddles: question(); choices(), names of parts; check(answer): [is right, a sentence]. */
 const RIDDLES = [
   {
-    question: () => "In the text above, which head attends most to the previous token?",
+    question: () => "In the pictures under “Attention”, each row is a token that attends. Which head has the largest mean "
+      + "weight in the column to the left of the diagonal? In the row of token 5, this is the column of token 4.",
     choices: namesOfHeads,
     check: checkHead,
   },
@@ -407,9 +408,10 @@ const RIDDLES = [
     check: checkTemperature,
   },
   {
-    question: () => "Which head or MLP can be switched off with the smallest increase of the mean loss of the text above?",
+    question: () => "Which head or MLP changes the mean loss of the text above least if you switch it off? An increase and a "
+      + "decrease count alike.",
     choices: () => [...namesOfHeads(), ...namesOfMLPs()],
-    check: checkCheapest,
+    check: checkLeast,
   },
 ];
 

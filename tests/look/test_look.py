@@ -867,6 +867,70 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     assert browser.console == []
 
 
+ANSWERS = """
+(i) => {
+  const riddle = byId("riddles").children[i];
+  const check = () => {
+    riddle.querySelector("button").click();
+    return riddle.querySelector("output").textContent;
+  };
+  const select = riddle.querySelector("select");
+  if (!select) return { "": check() };
+  const options = Array.from(select.options).slice(1);
+  return Object.fromEntries(options.map((option) => {
+    select.value = option.value;
+    return [option.value, check()];
+  }));
+}"""  # {choice: what the page says about it}
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_riddles_accept_the_answer_to_their_question(browser, run, page_of_text):
+    """Riddle 1 asks about the column to the left of the diagonal, riddle 5 about a change."""
+    open_page(browser, page_of_text, "")
+    gpt = load_model(run, model.GPT)[0].eval()
+    ids = ids_of(TEXT)
+    attention = attention_by_hand(gpt, torch.tensor([ids[:-1]]))  # (n_layer, nh, T, T)
+    means = attention.diagonal(-1, 2, 3).mean(dim=-1)  # (n_layer, nh)
+    heads = {f"h.{i}.attn.{head}": means[i, head].item() for i in range(2) for head in range(2)}
+    best = max(heads, key=heads.get)
+    answers = browser.run(f"({ANSWERS})(0)")
+    assert [name for name in answers if answers[name].startswith("✓ Right.")] == [best]
+    for name, answer in answers.items():
+        assert f"the mean weight of this head is {heads[name]:.2f}." in answer
+
+    targets = torch.tensor(ids[1:])
+
+    def mean_loss():
+        return F.cross_entropy(torch.tensor(logits_of(gpt, ids)[:-1]), targets).item()
+
+    whole = mean_loss()
+    changes = {}
+    for name in [*heads, "h.0.mlp", "h.1.mlp"]:
+        hook = omit(gpt, name)
+        changes[name] = mean_loss() - whole
+        hook.remove()
+    least = min(changes, key=lambda name: abs(changes[name]))
+    assert least != min(changes, key=changes.get)  # the loss decreases without another part
+    answers = browser.run(f"({ANSWERS})(4)")
+    assert [name for name in answers if answers[name].startswith("✓ Right.")] == [least]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_answer_of_riddle_2_is_a_sentence(browser, page_of_text):
+    open_page(browser, page_of_text, "")
+    browser.run("typed.value = textOf(data.ids).replace('R', 'Q'); type()")
+    for losses, start in (("[0, 9]", "✓ Right. Token "), ("[0, 1]", "Not yet. Token ")):
+        # The losses of all other tokens are small, except for the last token.
+        fake = (
+            f"play.whole.losses = () => play.ids.slice(1).map((_, t) => {losses}[Number(t === 9)])"
+        )
+        browser.run(fake)
+        assert browser.run(f"({ANSWERS})(1)")[""].startswith(f"{start}10 has the largest loss")
+
+
 @pytest.mark.slow
 @needs_chromium
 def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
