@@ -125,7 +125,7 @@ function tokenOf(text) {
 }
 
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
-const percent = (p) => (p && p < 0.0005 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
+const percent = (p) => (p < 0.0005 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
 const nameOf = (i) => shown.tokens[i] || "·";  // a byte that continues a character
 const describe = (i) => [`token ${i} `, tokenOf(nameOf(i))];
 const NOT_PREDICTED = "No token precedes this token, so it is not predicted.";

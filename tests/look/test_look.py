@@ -933,6 +933,18 @@ def test_the_answer_of_riddle_2_is_a_sentence(browser, page_of_text):
 
 @pytest.mark.slow
 @needs_chromium
+def test_small_probabilities_look_the_same_everywhere(browser, page_of_text):
+    open_page(browser, page_of_text, "")
+    shown = browser.run("[0, 1e-9, 0.0004, 0.0006, 0.5].map(percent)")
+    assert shown == ["< 0.1 %", "< 0.1 %", "< 0.1 %", "0.1 %", "50.0 %"]
+    for script in ("byId('temperature').value = 0; drawNext()", "byId('top_k').value = 2; type()"):
+        browser.run(script)
+        text = browser.run("document.querySelector('main').innerText")
+        assert "< 0.1 %" in text and not re.search(r"(?<!\d)0\.0 %", text)
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
     open_page(browser, page_of_text, "")
     styles = """Object.fromEntries(Array.from(byId("looks").querySelectorAll("button"), (button) =>
