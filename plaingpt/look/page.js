@@ -482,7 +482,7 @@ function drawArcs() {
     svg.replaceChildren(...paths.flat());
     const title = found.length
       ? ["The model predicts ", ...describe(state.token), " at ", ...describe(chosenRow()),
-        ". There, the heads attend to these tokens, with these weights:"]
+        ". There, the heads attend to these tokens. The largest weight comes first:"]
       : [state.token > 0 ? "No head with arcs is on." : NOT_PREDICTED];
     const buttons = found.map((head, i) => makeArcButton(head, paths[i]));
     list.hidden = !look.calls;

@@ -945,6 +945,19 @@ def test_small_probabilities_look_the_same_everywhere(browser, page_of_text):
 
 @pytest.mark.slow
 @needs_chromium
+def test_the_list_of_weights_says_its_order(browser, page_of_text):
+    open_page(browser, page_of_text, "token=20")
+    assert "The largest weight comes first:" in browser.run("byId('looks').textContent")
+    lines = browser.run(
+        "Array.from(byId('looks').querySelectorAll('button'), (line) => line.textContent)"
+    )
+    weights = [[float(x) for x in re.findall(r"\d\.\d\d", line)] for line in lines]
+    assert len(weights) == 4 and all(each == sorted(each, reverse=True) for each in weights)
+    assert [each[0] for each in weights] == sorted((each[0] for each in weights), reverse=True)
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
     open_page(browser, page_of_text, "")
     styles = """Object.fromEntries(Array.from(byId("looks").querySelectorAll("button"), (button) =>
