@@ -477,8 +477,8 @@ function drawArcs() {
   for (const [run, { element, svg, list }] of arcs.entries()) {
     const look = shown.looks[run];
     const found = state.token > 0 ? findArcs(look, run) : [];
-    const middles = middlesOf(spansOf(element), svg);
-    const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i, middles)));
+    const places = placesOf(element, svg);
+    const paths = found.map((head, i) => head.arcs.map((arc) => makeArc(arc, head.colour, i / found.length, places)));
     svg.replaceChildren(...paths.flat());
     const title = found.length
       ? ["The model predicts ", ...describe(state.token), " at ", ...describe(chosenRow()),
@@ -490,21 +490,40 @@ function drawArcs() {
   }
 }
 
-/** Returns the middle of the upper edge of each token, (x, y), in the coordinates of svg. */
-function middlesOf(spans, svg) {
+/** Returns where arcs may be, in the coordinates of svg: {middles, room, right}.
+ *
+ * middles: the middle of the upper edge of each token, (x, y). room: the height between two lines of
+ * the text. right: x of the right edge. */
+function placesOf(element, svg) {
   const box = svg.getBoundingClientRect();
-  return spans.map((span) => {
-    const { left, width, top } = span.getClientRects()[0];
-    return [left + width / 2 - box.left, top - box.top];
-  });
+  const rects = spansOf(element).map((span) => span.getClientRects()[0]);
+  const lineHeight = parseFloat(getComputedStyle(element).lineHeight);
+  return {
+    middles: rects.map(({ left, width, top }) => [left + width / 2 - box.left, top - box.top]),
+    room: lineHeight - Math.max(...rects.map(({ height }) => height)),
+    right: box.width,
+  };
 }
 
-/** Makes an arc. i: the index of its head in the list. */
-function makeArc([column, weight], colour, i, middles) {
+/** Makes an arc. depth: from 0 to 1, so that arcs of different heads have different heights.
+ *
+ * An arc stays between two lines of the text, so it crosses no letters. If its tokens are on
+ * different lines, the arc goes on from the right edge of the upper line to the left edge of the
+ * lower line. places: the result of placesOf. */
+function makeArc([column, weight], colour, depth, { middles, room, right }) {
   const [[x1, y1], [x2, y2]] = [middles[chosenRow()], middles[column]];
-  const height = Math.min(34, 10 + Math.abs(x1 - x2) / 6) + 5 * i;
-  const turn = column === chosenRow() ? 12 : 0;  // a loop if a token attends to itself
-  const d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - height}, ${x2 - turn} ${y2 - height}, ${x2} ${y2}`;
+  const height = (room - 3) * (1 - 0.6 * depth);  // 3 px are for the width of the curve
+  let d;
+  if (Math.abs(y1 - y2) > room) {
+    const [edge1, edge2] = y1 > y2 ? [0, right] : [right, 0];
+    d = `M ${x1} ${y1} Q ${x1} ${y1 - height}, ${edge1} ${y1 - height} `
+      + `M ${x2} ${y2} Q ${x2} ${y2 - height}, ${edge2} ${y2 - height}`;
+  } else {
+    const turn = column === chosenRow() ? 12 : 0;  // a loop if a token attends to itself
+    const share = Math.min(1, 0.4 + Math.abs(x1 - x2) / 300);  // a longer arc is higher
+    const control = height * share / 0.75;  // the curve reaches 3/4 of the height of its control points
+    d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - control}, ${x2 - turn} ${y2 - control}, ${x2} ${y2}`;
+  }
   return makeSvg("path", { d, class: `arc${colour}`, "stroke-width": 1 + 3 * weight });
 }
 

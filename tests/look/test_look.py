@@ -956,6 +956,43 @@ def test_the_list_of_weights_says_its_order(browser, page_of_text):
     assert [each[0] for each in weights] == sorted((each[0] for each in weights), reverse=True)
 
 
+# [how many points of arcs are inside a token, how many arcs have two pieces]
+POINTS_IN_TOKENS = """
+(() => {
+  const { element, svg } = arcs[0];
+  const box = svg.getBoundingClientRect();
+  const rects = spansOf(element).flatMap((span) => Array.from(span.getClientRects()));
+  const paths = Array.from(svg.querySelectorAll("path"));
+  const points = paths.flatMap((path) => Array.from({ length: 200 }, (_, i) => {
+    const { x, y } = path.getPointAtLength(i / 199 * path.getTotalLength());
+    return { x: x + box.left, y: y + box.top };
+  }));
+  // An arc ends at the upper edge of a token.
+  const isIn = ({ x, y }) => rects.some(({ left, right, top, bottom }) =>
+    x > left && x < right && y > top + 0.5 && y < bottom);
+  const broken = paths.filter((path) => path.getAttribute("d").split("M").length > 2);
+  return [points.filter(isIn).length, broken.length, points.length];
+})()"""
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_arcs_do_not_cross_letters(browser, page_of_text):
+    """On a small screen, the text wraps."""
+    screen = dict(width=390, height=844, deviceScaleFactor=1, mobile=True)
+    browser.send("Emulation.setDeviceMetricsOverride", **screen)
+    open_page(browser, page_of_text, "")
+    browser.run("typed.value = 'a b\\n' + 'Boats came '.repeat(5).slice(0, 28); type()")
+    n_broken = 0
+    for token in range(1, 32):
+        browser.run(f"choose({{ token: {token} }})")
+        inside, broken, points = browser.run(POINTS_IN_TOKENS)
+        assert points > 0 and inside == 0
+        n_broken += broken
+    assert n_broken > 0
+    browser.send("Emulation.clearDeviceMetricsOverride")
+
+
 @pytest.mark.slow
 @needs_chromium
 def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
