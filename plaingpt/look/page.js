@@ -119,9 +119,11 @@ function visible(text) {
 
 const onOneLine = (text) => visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥");
 
-/** Makes a token for a table. Its spaces are visible. */
+const inToken = (text) => onOneLine(text).replace(/ /g, "␣");  // makes spaces visible, too
+
+/** Makes a token for a table. */
 function tokenOf(text) {
-  return make("span", { className: "token", text: onOneLine(text).replace(/ /g, "␣") });
+  return make("span", { className: "token", text: inToken(text) });
 }
 
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
@@ -372,7 +374,26 @@ function drawHead() {
   const isRead = weights && state.token > 0;
   // The square root also shows small weights.
   colour(headText.text, (i) => (isRead && i < T ? Math.sqrt(weights(chosenRow(), i)) : 0));
-  headText.picture.replaceChildren(...(weights ? [drawMatrix(weights, T, 512, chosenRow())] : []));
+  headText.picture.replaceChildren(...(weights ? [addAxes(drawMatrix(weights, T, 512, chosenRow()), T)] : []));
+}
+
+const MOST_LABELS = 64;  // of an axis
+
+/** Puts the tokens on the axes of the picture of a head. If T > MOST_LABELS, labels every nth token. */
+function addAxes(canvas, T) {
+  const step = Math.ceil(T / MOST_LABELS);
+  const labelled = Array.from({ length: Math.ceil(T / step) }, (_, i) => i * step);
+  const names = labelled.map((i) => inToken(nameOf(i)).slice(0, 8));
+  const longest = Math.max(...names.map((name) => name.length));
+  const makeAxis = (className, edge) => make("div", { className }, labelled.map((i, k) => {
+    const label = make("span", { text: names[k], className: i === chosenRow() ? "here" : "" });
+    label.style[edge] = `${100 * (i + 0.5) / T}%`;
+    return label;
+  }));
+  const rows = makeAxis("axis", "top");
+  const columns = makeAxis(longest > 1 ? "axis below" : "axis below letters", "left");
+  const style = `--n: ${labelled.length}; --longest: ${longest}`;
+  return make("div", { className: "matrix", style, "aria-hidden": "true" }, [rows, canvas, columns]);
 }
 
 /** Makes a sentence with the largest weights in the prediction of the chosen token. */
@@ -520,7 +541,7 @@ function makeArc([column, weight], colour, depth, { middles, room, right }) {
       + `M ${x2} ${y2} Q ${x2} ${y2 - height}, ${edge2} ${y2 - height}`;
   } else {
     const turn = column === chosenRow() ? 12 : 0;  // a loop if a token attends to itself
-    const share = Math.min(1, 0.4 + Math.abs(x1 - x2) / 300);  // a longer arc is higher
+    const share = Math.min(1, 0.4 + Math.abs(x1 - x2) / 200);  // a longer arc is higher
     const control = height * share / 0.75;  // the curve reaches 3/4 of the height of its control points
     d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - control}, ${x2 - turn} ${y2 - control}, ${x2} ${y2}`;
   }
@@ -593,7 +614,7 @@ byId("texts").append(...sides((look, run) => makeTextWithArcs(`the text, losses 
 byId("looks").append(...sides((look, run) => arcs[run].list));
 const differenceText = makeText("the text, differences");
 byId("differences").append(differenceText);
-const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div") };
+const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div", { className: "wide" }) };
 const caption = make("p", {
   className: "quiet",
   text: "Each row is a token that attends, and each column a token that it attends to. On the diagonal, a token "

@@ -995,6 +995,38 @@ def test_arcs_do_not_cross_letters(browser, page_of_text):
 
 @pytest.mark.slow
 @needs_chromium
+def test_tokens_are_on_the_axes_of_a_head(browser, page_of_text):
+    open_page(browser, page_of_text, "token=9")
+    tokens = browser.run("shown.tokens.map((_, i) => inToken(nameOf(i)))")
+    axes = browser.run("""
+    Array.from(byId("head").querySelectorAll(".axis"), (axis) =>
+      Array.from(axis.children, (label) => label.textContent))""")
+    assert axes == [tokens, tokens] and tokens[7:9] == [":", "␣"]
+    assert browser.run("byId('head').querySelector('.axis .here').textContent") == "␣"
+    # Each label is at the middle of its row or column.
+    distance = browser.run("""
+    (() => {
+      const box = byId("head").querySelector("canvas").getBoundingClientRect();
+      const [rows, columns] = Array.from(byId("head").querySelectorAll(".axis"), (axis) =>
+        Array.from(axis.children, (label) => label.getBoundingClientRect()));
+      const n = rows.length;
+      const far = (middle, i, start, size) => Math.abs(middle - start - size * (i + 0.5) / n);
+      return Math.max(
+        ...rows.map(({ y, height }, i) => far(y + height / 2, i, box.y, box.height)),
+        ...columns.map(({ x, width }, i) => far(x + width / 2, i, box.x, box.width)),
+      );
+    })()""")
+    assert distance < 2  # px
+    # Of a long text, every fourth token is on the axes; a long token is cut.
+    found = browser.run("""
+    shown.tokens = Array.from({ length: 256 }, (_, i) => `a long token ${i}`);
+    Array.from(addAxes(make("canvas"), 256).querySelector(".below").children, (label) =>
+      [label.textContent, label.style.left])""")
+    assert len(found) == 64 and found[1] == ["a␣long␣t", f"{100 * 4.5 / 256:.5f}%"]
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
     open_page(browser, page_of_text, "")
     styles = """Object.fromEntries(Array.from(byId("looks").querySelectorAll("button"), (button) =>
