@@ -258,7 +258,7 @@ function drawCard(i) {
     return;
   }
   const whole = shown.tokens[i] ? [] : [", which belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)), ","];
-  const title = make("div", {}, ["How ", ...describe(i), ...whole, " was predicted, from the tokens before it:"]);
+  const title = make("div", {}, ["How ", ...describe(i), ...whole, " was predicted from the tokens before it:"]);
   const parts = sides((look) => {
     const { loss, wholeLoss, rank, likeliest } = look.prediction.at(i);
     const before = wholeLoss === undefined ? "" : ` (with all parts on: ${wholeLoss.toFixed(4)})`;

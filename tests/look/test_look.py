@@ -1027,6 +1027,26 @@ def test_tokens_are_on_the_axes_of_a_head(browser, page_of_text):
 
 @pytest.mark.slow
 @needs_chromium
+@pytest.mark.parametrize("width, height", [(1280, 800), (390, 844)])
+def test_the_first_screen_shows_the_text_and_its_arcs(browser, page_of_text, width, height):
+    """Prose comes after the text, its arcs and the predictions."""
+    screen = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+    browser.send("Emulation.setDeviceMetricsOverride", **screen)
+    open_page(browser, page_of_text, "")
+    assert browser.run("arcs[0].svg.children.length") > 0
+    bottom = "Math.max(...Array.from({}, (each) => each.getBoundingClientRect().bottom))"
+    for elements in ("[typed, byId('texts'), byId('card')]", "arcs[0].svg.children"):
+        assert browser.run(bottom.format(elements)) <= height
+    words = browser.run("""
+    Array.from(document.querySelectorAll("p")).filter((p) => p.checkVisibility()
+      && p.compareDocumentPosition(byId("card")) & Node.DOCUMENT_POSITION_FOLLOWING)
+      .map((p) => p.innerText).join(" ")""").split()
+    assert len(words) < 40
+    browser.send("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
     open_page(browser, page_of_text, "")
     styles = """Object.fromEntries(Array.from(byId("looks").querySelectorAll("button"), (button) =>
