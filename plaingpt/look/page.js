@@ -258,7 +258,7 @@ function drawCard(i) {
     return;
   }
   const whole = shown.tokens[i] ? [] : [", which belongs to ", tokenOf(shown.tokens.slice(0, i).findLast(Boolean)), ","];
-  const title = make("div", {}, ["How ", ...describe(i), ...whole, " was predicted from the tokens before it:"]);
+  const title = make("div", {}, ["How ", ...describe(i), ...whole, " was predicted from earlier tokens:"]);
   const parts = sides((look) => {
     const { loss, wholeLoss, rank, likeliest } = look.prediction.at(i);
     const before = wholeLoss === undefined ? "" : ` (with all parts on: ${wholeLoss.toFixed(4)})`;
@@ -529,7 +529,7 @@ function placesOf(element, svg) {
 /** Makes an arc. depth: from 0 to 1, so that arcs of different heads have different heights.
  *
  * An arc stays between two lines of the text, so it crosses no letters. If its tokens are on
- * different lines, the arc goes on from the right edge of the upper line to the left edge of the
+ * different lines, the arc continues from the right edge of the upper line to the left edge of the
  * lower line. places: the result of placesOf. */
 function makeArc([column, weight], colour, depth, { middles, room, right }) {
   const [[x1, y1], [x2, y2]] = [middles[chosenRow()], middles[column]];
