@@ -541,7 +541,7 @@ function makeArc([column, weight], colour, depth, { middles, room, right }) {
       + `M ${x2} ${y2} Q ${x2} ${y2 - height}, ${edge2} ${y2 - height}`;
   } else {
     const turn = column === chosenRow() ? 12 : 0;  // a loop if a token attends to itself
-    const share = Math.min(1, 0.4 + Math.abs(x1 - x2) / 200);  // a longer arc is higher
+    const share = Math.min(1, 0.55 + Math.abs(x1 - x2) / 200);  // a longer arc is higher
     const control = height * share / 0.75;  // the curve reaches 3/4 of the height of its control points
     d = `M ${x1} ${y1} C ${x1 + turn} ${y1 - control}, ${x2 - turn} ${y2 - control}, ${x2} ${y2}`;
   }
@@ -614,7 +614,12 @@ byId("texts").append(...sides((look, run) => makeTextWithArcs(`the text, losses 
 byId("looks").append(...sides((look, run) => arcs[run].list));
 const differenceText = makeText("the text, differences");
 byId("differences").append(differenceText);
-const headText = { title: make("h3"), line: make("p"), text: makeText("the text, attention"), picture: make("div", { className: "wide" }) };
+const headText = {
+  title: make("h3"),
+  line: make("p"),
+  text: makeText("the text, attention"),
+  picture: make("div", { className: "wide" }),
+};
 const caption = make("p", {
   className: "quiet",
   text: "Each row is a token that attends, and each column a token that it attends to. On the diagonal, a token "
