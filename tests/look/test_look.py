@@ -1032,17 +1032,26 @@ def test_the_first_screen_shows_the_text_and_its_arcs(browser, page_of_text, wid
     """Prose comes after the text, its arcs and the predictions."""
     screen = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
     browser.send("Emulation.setDeviceMetricsOverride", **screen)
-    open_page(browser, page_of_text, "")
-    assert browser.run("arcs[0].svg.children.length") > 0
-    bottom = "Math.max(...Array.from({}, (each) => each.getBoundingClientRect().bottom))"
-    for elements in ("[typed, byId('texts'), byId('card')]", "arcs[0].svg.children"):
-        assert browser.run(bottom.format(elements)) <= height
-    words = browser.run("""
-    Array.from(document.querySelectorAll("p")).filter((p) => p.checkVisibility()
-      && p.compareDocumentPosition(byId("card")) & Node.DOCUMENT_POSITION_FOLLOWING)
-      .map((p) => p.innerText).join(" ")""").split()
-    assert len(words) < 40
+    for path in (page_of_text, ROOT / "log/records/look.html"):
+        open_page(browser, path, "")
+        assert browser.run("arcs[0].svg.children.length") > 0
+        bottom = "Math.max(...Array.from({}, (each) => each.getBoundingClientRect().bottom))"
+        for elements in ("[typed, byId('texts'), byId('card')]", "arcs[0].svg.children"):
+            assert browser.run(bottom.format(elements)) <= height
+        words = browser.run("""
+        Array.from(document.querySelectorAll("p")).filter((p) => p.checkVisibility()
+          && p.compareDocumentPosition(byId("card")) & Node.DOCUMENT_POSITION_FOLLOWING)
+          .map((p) => p.innerText).join(" ")""").split()
+        assert len(words) < 40
     browser.send("Emulation.clearDeviceMetricsOverride")
+
+
+def test_the_page_of_the_readme_begins_with_its_sentence():
+    """README names the command that makes the page."""
+    tokens = read_page(ROOT / "log/records/look.html")["tokens"]
+    text = "".join(tokens[1:])  # the first token is the end of text
+    assert f'python look.py log/baby --text "{text}"' in (ROOT / "README.md").read_text("utf-8")
+    assert text[0].isupper() and text.endswith(".")
 
 
 @pytest.mark.slow
