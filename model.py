@@ -203,7 +203,6 @@ class GPT(nn.Module):
                     None,
                     mask,
                     use_reentrant=False,
-                    preserve_rng_state=self.config.dropout > 0,
                 )
             else:
                 x = block(x, pos, cache[i] if cache else None, mask)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import randomise
 
+import model as model_module
 from model import GPT, GPTConfig
 from train_large import LargeConfig
 
@@ -262,6 +263,23 @@ def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
     # A block saves only its input, B x T x C, instead of 24 times as much (and the weights).
     assert kept_little < kept / 3
     assert all(torch.equal(a, b) for a, b in zip(gradients, again))
+
+
+def test_activation_checkpointing_repeats_the_random_numbers_of_an_edit(monkeypatch):
+    """A block may draw its own, even if the model has no dropout."""
+    plain = model_module.MLP.forward
+
+    def forward(self, x):
+        return F.dropout(plain(self, x), 0.2, self.training)
+
+    monkeypatch.setattr(model_module.MLP, "forward", forward)
+    model, idx = randomise(GPT(SMALL)), torch.randint(200, (2, 16))
+    gradients = []
+    for model.activation_checkpointing in (False, True):
+        torch.manual_seed(5)
+        _, loss = model(idx, idx)
+        gradients.append(torch.autograd.grad(loss, model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
 def test_flops_per_token(gpt2):
