@@ -139,6 +139,25 @@ class Counting(torch.optim.AdamW):
                 p.mul_(0.99)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_parameters_of_no_optimizer_do_not_count(monkeypatch, dtype):
+    """They keep their values, and the others train as if requires_grad of these were False."""
+    x = torch.randint(256, (2, 16))
+    norms = []
+    for is_frozen in (False, True):
+
+        def configure_optimizers(self, *_, is_frozen=is_frozen):
+            self.transformer.h.requires_grad_(not is_frozen)
+            return [torch.optim.AdamW(self.transformer.wte.parameters(), 0.1, fused=True)]
+
+        monkeypatch.setattr(GPT, "configure_optimizers", configure_optimizers)
+        training = Training(MODEL, TrainConfig(), Process(0, 1, CPU, dtype))
+        training.raw_model.transformer.wpe.requires_grad_(False)
+        training.raw_model.transformer.ln_f.requires_grad_(False)
+        norms.append([train_step(training, [(x, x)] * 2)["norm"] for _ in range(3)])
+    assert norms[0] == norms[1]
+
+
 OWN_OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, 0.9),
     "fused SGD": lambda p: torch.optim.SGD(p, 0.1, 0.9, fused=True),
