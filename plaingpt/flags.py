@@ -4,6 +4,7 @@ A field has a type. The arguments of `flag` are the field's default, help text a
 
   max_lr: float = flag(6e-4, "peak learning rate", above=0)
   batch_size: int = flag(64, "sequences per micro-batch", above=0)
+  rope_base: float = 10000.0  # a flag without a help text
 """
 
 import argparse
@@ -62,7 +63,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 
 def make_options(field, kind):
     """Returns the arguments of argparse's add_argument for a field of this type."""
-    text = field.metadata["help"]
+    text = field.metadata.get("help", "")
     if field.default is not None and field.default is not False:
         text += f" [{field.default}]"
     options = dict(help=text.replace("%", "%%"))

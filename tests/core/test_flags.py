@@ -51,6 +51,20 @@ def test_postponed_annotations(capsys):
     assert "--rates FLOAT [FLOAT ...] numbers --kind NAME a choice [adamw]; one of adamw" in out
 
 
+@dataclass
+class Plain:
+    rope_base: float = 10000.0
+    name: str | None = None
+
+
+def test_a_field_without_a_help_text(capsys):
+    assert parse_flags("", Plain, argv=["--rope_base", "5e5"]) == dict(rope_base=5e5)
+    with pytest.raises(SystemExit):
+        parse_flags("", Plain, argv=["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--rope_base FLOAT [10000.0] --name STR" in out
+
+
 def test_a_backslash_and_an_n_are_a_line_break():
     found = parse_flags("", Postponed, argv=["--stop", r"\n\nA:", "--name", r"\n"])
     assert found == dict(stop="\n\nA:", name=r"\n")
