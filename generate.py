@@ -172,7 +172,7 @@ def main(argv=None):
     check_output("--json", config.json, [config.prompts, *list_model_files(name)])
     process = setup(config.device, config.dtype)
     model, tokenizer = load_model(name, GPT)
-    model.to(process.device, process.dtype).eval()
+    model.to(process.device, process.dtype)
     if process.device.type == "cpu" and process.dtype == torch.float32:
         # A CPU multiplies a tall matrix by a vector faster if the matrix is in column-major order.
         for p in model.parameters():

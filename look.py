@@ -253,7 +253,7 @@ def load(run, snapshot, process):
     snapshot: the name of the snapshot, or None, as in find_own_snapshot.
     """
     model, tokenizer = load_model(str(run.checkpoints[find_own_snapshot(run, snapshot)]), run.GPT)
-    return model.to(process.device).eval(), tokenizer
+    return model.to(process.device), tokenizer
 
 
 def describe(run, snapshot, model):

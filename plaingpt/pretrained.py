@@ -188,9 +188,9 @@ def transpose_conv1d(weights):
 
 
 def load_model(name, GPT):
-    """Loads weights -> (GPT, Tokenizer). The arguments are as in read_weights."""
+    """Loads weights -> (GPT in eval mode, Tokenizer). The arguments are as in read_weights."""
     config, weights, tokenizer = read_weights(name, GPT)
-    model = GPT(config)
+    model = GPT(config).eval()  # an edited model.py may have a dropout of its own
     model.load_state_dict(weights)
     return model, tokenizer
 

@@ -46,7 +46,7 @@ def run_benchmark(benchmark, GPT, argv=None):
     process = setup(config.device, config.dtype)
     examples = on_rank0(load_examples, benchmark, config.data, config.limit, **options)
     model, tokenizer = load_model(source, GPT)
-    model.to(process.device).eval()
+    model.to(process.device)
     rows = make_rows(examples, tokenizer, model.config, benchmark.prompt_ids, benchmark.spare)
     tokens = config.tokens_per_forward or TOKENS[process.device.type]
     with memory_advice(f"--tokens_per_forward {tokens}: out of memory; give a smaller number"):

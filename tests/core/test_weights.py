@@ -8,8 +8,10 @@ from plaingpt.tokenizer import get_tokenizer
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import MODEL, TINY, fresh
 
+import model as model_module
 import train_gpt2
 from model import GPT
 
@@ -60,6 +62,19 @@ def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
     wte = fresh(MODEL).state_dict()[WTE]
     model, _ = load_model(save_huggingface(tmp_path / "hf", **{HEAD: wte, WTE: None}), GPT)
     assert torch.equal(model.transformer.wte.weight, wte)
+
+
+def test_a_dropout_of_an_edit_is_off_in_a_loaded_model(tmp_path, monkeypatch):
+    """So that export.py, which compares logits, accepts it: it is GPT-2 outside training."""
+    plain = model_module.MLP.forward
+
+    def forward(self, x):
+        return F.dropout(plain(self, x), 0.5, self.training)
+
+    monkeypatch.setattr(model_module.MLP, "forward", forward)
+    loaded, _ = load_model(save_checkpoint(tmp_path / "model.pt"), GPT)
+    idx = torch.randint(256, (1, 16))
+    assert torch.equal(loaded(idx)[0], loaded(idx)[0])
 
 
 def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatch):
