@@ -83,6 +83,16 @@ def test_saving_and_keeping(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_resume_without_keep_deletes_no_older_checkpoint(tmp_path):
+    flags = ["--log_dir", "run", "--save_every", 2, "--resume"]
+    train(*flags, "--keep", 0, "--max_steps", 6, cwd=tmp_path)
+    train(*flags, "--max_steps", 10, cwd=tmp_path)
+    assert names(tmp_path / "run", "*.pt") == [f"model_{step:06d}.pt" for step in (2, 4, 6, 8, 10)]
+    train(*flags, "--keep", 1, "--max_steps", 12, cwd=tmp_path)
+    assert names(tmp_path / "run", "*.pt") == ["model_000012.pt"]
+
+
+@pytest.mark.slow
 def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     # The model becomes too sure of a and b.
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
