@@ -84,12 +84,14 @@ def open_output(path):
 
 
 def lock(directory, flag, remedy="wait for it"):
-    """Locks a directory until the returned file descriptor is closed.
+    """Locks the file .lock in a directory until the returned file descriptor is closed.
 
     Raises UserError if another process holds the lock. flag, remedy: words for this error.
     """
-    # This locks the directory itself, so there is no lock file. Windows cannot open a directory.
-    descriptor = os.open(directory if os.name == "posix" else os.devnull, os.O_RDONLY)
+    # On NFS and Lustre, other machines see the lock of a file that is open for writing, but not the
+    # lock of a directory (Linux, nfs_dir_operations in fs/nfs/dir.c, has no flock). The file stays:
+    # if a process deleted the file, two processes could lock two different files of this name.
+    descriptor = os.open(Path(directory, ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         import fcntl
 

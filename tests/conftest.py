@@ -174,12 +174,14 @@ def stopped_at(out):
 
 
 def everything_in(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    """The contents of the files in a directory, without the empty file .lock."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
 
 
 def names(directory, pattern="*"):
     """The sorted names of the files in a directory. changes.patch depends on the clone."""
-    return sorted(path.name for path in directory.glob(pattern) if path.name != "changes.patch")
+    left_out = ("changes.patch", ".lock")
+    return sorted(path.name for path in directory.glob(pattern) if path.name not in left_out)
 
 
 def assert_close_logs(a, b, rel):

@@ -1,11 +1,14 @@
-"""plaingpt/files.py: an output replaces no input, and nothing that is not a file."""
+"""plaingpt/files.py: an output replaces no input, and nothing that is not a file; locks."""
 
+import errno
+import fcntl
 import json
 import os
+import stat
 
 from plaingpt.checkpoint import list_model_files
 from plaingpt.errors import UserError
-from plaingpt.files import check_output, write_json
+from plaingpt.files import check_output, lock, write_json
 
 import pytest
 
@@ -82,3 +85,22 @@ def test_the_files_of_a_model(tmp_path, monkeypatch):
     assert found == {"config.json", "model.safetensors", "tokenizer_config.json"}
     monkeypatch.chdir(tmp_path / "hf")
     assert list_model_files("openai-community/gpt2") == []
+
+
+def test_another_machine_sees_the_lock_on_nfs(tmp_path, monkeypatch):
+    """NFS locks no directory for other machines, and no file that is open for reading only."""
+
+    def flock_of_nfs(descriptor, operation):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return  # only processes of this machine would see this lock
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    descriptor = lock(tmp_path, "--log_dir")
+    with pytest.raises(UserError, match=f"--log_dir {tmp_path}: another process uses it; wait"):
+        lock(tmp_path, "--log_dir")
+    os.close(descriptor)
+    os.close(lock(tmp_path, "--log_dir"))

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, everything_in, program
+from conftest import ROOT, everything_in, names, program
 from stand_in_hub import COMMIT, parquet, stand_in_hub
 
 import fineweb
@@ -183,10 +183,10 @@ def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatc
         documents = [d for d in documents if "<|" not in d]
     fine("--input", write(tmp_path / name, documents), directory=tmp_path / "out")
     assert shards_in(tmp_path / "out") == reference(documents)
-    meta, files = facts_of(tmp_path / "out"), list((tmp_path / "out").iterdir())
+    meta, shards = facts_of(tmp_path / "out"), list((tmp_path / "out").glob("*.npy"))
     assert (meta["documents"], meta["skipped"], meta["next"]) == (len(documents), 0, None)
-    assert meta["tokens"] == sum(len(np.load(p)) for p in files if p.suffix == ".npy")
-    assert [p.name for p in files if p.suffix != ".npy"] == ["meta.json"]
+    assert meta["tokens"] == sum(len(np.load(path)) for path in shards)
+    assert names(tmp_path / "out", "*.*[!y]") == ["meta.json"]
 
 
 @pytest.mark.slow

@@ -210,9 +210,8 @@ def test_a_terminal_is_closed(tmp_path, pipe, python):
         said += os.read(terminal, 1024)
     os.close(terminal)
     os.waitpid(pid, 0)
-    run = os.open(tmp_path / "run", os.O_RDONLY)
-    fcntl.flock(run, fcntl.LOCK_EX)  # waits until the run has ended
-    os.close(run)
+    with open(tmp_path / "run/.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits until the run has ended
     assert newest_step(tmp_path / "run") >= 4
 
 
