@@ -24,7 +24,9 @@ def copy_program(directory):
         copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    (directory / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
+    # Each process of --tp has some of the targets: ids below 128, or larger ones, as those of é.
+    text = (ROOT / "input.txt").read_text()[:20_000].replace("e", "é")
+    (directory / "input.txt").write_text(text, "utf-8")
     (directory / "words.txt").write_text("The boat came home with the evening tide\nThe end\n")
 
 
@@ -78,3 +80,14 @@ def edit_model(directory, *changes):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path.write_text(text)
+
+
+# Two layers of the same shape, whose parameters are then in another order.
+SWAPPED = (
+    "        self.ln_1 = nn.LayerNorm(config.n_embd)\n"
+    "        self.attn = CausalSelfAttention(config, index)\n"
+    "        self.ln_2 = nn.LayerNorm(config.n_embd)\n",
+    "        self.ln_2 = nn.LayerNorm(config.n_embd)  # Python notices that the size has changed.\n"
+    "        self.attn = CausalSelfAttention(config, index)\n"
+    "        self.ln_1 = nn.LayerNorm(config.n_embd)\n",
+)

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
-from plaingpt.checkpoint import load_checkpoint, load_newest, read_best_val
+from plaingpt.checkpoint import find_checkpoints, load_checkpoint, load_newest, read_best_val
 from plaingpt.errors import UserError
 from plaingpt.files import read_json, read_streams
 from plaingpt.pretrained import load_model, save_gpt2
@@ -22,11 +22,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    FSDP,
-    PP,
     ROOT,
     TINY,
-    TP,
     assert_close_logs,
     checkpoint,
     everything_in,
@@ -37,7 +34,7 @@ from conftest import (
     train,
     write_lines,
 )
-from edited import copy_program, edit_model
+from edited import SWAPPED, copy_program, edit_model
 from other_optimizers import assert_equal
 
 from model import GPT, GPTConfig
@@ -149,6 +146,14 @@ def test_keep_best_first_given_at_a_resume(tmp_path):
     step = torch.load(tmp_path / "run/model_best.pt")["step"]
     losses = read_streams(tmp_path / "run/log.txt")["val"]
     assert min(losses.values()) < losses[step] == min(losses[i] for i in (12, 14, 16))
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """From step 1,000,000 on, a name has a digit more. Otherwise, --keep deletes the newest one."""
+    checkpoints = [f"model_{step:06d}.pt" for step in (5, 999_000, 1_000_000)]
+    for name in checkpoints:
+        (tmp_path / name).touch()
+    assert [path.name for path in find_checkpoints(tmp_path)] == checkpoints
 
 
 @pytest.mark.slow
@@ -444,11 +449,10 @@ LOSSES = {4: 5.3931274, 5: 5.3403149, 6: 5.3432436, 7: 5.3175859}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], FSDP, TP, PP], ids=["one", "fsdp", "tp", "pp"])
-def test_a_run_goes_on_from_a_stored_file(tmp_path, flags):
+def test_a_run_goes_on_from_a_stored_file(tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copy(STORED, tmp_path / "run" / "model_000004.pt")
-    out, _ = program(*FLAGS, "--resume", *flags, cwd=tmp_path, processes=2 if flags else 1)
+    out, _ = program(*FLAGS, "--resume", cwd=tmp_path)
     assert "resumed from step 4" in out
     log = read_log(tmp_path / "run")
     for step, loss in LOSSES.items():
@@ -458,26 +462,16 @@ def test_a_run_goes_on_from_a_stored_file(tmp_path, flags):
 # Faults that would be silent. test_reliability.py changes a bit of a checkpoint, and
 # test_optimizers.py stores a number of NumPy.
 
-SWAPPED = (
-    "        self.ln_1 = nn.LayerNorm(config.n_embd)\n"
-    "        self.attn = CausalSelfAttention(config, index)\n"
-    "        self.ln_2 = nn.LayerNorm(config.n_embd)\n",
-    "        self.ln_2 = nn.LayerNorm(config.n_embd)  # Python notices that the size has changed.\n"
-    "        self.attn = CausalSelfAttention(config, index)\n"
-    "        self.ln_1 = nn.LayerNorm(config.n_embd)\n",
-)
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], PP], ids=["one", "pp"])
-def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path, flags):
+def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
     """Both norms have the same shape, and PyTorch identifies parameters by their order alone."""
     copy_program(tmp_path)
-    options = dict(cwd=tmp_path, program=tmp_path / "train_gpt2.py", processes=2 if flags else 1)
-    program(*FLAGS, "--max_steps", 4, *flags, **options)
+    options = dict(cwd=tmp_path, program=tmp_path / "train_gpt2.py")
+    program(*FLAGS, "--max_steps", 4, **options)
     before = everything_in(tmp_path / "run")
     edit_model(tmp_path, SWAPPED)
-    _, err = program(*FLAGS, *flags, "--resume", **options, status=2)
+    _, err = program(*FLAGS, "--resume", **options, status=2)
     assert err.splitlines()[-1] == (
         "error: --resume: the optimizers of the checkpoint contain other parameters than model.py, "
         "or the same parameters in another order; restore the model.py of that run; its directory "

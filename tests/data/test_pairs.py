@@ -19,12 +19,9 @@ import torch.nn.functional as F
 import transformers
 from conftest import (
     CPU,
-    FSDP,
     MODEL,
     ONE_BYTE_IDS,
-    PP,
     ROOT,
-    TP,
     as_training,
     fresh,
     program,
@@ -130,11 +127,8 @@ def test_files_of_pairs(tmp_path):
             assert np.array_equal(part, same), other
 
 
-WAYS = {
+WAYS = {  # test_edits.py tests FSDP, TP and PP
     "2": (1, ["--batch_size", 2]),
-    "fsdp": (2, FSDP),
-    "tp": (2, TP),
-    "pp": (2, PP),
     "mixture": (2, []),  # with DDP
 }
 

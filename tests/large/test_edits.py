@@ -227,7 +227,7 @@ def test_one_block_for_all_layers(tmp_path):
 
 @pytest.mark.slow
 def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
-    """With pairs, micro-batches have different weights."""
+    """With pairs, micro-batches have different weights, also in the loss and the norm."""
     copy_program(tmp_path)
     edit_model(tmp_path, OWN_FIGURE)
     with open(tmp_path / "pairs.jsonl", "w") as file:
@@ -240,12 +240,14 @@ def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
     for step in range(2):  # of 16 sequences, on any number of processes
         y = loader.batch(16 * step, 16, CPU)[1]
         expected.append(y[y != -100].double().mean().item())
-    for way, flags in dict(WAYS, one=[]).items():
+    for way, flags in dict(dict(one=[]), **WAYS).items():
         processes = 1 if way == "one" else 2
         run(tmp_path, way, 2, "--data", "pairs.jsonl", *flags, processes=processes)
         log = read_log(tmp_path / way)
         found = [float(log[step, "own"]) for step in range(2)]
         assert found == pytest.approx(expected, rel=1e-6), way
+        for key, value in read_log(tmp_path / "one").items():
+            assert float(log[key]) == pytest.approx(float(value), rel=1e-5), (way, key)
 
 
 def copy_with_scale(directory, heads="1", q="q", mlp=""):

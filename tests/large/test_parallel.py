@@ -7,6 +7,7 @@ import torch
 from conftest import (
     FSDP,
     PP,
+    ROOT,
     TINY,
     TP,
     assert_close_logs,
@@ -38,9 +39,13 @@ WAYS = {
 
 
 def run_small(directory, processes, *flags, **options):
+    """Each process of --tp has some of the targets: ids up to 128, or larger ones."""
+    text = (ROOT / "input.txt").read_text()[:100_000].replace("e", "é")  # é has the ids 195, 169
+    (directory / "text.txt").write_text(text, "utf-8")
     example = '{"text": "The boat came home with the evening tide"}\n'
     (directory / "examples.jsonl").write_text(example * 3)
-    return program(*SMALL, *flags, cwd=directory, processes=processes, **options)
+    data = ["--data", "text.txt"]
+    return program(*SMALL, *data, *flags, cwd=directory, processes=processes, **options)
 
 
 @pytest.fixture(scope="module")

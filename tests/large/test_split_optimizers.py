@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import checkpoint, forget_steps_after, names, read_log
-from edited import WAYS, edit_model
+from edited import SWAPPED, WAYS, copy_program, edit_model
 from other_optimizers import assert_equal, copy_with, resume, run
 
 
@@ -74,3 +74,14 @@ def test_stages_with_different_optimizers_are_refused(tmp_path):
     _, err = run(tmp_path, "run", *WAYS["pp"], processes=2, status=2)
     assert err.splitlines()[-1].startswith("error: --pp: configure_optimizers must return the same")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
+    """With --pp, a stage does not know the parameters of the others. As in test_checkpoint.py."""
+    copy_program(tmp_path)
+    run(tmp_path, "run", *WAYS["pp"], processes=2)
+    edit_model(tmp_path, SWAPPED)
+    flags = ["--resume", "--max_steps", 5, *WAYS["pp"]]
+    _, err = run(tmp_path, "run", *flags, processes=2, status=2)
+    assert "other parameters than model.py, or the same parameters in another order" in err
