@@ -102,9 +102,7 @@ OPTIMIZERS = {
     "without names": (
         "        optimizers.append(torch.optim.AdamW(self.parameters(), learning_rate))\n"
     ),
-    "SGD": "        optimizers.append(torch.optim.SGD(groups, learning_rate, momentum=0.9))\n",
     "plain SGD": "        optimizers.append(torch.optim.SGD(groups, learning_rate))\n",
-    "NAdam": "        optimizers.append(torch.optim.NAdam(groups, learning_rate))\n",
     "ASGD": "        optimizers.append(torch.optim.ASGD(groups, learning_rate))\n",
     "Adafactor": "        optimizers.append(torch.optim.Adafactor(groups, learning_rate))\n",
     "Shampoo": "        optimizers.append(Shampoo(groups, dict(lr=learning_rate)))\n",

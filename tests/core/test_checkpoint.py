@@ -369,6 +369,8 @@ def test_init_from_a_checkpoint_resets_step_and_optimizer(tmp_path, whole):
         1,
         "--max_lr",
         "1e-9",
+        "--min_lr",
+        0,
         "--block_size",
         16,
         "--val_tokens",
@@ -406,6 +408,8 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
         "hf",
         "--max_lr",
         "1e-9",
+        "--min_lr",
+        0,
         "--max_steps",
         2,
     ]

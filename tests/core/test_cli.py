@@ -211,7 +211,7 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     [
         "generate.py --max_new_tokens 5",
         "wikitext.py --data text.txt --json scores.json",
-        "bench.py --batch_size 1 --steps 1 --device cpu",
+        "bench.py --preset baby --batch_size 1 --steps 1 --device cpu",
         "fineweb.py --input text.txt --tokenizer bytes --output_dir shards",
     ],
 )

@@ -1,6 +1,7 @@
 """plaingpt/loss.py: compared with the loss of all logits, and with manual calculations."""
 
 import re
+from dataclasses import replace
 
 from plaingpt import loss
 from plaingpt.loss import CHUNK_SIZE, ChunkedCrossEntropy
@@ -125,7 +126,7 @@ def test_the_loss_of_a_function_is_the_loss_of_its_logits(monkeypatch, kind, row
 
 @pytest.mark.slow
 def test_the_compiled_loss_of_a_function():
-    model, idx = randomise(Capped(SMALL)), torch.randint(200, (2, 16))
+    model, idx = randomise(Capped(replace(SMALL, n_layer=1))), torch.randint(200, (2, 16))
     _, expected = model(idx, idx)
     gradients = torch.autograd.grad(expected, model.parameters())
     compiled = torch.compile(model, dynamic=False, fullgraph=True)
@@ -171,6 +172,7 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 
     # On a CPU, Inductor stores results of exp that are used twice. On a GPU it does not.
     monkeypatch.setattr(ir, "is_cpu", lambda device: False)
+    torch.manual_seed(0)
     head = torch.nn.Linear(32, 1000, bias=False)
     x, w = torch.randn(8, 64, 32, requires_grad=True), head.weight
     V, loss_fn = 1000, ChunkedCrossEntropy(1000)
@@ -188,7 +190,7 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
     expected = run(loss_fn, 256)
     with inductor.patch(fx_graph_cache=False):
         found, code = run_and_get_code(lambda: run(compiled, 64))  # 4 x 64 if compiled
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert buffers(code) == ["torch.bfloat16"]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
             _, code = run_and_get_code(lambda: compiled(x, y, w))

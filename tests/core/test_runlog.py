@@ -256,7 +256,7 @@ def test_small_data_get_a_note_each(tmp_path):
     assert "reads the data 37 times" in out
     assert "only 150 validation tokens, so the loss is inexact" in out
     assert out.count("the validation loss has risen three times in a row") == 1
-    out, _ = train("--log_dir", "run", "--max_steps", 1, cwd=tmp_path)  # input.txt
+    out, _ = train("--log_dir", "run", "--max_steps", 3, cwd=tmp_path)  # input.txt
     assert "note: " not in out
 
 

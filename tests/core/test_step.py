@@ -41,11 +41,7 @@ from train_gpt2 import (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags, tolerance",
-    [(["--dtype", "float32"], 1e-5), (["--dtype", "bfloat16", "--activation_checkpointing"], 2e-2)],
-)
-def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
+def test_the_compiled_step_matches_a_plain_loop(tmp_path):
     """6 steps of two micro-steps each. With fullgraph, a graph break is an error.
 
     A validation and a benchmark are between steps. Three graphs are compiled, each once: the
@@ -54,11 +50,23 @@ def test_the_optimized_step_matches_a_plain_loop(tmp_path, flags, tolerance):
     torch._dynamo.reset()
     counters.clear()
     evals = write_lines(tmp_path / "l.jsonl", [dict(text="The boats came home with the tide")])
-    flags += f"--log_dir {tmp_path / 'run'} --evals lambada={evals}".split()
-    train_gpt2.main([*TINY, *"--compile --n_layer 1 --max_steps 6 --eval_every 3".split(), *flags])
+    flags = "--compile --activation_checkpointing --n_layer 1 --max_steps 6 --eval_every 3".split()
+    flags += ["--evals", f"lambada={evals}", "--log_dir", str(tmp_path / "run")]
+    train_gpt2.main([*TINY, *flags])
     assert counters["stats"]["unique_graphs"] == 3
-    config, log = replace(MODEL, n_layer=1), read_log(tmp_path / "run")
-    assert {(3, "lambada"), (6, "lambada")} <= log.keys()
+    assert {(3, "lambada"), (6, "lambada")} <= read_log(tmp_path / "run").keys()
+    assert_plain_curve(tmp_path / "run", 1e-5)
+
+
+def test_a_step_in_bfloat16_is_close_to_a_plain_loop(tmp_path):
+    flags = "--dtype bfloat16 --activation_checkpointing --n_layer 1 --max_steps 6".split()
+    train_gpt2.main([*TINY, *flags, "--log_dir", str(tmp_path / "run")])
+    assert_plain_curve(tmp_path / "run", 2e-2)
+
+
+def assert_plain_curve(run, tolerance):
+    """Compares the log of 6 steps with a plain loop, and the first validation with an eager one."""
+    config, log = replace(MODEL, n_layer=1), read_log(run)
     for step, (loss, norm) in enumerate(plain_curve(config, 6)):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=tolerance), step
         assert float(log[step, "norm"]) == pytest.approx(norm, rel=5 * tolerance), step

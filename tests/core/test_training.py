@@ -167,6 +167,8 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
         0.5,
         "--max_lr",
         1e-12,
+        "--min_lr",
+        0,
         "--max_steps",
         3,
         "--total_batch_size",
