@@ -14,8 +14,9 @@ with records such as:
 
 How the accuracy is computed:
 
-  1. The tokenizer encodes the context, a space and an ending together. The
-     tokens of the ending come after the tokens of the context.
+  1. The tokenizer encodes the context alone, and the context, a space and an
+     ending together. If the context alone has n tokens, the tokens of the
+     ending are those after the first n tokens of both.
   2. The log-likelihood of the ending is the sum of ln p over its tokens. p is
      the probability of a token, given the context and the tokens before it.
   3. It is divided by the length of the ending: by its number of tokens in
