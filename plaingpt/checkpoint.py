@@ -231,7 +231,8 @@ def load_newest(directory, GPT):
     if "optimizers" not in checkpoint:
         raise UserError(
             f"{paths[-1]}: version 2.1 or older wrote it; finish the run with that version, or "
-            f"replace --resume with --init_from {directory} and give another --log_dir"
+            f"replace --resume with --init_from {directory}, and give --preset, --data and another "
+            "--log_dir"
         )
     return checkpoint
 

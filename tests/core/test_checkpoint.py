@@ -344,7 +344,8 @@ def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
     _, err = train(*flags, "--log_dir", "run", "--resume", cwd=tmp_path, status=2)
     assert err == (
         "error: run/model_000002.pt: version 2.1 or older wrote it; finish the run with that "
-        "version, or replace --resume with --init_from run and give another --log_dir\n"
+        "version, or replace --resume with --init_from run, and give --preset, --data and "
+        "another --log_dir\n"
     )
     assert everything_in(tmp_path / "run") == before
     train(*flags, "--init_from", "run", "--log_dir", "new", "--max_steps", 1, cwd=tmp_path)
