@@ -56,11 +56,12 @@ def assert_split_run_matches(directory, way, whole, *flags):
     groups, expected = ([o["param_groups"] for o in each["optimizers"]] for each in (split, one))
     assert groups == expected  # so either of them can resume the other
     found, expected = split["model"], one["model"]
+    tolerance = 1e-3 if "muon" in flags else 1e-4  # Muon computes in bfloat16 if the CPU can
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
         if not name.endswith(("c_attn.bias", "c_k.bias")):
-            assert (found[name] - tensor).norm() < 1e-4 * tensor.norm(), (way, name)
+            assert (found[name] - tensor).norm() < tolerance * tensor.norm(), (way, name)
 
 
 # The mean id of the targets. It depends on the data alone, so the test can compute it.

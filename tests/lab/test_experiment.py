@@ -205,6 +205,7 @@ def clone(tmp_path_factory):
     git(directory, "init")
     git(directory, "commit", "--allow-empty", "-m", "from before part 24")
     copy_program(directory)
+    (directory / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
     (directory / "experiments").mkdir()
     for path in (*ROOT.glob("experiments/*.py"), ROOT / "plaingpt/gpt2.tiktoken"):
         shutil.copy(path, directory / path.relative_to(ROOT))
