@@ -305,7 +305,6 @@ CHAT = "<|user|>Hi, it's  me<|end|>\n<|user|> <|pad|>é<|us"
 @pytest.mark.parametrize(
     "added, special_tokens",
     [
-        ({"<|user|>": 50257}, {}),
         ({"<|end|>": 50258, "<|user|>": 50257}, {"eos_token": "<|endoftext|>"}),
         ({"<|endoftext|>": 50256, "<|pad|>": 50257}, {"pad_token": "<|pad|>"}),
         ({"<|user|>": 50257, "<|end|>": 50258}, {"additional_special_tokens": ["<|user|>"]}),
