@@ -356,6 +356,19 @@ def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
     program(*flags, "--device", "cpu", cwd=tmp_path, program="lambada.py")
 
 
+@pytest.mark.slow
+def test_a_run_of_version_3_resumes_with_its_losses(tmp_path):
+    """tests/version-3.0.pt is from step 2 of a run of 5 steps. A later version may not write it."""
+    (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
+    (tmp_path / "run").mkdir()
+    shutil.copy(ROOT / "tests/version-3.0.pt", tmp_path / "run/model_000002.pt")
+    flags = "--data text.txt --tokenizer bytes --n_layer 1 --n_embd 8 --max_lr 8e-3".split()
+    train(*flags, "--log_dir", "run", "--max_steps", 5, "--resume", cwd=tmp_path)
+    log = read_log(tmp_path / "run")
+    losses = [float(log[step, "train"]) for step in (2, 3, 4)]
+    assert losses == pytest.approx([5.372203, 5.263807, 5.185441], abs=1e-4)
+
+
 # Starting from other weights
 
 
