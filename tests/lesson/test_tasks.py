@@ -647,6 +647,7 @@ def test_an_endless_loop_ends_with_a_sentence(monkeypatch):
     assert re.fullmatch(
         r"line [23] of 07_ranks\.py still runs after 0\.5 seconds\. Is its loop endless\?", found
     )
+    monkeypatch.undo()  # a busy machine needs more than 0.5 seconds for the right answer
     assert sentence_about("07", solution("07")) is None
 
 
@@ -656,12 +657,10 @@ def test_the_list_of_all_tasks_goes_on_after_an_endless_loop(capsys, tmp_path, m
     endless = "def starts_of_rank(*arguments):\n    while True:\n        pass\n"
     (tmp_path / "07_ranks.py").write_text(endless, encoding="utf-8")
     (tmp_path / "11_merges.py").write_text(solution("11"), encoding="utf-8")
-    for name, value in (("TASKS", tmp_path), ("CHECKS", few), ("LIMIT", 0.5)):
+    for name, value in (("TASKS", tmp_path), ("CHECKS", few), ("LIMIT", 3)):
         monkeypatch.setitem(names, name, value)
     status, out = run_check(capsys)
-    assert (
-        status == 1 and "still runs after 0.5 seconds" in out and "1 of 2 tasks are solved" in out
-    )
+    assert status == 1 and "still runs after 3 seconds" in out and "1 of 2 tasks are solved" in out
 
 
 def test_ctrl_c_ends_the_check():
