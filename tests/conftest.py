@@ -311,6 +311,12 @@ def full_precision():
     torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """A test may have run a program that lets Ctrl-C end the process at once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def shards(tmp_path):
     """A directory with three training shards of uneven length and one for validation, of bytes."""
