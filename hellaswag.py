@@ -14,11 +14,12 @@ with records such as:
 
 How the accuracy is computed:
 
-  1. The tokenizer encodes the context alone, and the context, a space and an
-     ending together. If the context alone has n tokens, the tokens of the
-     ending are those after the first n tokens of both.
+  1. The tokenizer encodes the context alone, which gives n tokens, and then the
+     context, a space and an ending together. The tokens of the ending are all
+     tokens of the second encoding after its first n tokens.
   2. The log-likelihood of the ending is the sum of ln p over its tokens. p is
-     the probability of a token, given the context and the tokens before it.
+     the probability of a token, given the context and the tokens before it;
+     -ln p is the loss of the token.
   3. It is divided by the length of the ending: by its number of tokens in
      acc_norm_token, of characters in acc_norm_char, of bytes in acc_norm_byte
      (both without the space), and by 1 in acc. A run logs acc_norm_token.
