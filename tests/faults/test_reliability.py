@@ -986,7 +986,8 @@ SHAPE = (
 
 
 def everything(directory):
-    paths = [path for path in directory.rglob("*") if path.is_file()]
+    """The times and sizes of all files, without the empty file .lock of a directory."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
 
