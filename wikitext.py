@@ -89,7 +89,7 @@ def pages(records, is_wikitext):
     record is a document. WikiText is always joined, and split before titles.
     """
     # clean_text replaces lone surrogates, which UTF-8 cannot encode.
-    texts = [clean_text(record["text"]) for record in records]
+    texts = [clean_text(get_fields(record, text=str)[0]) for record in records]
     is_text_file = any("is_line" in record for record in records)
     if not (is_wikitext or is_text_file):
         yield from filter(str.strip, texts)

@@ -370,6 +370,13 @@ def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     assert [example.endings[0] for example in found] == TEXTS
 
 
+@pytest.mark.parametrize("name", ["own.jsonl", "wiki.jsonl"])
+def test_a_damaged_record_after_a_title_is_one_sentence(name, tmp_path):
+    path = write_lines(tmp_path / name, [dict(text=" = Title = \n"), dict(text=None)])
+    with pytest.raises(UserError, match="record 2: field 'text' is missing or has a wrong type"):
+        load_examples(wikitext.BENCHMARK, path)
+
+
 @pytest.mark.parametrize("name", ["own.txt", "own.jsonl"])
 def test_a_title_does_not_make_a_text_wikitext(name, tmp_path, capsys):
     """Otherwise, one line of a user's text would change the spaces of the whole text."""
