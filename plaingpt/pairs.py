@@ -59,7 +59,7 @@ def read_pairs(path, tokenizer, T, val_fraction):
         raise UserError(f"--data {path}: is larger than 64 MiB; give fewer pairs")
     records = read_records([path], columns=("prompt", "response"))
     pairs = [encode_pair(record, tokenizer) for record in records]
-    note_unknown(tokenizer, [prompt + response for prompt, response in pairs], path)
+    note_unknown(tokenizer, [ids for pair in pairs for ids in pair], path)
     random.Random(0).shuffle(pairs)
     note_long(path, pairs, T)
     cut = find_cut(pairs, val_fraction)
