@@ -24,7 +24,7 @@ def copy_program(directory):
         copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    # Each process of --tp has some of the targets: ids below 128, or larger ones, as those of é.
+    # Each process of --tp has some of the targets: ids below 128, or larger ids, as in é.
     text = (ROOT / "input.txt").read_text()[:20_000].replace("e", "é")
     (directory / "input.txt").write_text(text, "utf-8")
     (directory / "words.txt").write_text("The boat came home with the evening tide\nThe end\n")
