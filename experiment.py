@@ -78,7 +78,7 @@ from plaingpt.lab.verdict import (
     worth,
     worth_as_text,
 )
-from plaingpt.source import CLONE, run_git
+from plaingpt.source_code import CLONE, run_git
 from plaingpt.terminal import print0, print_result
 
 import numpy as np

@@ -40,7 +40,7 @@ from plaingpt.files import (
 )
 from plaingpt.flags import flag, parse_flags
 from plaingpt.machine import count_cores
-from plaingpt.ready import download_ready
+from plaingpt.ready_shards import download_ready
 from plaingpt.shards import find_shards, read_meta
 from plaingpt.signals import end_at_once_on_ctrl_c
 from plaingpt.terminal import print0, print_result, visible

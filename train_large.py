@@ -36,7 +36,7 @@ from plaingpt.checkpoint import make_whole_gpt
 from plaingpt.errors import UserError, run_program
 from plaingpt.flags import flag, parse_flags, pick
 from plaingpt.large import gradients, parts, pipeline
-from plaingpt.large.check import make_small_gpt
+from plaingpt.large.check_split import make_small_gpt
 from plaingpt.large.muon import ShardedMuon
 from plaingpt.large.process import SplitProcess
 from plaingpt.large.split import split_model

@@ -19,7 +19,7 @@ from plaingpt.files import read_facts, replacing, write_json
 from plaingpt.flags import pick
 from plaingpt.pretrained import load_model
 from plaingpt.settings import CHANGE_NO_LOSS
-from plaingpt.source import hash_of_program
+from plaingpt.source_code import hash_of_program
 
 import torch
 import torch.nn.functional as F

@@ -29,7 +29,7 @@ from plaingpt.files import (
     writing,
 )
 from plaingpt.process import on_rank0
-from plaingpt.source import hash_of_program, read_git
+from plaingpt.source_code import hash_of_program, read_git
 from plaingpt.terminal import print0, shorten_line, show_progress
 
 import torch
@@ -63,7 +63,7 @@ class RunLog:
         self.metrics = {}
         self.known = set()  # (step, name) of the numbers that log.txt already contains
         self.file = None  # log.txt, on rank 0
-        self.sinks = []  # TensorBoard and Weights & Biases, on rank 0
+        self.trackers = []  # TensorBoard and Weights & Biases, on rank 0
         self.stack = contextlib.ExitStack()  # closes the files and unlocks the directory
         # After an error before the `with` block, a notebook may start the next run.
         weakref.finalize(self, self.stack.close)
@@ -93,14 +93,14 @@ class RunLog:
         # Without a buffer, nothing remains to be written when the file is closed.
         self.file = self.stack.enter_context(open(directory / "log.txt", "ab", buffering=0))
         if config.tensorboard or config.wandb:
-            from plaingpt.sinks import TensorBoard, WandB  # imported only when asked for
+            from plaingpt.trackers import TensorBoard, WandB  # imported only when asked for
 
             if config.tensorboard:
-                self.sinks.append(TensorBoard(directory, step))
+                self.trackers.append(TensorBoard(directory, step))
             if config.wandb:
-                self.sinks.append(WandB(directory, config, gpt_config))
-            for sink in self.sinks:
-                self.stack.callback(sink.close)
+                self.trackers.append(WandB(directory, config, gpt_config))
+            for tracker in self.trackers:
+                self.stack.callback(tracker.close)
             # TensorBoard has removed the values of this step, so they are sent again.
             self.publish(step, known)
 
@@ -132,8 +132,8 @@ class RunLog:
 
     def publish(self, step, values):
         """Sends {name: number or HTML} to TensorBoard and Weights & Biases, if they are used."""
-        for sink in self.sinks:
-            sink.write(step, values)
+        for tracker in self.trackers:
+            tracker.write(step, values)
 
     def write_step(self, step, n_tokens, seconds, metrics):
         """Writes the metrics of a step, and prints them every log_every steps.

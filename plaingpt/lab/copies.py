@@ -5,7 +5,7 @@ import os
 import shutil
 
 from plaingpt.errors import UserError
-from plaingpt.source import CLONE, diff_since, run_git
+from plaingpt.source_code import CLONE, diff_since, run_git
 
 
 def changes_of_clone(commit):

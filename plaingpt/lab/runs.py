@@ -12,7 +12,7 @@ from typing import NamedTuple
 from plaingpt.errors import UserError
 from plaingpt.files import checksum_of_places, read_facts, read_json, read_streams
 from plaingpt.machine import count_cores, count_gpus
-from plaingpt.source import CLONE
+from plaingpt.source_code import CLONE
 from plaingpt.terminal import print0
 
 from tqdm import tqdm

@@ -11,7 +11,7 @@ import warnings
 
 from plaingpt.checkpoint import make_whole_gpt
 from plaingpt.errors import UserError
-from plaingpt.large.check import check_stages, check_tensor_parallel
+from plaingpt.large.check_split import check_stages, check_tensor_parallel
 from plaingpt.large.parts import fill_split_model, tie_head
 from plaingpt.large.pipeline import Pipeline, Stage
 from plaingpt.large.tensor_parallel import split_gpt

@@ -1,10 +1,10 @@
-"""plaingpt/source.py: what it says does not depend on the user's settings."""
+"""plaingpt/source_code.py: what it says does not depend on the user's settings."""
 
 import re
 
 from plaingpt.errors import UserError
 from plaingpt.lab.copies import make_copy, remove_copies
-from plaingpt.source import diff_since, read_git, run_git
+from plaingpt.source_code import diff_since, read_git, run_git
 
 import pytest
 
@@ -40,7 +40,7 @@ def make_repository(directory):
 def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, setting):
     """diff_since gives a patch of the whole clone, which `git apply` accepts as it is."""
     clone = tmp_path
-    monkeypatch.setattr("plaingpt.source.CLONE", clone)
+    monkeypatch.setattr("plaingpt.source_code.CLONE", clone)
     settings = SETTINGS.values() if setting == "all" else [setting]
     text = "".join(f"line {i}\n\n" for i in range(20))
     (clone / ".gitattributes").write_text("*.py diff=python\n")
@@ -64,7 +64,7 @@ def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, s
 def test_copies_leave_the_worktrees_of_a_user_alone(tmp_path, monkeypatch):
     """Also one whose disk is away. Its index has a file that is in no commit."""
     (tmp_path / "clone").mkdir()
-    monkeypatch.setattr("plaingpt.source.CLONE", tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path / "clone")
     run_git("init")
     run_git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "first")
     disk = tmp_path / "disk"
@@ -85,7 +85,7 @@ def test_a_copy_without_git_inside_a_repository(tmp_path, monkeypatch):
     make_repository(tmp_path)
     (tmp_path / "diary.txt").write_text("secret")
     (tmp_path / "plainGPT").mkdir()
-    monkeypatch.setattr("plaingpt.source.CLONE", tmp_path / "plainGPT")
+    monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path / "plainGPT")
     assert read_git() == ("", [], b"")
     with pytest.raises(UserError, match="git rev-parse .fatal: not a git repository"):
         run_git("rev-parse", "HEAD")
@@ -98,7 +98,7 @@ def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):
         (tmp_path / name / f"{name}.txt").write_text("1\n")
         make_repository(tmp_path / name)
         (tmp_path / name / f"{name}.txt").write_text("2\n")
-    monkeypatch.setattr("plaingpt.source.CLONE", tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path / "clone")
     found = read_git()
     assert b"clone.txt" in found[2]
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
@@ -110,7 +110,7 @@ def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):
 
 def test_a_clone_whose_git_does_not_work(tmp_path, monkeypatch, capsys):
     (tmp_path / ".git").write_text("gitdir: elsewhere\n")
-    monkeypatch.setattr("plaingpt.source.CLONE", tmp_path)
+    monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path)
     assert read_git() == ("", [], b"")
     note = r"note: git does not work here \(fatal: .*elsewhere\), so run.json lacks the commit\n"
     assert re.fullmatch(note, capsys.readouterr().out)

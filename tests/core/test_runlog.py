@@ -14,7 +14,7 @@ from plaingpt.checkpoint import find_newest_model
 from plaingpt.errors import UserError
 from plaingpt.files import read_streams
 from plaingpt.log import RunLog, prepare_run_directory
-from plaingpt.sinks import find_wandb_id
+from plaingpt.trackers import find_wandb_id
 
 import conftest
 import pytest
@@ -372,7 +372,7 @@ def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
     (package / "a.txt").write_bytes(b"caf\xe9 2\n")
     (tmp_path / "clone/idea.py").write_text("")
     (tmp_path / "clone/\u60f3\u6cd5.py").write_text("")
-    monkeypatch.setattr("plaingpt.source.CLONE", package.parent)
+    monkeypatch.setattr("plaingpt.source_code.CLONE", package.parent)
     train_gpt2.main([*TINY, "--max_steps", "1", "--log_dir", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run/run.json").read_text())["untracked_files"] == [
         "idea.py",

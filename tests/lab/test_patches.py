@@ -64,7 +64,7 @@ def test_patches_are_merged_with_an_edit_of_attention(tmp_path, monkeypatch):
     """A patch and a later edit give the file that the same edit of a patched file gives."""
     needs_history()
     make_clone(tmp_path / "clone")
-    monkeypatch.setattr("plaingpt.source.CLONE", tmp_path / "clone")
+    monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path / "clone")
     make_copy(tmp_path / "before", "HEAD")
     edit_attention(tmp_path / "clone")
     commit_all(tmp_path / "clone")

@@ -5,7 +5,7 @@ import shutil
 
 from plaingpt.data import Sources
 from plaingpt.errors import UserError
-from plaingpt.large.check import check_stages
+from plaingpt.large.check_split import check_stages
 from plaingpt.tokenizer import get_tokenizer
 
 import pytest

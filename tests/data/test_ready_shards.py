@@ -5,7 +5,7 @@ import time
 
 from plaingpt.errors import UserError
 from plaingpt.files import lock
-from plaingpt.ready import BLOCK, REPO, count_tokens, download_ready
+from plaingpt.ready_shards import BLOCK, REPO, count_tokens, download_ready
 from plaingpt.shards import find_shards
 
 import numpy as np
@@ -231,7 +231,7 @@ def test_flags_without_effect(tmp_path, capsys):
 
 
 def test_the_directory_is_locked(tmp_path, monkeypatch):
-    monkeypatch.setattr("plaingpt.ready.list_sizes", lambda names: dict.fromkeys(names, 0))
+    monkeypatch.setattr("plaingpt.ready_shards.list_sizes", lambda names: dict.fromkeys(names, 0))
     descriptor = lock(tmp_path, "--output_dir")
     with pytest.raises(UserError, match="another process uses it; wait for it"):
         download_ready(1, tmp_path, {})
