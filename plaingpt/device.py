@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 from plaingpt.errors import UserError, explaining
-from plaingpt.muon import has_bfloat16
 from plaingpt.terminal import print0
 
 import torch
@@ -115,6 +114,14 @@ def choose_dtype(name, device):
         else:
             name = "float32"
     return getattr(torch, name)
+
+
+def has_bfloat16(device):
+    """Returns whether the device has instructions for bfloat16. Older GPUs emulate bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = torch.cpu.get_capabilities()  # {name of an instruction set extension: bool}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
 def set_matmul_precision(dtype, device):

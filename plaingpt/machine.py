@@ -1,24 +1,8 @@
-"""Cores and GPUs of this machine, the ranks that torchrun assigns, and garbage collection."""
+"""Cores and GPUs of this machine, and the ranks that torchrun assigns."""
 
-import contextlib
-import gc
 import os
 
 from plaingpt.errors import UserError
-
-
-@contextlib.contextmanager
-def frozen_gc():
-    """Context manager: Python's garbage collector ignores all objects that already exist.
-
-    Otherwise, the collector sometimes scans all objects of the imported modules, and the GPU waits
-    0.1 s or longer.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def count_cores():

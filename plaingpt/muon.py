@@ -2,6 +2,8 @@
 
 import math
 
+from plaingpt.device import has_bfloat16
+
 import torch
 import torch.distributed as dist
 
@@ -119,11 +121,3 @@ def orthogonalize(x):
         factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, factor, x, beta=3.4445)
     return x
-
-
-def has_bfloat16(device):
-    """Returns whether the device has instructions for bfloat16. Older GPUs emulate bfloat16."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    has = torch.cpu.get_capabilities()  # {name of an instruction set extension: bool}
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
