@@ -53,7 +53,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, pos, cache=None, mask=None):
-        """x: (B, T, C). pos: see GPT.hidden; unused here: x contains position embeddings."""
+        """x: (B, T, C). pos: see GPT.hidden; not used here, because x already includes wpe(pos)."""
         B, T, C = x.size()
         qkv = self.c_attn(x).chunk(3, dim=2)  # 3 x (B, T, C)
         # (B, nh, T, hs) each. -1 is n_head, or with --tp the number of heads in this process.
@@ -146,10 +146,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_layer(self, name, module):
-        """Initializes the parameters of one layer -> whether this method knows the layer's type.
+        """Initializes the parameters of one layer. Returns whether it knows the type of the layer.
 
-        A layer of any other type keeps the initialization of its constructor. name: the name of the
-        layer, such as "transformer.h.0.mlp.c_fc".
+        A layer of an unknown type keeps the initialization of its constructor. name: the name of
+        the layer, such as "transformer.h.0.mlp.c_fc".
         """
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()  # the weights are 1, the biases are 0
@@ -158,7 +158,7 @@ class GPT(nn.Module):
             return False
         std = 0.02
         if name.endswith(".c_proj"):
-            # Each block adds to the residual stream twice. A smaller std in these 2 n_layer
+            # Each block adds two outputs to the residual stream. The smaller std of these 2 n_layer
             # projections keeps the variance of the sum constant (GPT-2 paper, section 2.3).
             std /= math.sqrt(2 * self.config.n_layer)
         # The CPU draws the random numbers, so the initialization is the same on every device.
@@ -168,7 +168,7 @@ class GPT(nn.Module):
         return True
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
-        """Returns the hidden states after the last LayerNorm: ids (B, T) -> (B, T, C).
+        """Returns the hidden states after the final LayerNorm: ids (B, T) -> (B, T, C).
 
         cache: a list with one KVCache per block, which contains the keys and values of earlier
         tokens.
