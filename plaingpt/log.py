@@ -61,7 +61,8 @@ class RunLog:
         self.flops_per_token = training.flops_per_token()
         self.peak_flops = peak_flops(self.process)
         self.metrics = {}
-        self.known = set()  # (step, name) of the numbers that log.txt already contains
+        self.known = set()  # (step, name) of the numbers that an earlier run has written
+        self.written = (0, set())  # the last step, and the names that this run has written for it
         self.file = None  # log.txt, on rank 0
         self.trackers = []  # TensorBoard and Weights & Biases, on rank 0
         self.stack = contextlib.ExitStack()  # closes the files and unlocks the directory
@@ -111,7 +112,16 @@ class RunLog:
         self.stack.close()
 
     def write(self, step, **values):
-        """Appends a line for each value that log.txt does not contain yet."""
+        """Appends a line for each value that log.txt does not contain yet.
+
+        Raises ValueError if two values of a step have the same name.
+        """
+        if step != self.written[0]:
+            self.written = (step, set())
+        for name in values:
+            if name in self.written[1]:
+                raise ValueError(f"two metrics of step {step} have the name {name!r}; rename one")
+            self.written[1].add(name)
         self.metrics.update(values)
         if not self.file:
             return
@@ -360,9 +370,12 @@ def print_summary(training, data, size):
             name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
             n_tensors[name] = n_tensors.get(name, 0) + len(group["params"])
     print0("; ".join(f"{name}: {n} tensors" for name, n in n_tensors.items()))
-    epochs = config.max_steps * config.total_batch_size // n_train
+    n_read = config.max_steps * config.total_batch_size  # tokens, without a batch-size ramp-up
+    parts = zip(data.shares, data.train)
+    epochs = max(int(n_read * share / len(tokens)) for share, tokens in parts)
     if epochs > 30:
-        print0(f"note: the run reads the data {epochs} times; more data would be better")
+        which = "the data" if len(data.train) == 1 else "one of the data sets"
+        print0(f"note: the run reads {which} {epochs} times; more data would be better")
     n_val = min(map(len, data.val))  # tokens of the smallest validation split
     if n_val < 4096:
         print0(f"note: only {n_val:,} validation tokens, so the loss is inexact; use more data")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from plaingpt.checkpoint import find_newest_model
 from plaingpt.errors import UserError
 from plaingpt.files import read_streams
-from plaingpt.log import RunLog, prepare_run_directory
+from plaingpt.log import RunLog, prepare_run_directory, print_summary
 from plaingpt.trackers import find_wandb_id
 
 import conftest
@@ -391,3 +391,28 @@ def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
     if name == "my own":
         message = "the name of a metric must be one word, not 'my own'"
     assert message in err
+
+
+def test_two_metrics_of_a_step_have_different_names(tmp_path):
+    """For example, a metric of an edited model has the name of the validation loss."""
+    with open_log(log_dir=str(tmp_path)) as log:
+        log.write_validation(3, dict(val=2.5, bpb=1.0))
+        with pytest.raises(ValueError, match="two metrics of step 3 have the name 'val'"):
+            log.write(3, train=2.0, val=7.0)
+        log.write(4, val=2.0)
+    assert (tmp_path / "log.txt").read_text() == "3 val 2.5\n3 bpb 1\n4 val 2\n"
+
+
+def test_the_note_on_many_epochs_counts_the_share_of_each_data_set(capsys):
+    """A run of 1.2M tokens reads the small data set 60 times, and the large one 0.12 times."""
+    training = SimpleNamespace(
+        config=train_gpt2.TrainConfig(max_steps=1200, total_batch_size=1000, min_lr=0.0),
+        gpt_config=conftest.MODEL,
+        process=conftest.ALONE,
+        count_parameters=lambda: 1,
+        optimizers=[],
+    )
+    sizes, shares = (18_000, 1_000_000), (0.9, 0.1)
+    data = SimpleNamespace(train=[range(n) for n in sizes], shares=shares, val=[range(5000)])
+    print_summary(training, data, (8, 8))
+    assert "note: the run reads one of the data sets 60 times" in capsys.readouterr().out
