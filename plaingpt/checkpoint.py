@@ -157,25 +157,21 @@ def load_file(file, device, **options):
 
 
 def write_checkpoint(path, state):
-    """Writes a dict as a checkpoint. An error never leaves an incomplete file."""
+    """Writes a dict as a checkpoint. After an error, `path` is as it was before.
+
+    torch.save also writes values of types that torch.load(weights_only=True) refuses, such as a
+    NumPy number in the state of an optimizer. If there is one, raises UserError.
+    """
+    what = f"{path}: the optimizers contain a value that cannot be read back"
+    remedy = "store only tensors, Python's numbers and strings, and lists and dicts of them"
     with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:  # PyTorch raises this while it handles an OSError
             raise (error.__context__ or error) from None
-    read_back(path)
-
-
-def read_back(path):
-    """Raises UserError if torch.load refuses a checkpoint that torch.save has written.
-
-    torch.save also writes values of types that torch.load(weights_only=True) refuses, such as a
-    NumPy number in the state of an optimizer. Reads no tensors, so this takes milliseconds.
-    """
-    what = f"{path}: the optimizers contain a value that cannot be read back"
-    remedy = "store only tensors, Python's numbers and strings, and lists and dicts of them"
-    with explaining(what, remedy, ValueError), open(path, "rb") as file:
-        load_file(file, "meta")
+        file.flush()
+        with explaining(what, remedy, ValueError), open(file.name, "rb") as written:
+            load_file(written, "meta")  # reads no tensors, so this takes milliseconds
 
 
 def read_best_val(directory):

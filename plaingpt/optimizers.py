@@ -1,6 +1,7 @@
 """Restores optimizers from the state dicts in a checkpoint."""
 
 from plaingpt.errors import UserError
+from plaingpt.terminal import print0
 
 import torch
 from torch.utils._pytree import tree_map
@@ -29,13 +30,21 @@ def check_names(saved, names):
 
 
 def load_optimizer(optimizer, saved):
-    """Restores an optimizer from a state dict. Each parameter group keeps what flags determine."""
-    kept = []
-    for group in optimizer.param_groups:
-        kept.append({name: group[name] for name in ("peak_lr", "weight_decay") if name in group})
+    """Restores an optimizer from a state dict. Each parameter group keeps what flags determine.
+
+    Every other hyperparameter, such as betas, comes from the checkpoint. A note says so if model.py
+    now sets a different value.
+    """
+    groups = [dict(group) for group in optimizer.param_groups]  # as model.py and the flags set them
     optimizer.load_state_dict(saved)
-    for group, values in zip(optimizer.param_groups, kept):
-        group.update(values)
+    notes = {}
+    for group, new in zip(optimizer.param_groups, groups):
+        group.update({name: new[name] for name in ("peak_lr", "weight_decay") if name in new})
+        for name in getattr(optimizer, "defaults", {}).keys() & new.keys() - {"lr"}:
+            if repr(group[name]) != repr(new[name]):
+                notes[name] = f"is {group[name]!r}, as in the checkpoint, not {new[name]!r}"
+    for name, text in sorted(notes.items()):
+        print0(f"note: {name} of {type(optimizer).__name__} {text}")
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     # PyTorch's load_state_dict has cast each tensor to the dtype of its parameter, and it has not

@@ -10,7 +10,13 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
-from plaingpt.checkpoint import find_checkpoints, load_checkpoint, load_newest, read_best_val
+from plaingpt.checkpoint import (
+    find_checkpoints,
+    load_checkpoint,
+    load_newest,
+    read_best_val,
+    write_checkpoint,
+)
 from plaingpt.errors import UserError
 from plaingpt.files import read_json, read_streams
 from plaingpt.pretrained import load_model, save_gpt2
@@ -568,3 +574,12 @@ def test_too_many_open_files_are_no_damage(tmp_path):
         sentence = rf"{name}: cannot be read \(Too many open files\); remove the cause, then try "
         with pytest.raises(UserError, match=sentence), at_most_open(n):
             read(tmp_path / name)
+
+
+def test_a_checkpoint_that_cannot_be_read_back_replaces_no_file(tmp_path):
+    path = tmp_path / "model_best.pt"
+    write_checkpoint(path, dict(step=1))
+    with pytest.raises(UserError, match="contain a value that cannot be read back"):
+        write_checkpoint(path, dict(step=np.float64(2)))
+    assert torch.load(path) == dict(step=1)
+    assert names(tmp_path) == ["model_best.pt"]

@@ -1,5 +1,7 @@
 """Optimizers of any kind: their state is saved, and a resumed run equals one without a break."""
 
+from plaingpt.optimizers import load_optimizer
+
 import pytest
 import torch
 from conftest import ALONE, MODEL, checkpoint, names, read_log
@@ -93,12 +95,22 @@ def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path, value, kind, ste
         ),
     )
     _, err = run(tmp_path, "run", status=2)
-    saved = ["model_000002.pt", "model_000004.pt"][: 1 + (step > 2)]
+    saved = ["model_000002.pt"] if step > 2 else []
+    refused = "model_000004.pt" if step > 2 else "model_000002.pt"
     assert err == (
-        f"error: run/{saved[-1]}: the optimizers contain a value that cannot be read back "
+        f"error: run/{refused}: the optimizers contain a value that cannot be read back "
         f"(torch.load refuses the type {kind}); store only tensors, Python's numbers and strings, "
         "and lists and dicts of them\n"
     )
-    # The weights are not lost, and the checkpoint before stays.
-    assert names(tmp_path / "run", "*.pt") == saved
-    assert torch.load(tmp_path / "run" / saved[-1], weights_only=False)["step"] == 2 * len(saved)
+    assert names(tmp_path / "run", "*.pt") == saved  # --resume finds the checkpoint before
+
+
+def test_a_note_names_hyperparameters_that_a_resumed_run_takes_from_the_checkpoint(capsys):
+    before, after = (torch.optim.AdamW(GPT(MODEL).parameters(), 0.1) for _ in range(2))
+    load_optimizer(after, before.state_dict())
+    assert capsys.readouterr().out == ""
+    after = torch.optim.AdamW(GPT(MODEL).parameters(), 0.2, (0.8, 0.9), weight_decay=0.3)
+    load_optimizer(after, before.state_dict())
+    assert after.param_groups[0]["weight_decay"] == 0.3
+    note = "note: betas of AdamW is (0.9, 0.999), as in the checkpoint, not (0.8, 0.9)\n"
+    assert capsys.readouterr().out == note
