@@ -29,11 +29,9 @@ class Muon(torch.optim.Optimizer):
     With DDP, each process orthogonalizes its share of the matrices and sends the results to the
     other processes, because orthogonalization takes most of Muon's time. Each process stores the
     momentum of all matrices, so a checkpoint does not depend on the number of processes.
-    """
 
-    # step reads the attribute found_inf, like the fused optimizers of PyTorch: if it is 1.0, the
-    # step changes nothing.
-    _step_supports_amp_scaling = True
+    If the attribute found_inf is a tensor of 1.0, a step changes nothing.
+    """
 
     def __init__(self, params, lr, weight_decay=0.1, momentum=0.95, n_stacked=1):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, n_stacked=n_stacked)

@@ -208,6 +208,19 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     torch.testing.assert_close(c_attn, torch.cat(qkv), rtol=0, atol=tolerance)
 
 
+def test_a_gradient_scaler_unscales_for_muon():
+    """torch.amp.GradScaler does this before the step of an optimizer that does not do it itself."""
+    weights = []
+    for scale in (1.0, 1024.0):
+        p = torch.nn.Parameter(torch.eye(32))
+        muon = Muon([p], 0.1)
+        scaler = torch.amp.GradScaler("cpu", scale)
+        scaler.scale((p * torch.arange(32)).sum()).backward()
+        scaler.step(muon)
+        weights.append((p.detach(), muon.state[p]["momentum_buffer"]))
+    torch.testing.assert_close(weights[0], weights[1])
+
+
 def test_groups_of_muon():
     """Each group has its own learning rate, decay and momentum, although both share a stack."""
     torch.manual_seed(0)

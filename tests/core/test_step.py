@@ -27,6 +27,7 @@ from conftest import (
 )
 from plain import plain_curve
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt2
@@ -123,13 +124,26 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
     def counted(name, original):
         return lambda *args: calls.append(name) or original(*args)
 
+    class Waits(TorchDispatchMode):
+        """Records each operator whose result has a size or a value that the host must know."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            is_mask = name == "index" and any(
+                i.dtype == torch.bool for i in args[1] if i is not None
+            )
+            if is_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
+                calls.append(name)
+            return function(*args, **kwargs or {})
+
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
     step_of = train_gpt2.take_step
     monkeypatch.setattr(train_gpt2, "take_step", counted("step", step_of))
     for _ in range(2):
         calls.clear()
-        metrics = train_step(training, [(x, x)] * 3)
+        with Waits():
+            metrics = train_step(training, [(x, x)] * 3)
         # All optimizers have their work before Python waits.
         assert calls == [*["step"] * len(training.optimizers), "tolist"]
         assert all(map(math.isfinite, metrics.values()))

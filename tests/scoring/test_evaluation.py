@@ -818,5 +818,9 @@ def test_names_of_evals(tmp_path, monkeypatch):
     assert load(" lambada=l.jsonl, wikitext=l.jsonl,") == ["lambada", "wikitext"]
     assert load("lambada=l.jsonl", "wikitext=l.jsonl") == ["lambada", "wikitext"]
     assert load("") == []
-    with pytest.raises(UserError, match="--evals math: no such benchmark; give a module, such as"):
-        load("math")
+    for name in ("math", "this", "lambada.py", "docs/measure"):
+        with pytest.raises(
+            UserError, match=f"--evals {name}: no such benchmark; give a module, such"
+        ):
+            load(name)
+    assert "this" not in sys.modules  # modules of other directories are not imported
