@@ -1,4 +1,7 @@
-"""Compares CORE with nanochat's rules, computed with transformers one prompt at a time."""
+"""Compares the results of core.py with nanochat's rules.
+
+nanochats_rules implements these rules with Hugging Face's GPT-2, one prompt at a time.
+"""
 
 import contextlib
 import io
@@ -22,9 +25,10 @@ from conftest import WORDS, overfit, program, write_lines
 import core
 from model import GPT, GPTConfig
 
-T = 96  # context of the tiny model; some prompts below are longer
+T = 96  # context of the tiny model, in tokens; some prompts below are longer
 KINDS = dict(m="multiple_choice", s="schema", l="language_modeling")
-# Some tasks of the public bundle: name, number of solved examples in a prompt, kind.
+# Some tasks of the public bundle. Each string contains the name of a task, the number of solved
+# examples in a prompt, and the kind: a key of KINDS.
 TASKS = [
     task.split()
     for task in (
@@ -50,8 +54,8 @@ def make_item(rng, kind, i):
     if kind == "m":
         choices = [some_words(rng, 1, 5) for _ in range(3)]
         if i == 1:
-            choices[2] = choices[1] + " more"  # no prompt has tokens of its own
-        if i == 2:  # the first one has none
+            choices[2] = choices[1] + " more"  # the third choice begins with the second choice
+        if i == 2:  # all choices begin with the first choice, whose ending then has no tokens
             choices[1], choices[2] = choices[0] + " gulls", choices[0] + " few"
         if i == 3:
             choices = ["yes", "no", " maybe"]
@@ -95,7 +99,10 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(bundle):
-    """A tiny GPT-2 in Hugging Face format, overfitted to some items, and a bundle."""
+    """Returns the directory of a tiny GPT-2 in Hugging Face format, and the bundle.
+
+    The model is overfitted to the short items of the task coqa.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
@@ -111,7 +118,10 @@ def tiny(bundle):
 
 
 def nanochats_rules(hf, items, kind, n_shots, delimiter):
-    """Yields, for each item, whether it is solved, and the mean loss of each of its prompts."""
+    """Yields (whether the answer is right, mean loss of each prompt's ending) for each item.
+
+    hf: Hugging Face's GPT-2. kind: a key of KINDS. n_shots: number of solved examples in a prompt.
+    """
     encode = get_tokenizer("gpt2").encode
 
     def texts(item):
@@ -137,7 +147,8 @@ def nanochats_rules(hf, items, kind, n_shots, delimiter):
         for row in ids[:1] if kind == "l" else ids:
             scored = n if kind == "s" else len(row) - n
             row = row[-T:]
-            scored = scored if scored < len(row) else 0  # nothing comes before a prompt
+            # The first token of a prompt has no context, so the model cannot score it.
+            scored = scored if scored < len(row) else 0
             with torch.no_grad():
                 x = hf.transformer(torch.tensor([row[:-1]]))[0][0, len(row) - 1 - scored :]
                 logits = hf.lm_head(x)
@@ -148,7 +159,7 @@ def nanochats_rules(hf, items, kind, n_shots, delimiter):
 
 
 def run_core(tmp_path, tiny, *flags, processes=1):
-    """Runs core.py in float32 -> (its figures, mean losses of all prompts, what it prints)."""
+    """Runs core.py in float32. Returns (metrics, mean loss of each prompt's ending, output)."""
     path = tmp_path / "out.json"
     flags = ["--model", tiny[0], "--bundle", tiny[1], "--json", path, "--dtype", "float32", *flags]
     if processes > 1:
@@ -218,7 +229,10 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
 @pytest.mark.parametrize("n_shots", [0, 1, 3, 10, 21])
 @pytest.mark.parametrize("n_items", [22, 100])
 def test_solved_examples_are_drawn_as_by_nanochat(tmp_path, n_items, n_shots):
-    """In few of many, and in many of few, which Python draws in two ways."""
+    """core.py draws the same examples as nanochat.
+
+    Python's random.sample uses two algorithms, depending on the sizes. The parameters cover both.
+    """
     items = [dict(context=f"{i} is", continuation="it", where="") for i in range(n_items)]
     path = write_lines(tmp_path / "a.jsonl", items)
     examples = core.load(path, num_fewshot=n_shots)
@@ -230,7 +244,10 @@ def test_solved_examples_are_drawn_as_by_nanochat(tmp_path, n_items, n_shots):
 
 
 def test_a_file_of_items_is_a_task(tmp_path):
-    """Chance is one through the number of answers. The delimiter comes before an answer."""
+    """A single .jsonl file is a task, with --delimiter before each answer.
+
+    The chance accuracy is the mean of 1 / (number of choices).
+    """
     items = [
         dict(query=f"q{i}", choices=["a", "b", "c", "d"][: 2 + 2 * (i % 2)], gold=1)
         for i in range(4)
@@ -243,7 +260,7 @@ def test_a_file_of_items_is_a_task(tmp_path):
         assert e.contexts[0] not in e.shots[0]
     config = GPTConfig(block_size=24, vocab_size=256)
     rows = make_rows(examples, get_tokenizer("bytes"), config, core.prompt_ids, spare=1)
-    assert len(rows) == len(examples) == 3  # the choices of an item share the tokens before them
+    assert len(rows) == len(examples) == 3  # one row per item, because its choices share a context
     path = str(write_lines(tmp_path / "t.jsonl", [dict(context=" one,\n", continuation="two")]))
     (example,) = load_examples(core.BENCHMARK, path)
     assert example.contexts == ["one, "] and example.endings == ["two"]
@@ -252,7 +269,10 @@ def test_a_file_of_items_is_a_task(tmp_path):
 
 @pytest.mark.parametrize("kind", [None, *core.KINDS])
 def test_the_kind_of_a_task_is_chosen_by_its_name(kind, tmp_path):
-    """An item may have the fields of all kinds. Without a name, its fields tell the kind."""
+    """An item may contain the fields of all kinds.
+
+    If core.yaml does not name the kind, core.py infers it from the fields of the item.
+    """
     item = dict(
         query="A cat",
         choices=["sits", "sat"],
@@ -267,7 +287,8 @@ def test_the_kind_of_a_task_is_chosen_by_its_name(kind, tmp_path):
     task = dict(label="a", dataset_uri="a.jsonl", num_fewshot=[0], icl_task_type=kind)
     if kind is None:
         del task["icl_task_type"]
-    (tmp_path / "core.yaml").write_text(json.dumps(dict(icl_tasks=[task])))  # JSON is YAML
+    # A JSON document is also a YAML document.
+    (tmp_path / "core.yaml").write_text(json.dumps(dict(icl_tasks=[task])))
     (example,) = load_examples(core.BENCHMARK, tmp_path)
     pairs, chance = {
         None: ((["A cat"], [" sits", " sat"]), 1 / 2),
@@ -286,7 +307,7 @@ def test_the_kind_of_a_task_is_chosen_by_its_name(kind, tmp_path):
 
 
 def test_an_item_with_one_choice_is_right_if_the_model_would_write_it():
-    """There is nothing to compare."""
+    """A single choice cannot be compared, so greedy decoding must generate this choice."""
     item = dict(query="A cat", choices=["sits"], gold=0, where="")
     example = core.make_example(item, " ", "multiple_choice")
     ((context, (ending,)),) = core.prompt_ids(example, get_tokenizer("bytes"))
@@ -303,7 +324,10 @@ def test_json_lines_have_several_names(tmp_path):
 
 
 def test_a_continuation_that_joins_the_tokens_before_it():
-    """nanochat stops here. "harbourbell" has other tokens than "harbour" and "bell"."""
+    """The tokens of "the harbour" do not begin with the tokens of "the har".
+
+    nanochat stops in this case. core.py scores all tokens after the common prefix.
+    """
     tokenizer = get_tokenizer("gpt2")
     item = dict(context="the har", continuation="bour", where="")
     example = core.make_example(item, "")
@@ -347,7 +371,7 @@ def test_a_continuation_that_joins_the_tokens_before_it():
     ],
 )
 def test_a_mistake_is_one_sentence(flags, message, bundle, tmp_path, monkeypatch, capsys):
-    """It is found before the model is read."""
+    """core.py reports a mistake before it reads the model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").touch()
     write_lines(tmp_path / "other.jsonl", [dict(text="a")])
@@ -408,7 +432,7 @@ def test_a_damaged_file_of_a_bundle_is_named(name, contents, tmp_path):
     for path, text in GOOD.items():
         (tmp_path / path).write_text(text)
     (example,) = load_examples(core.BENCHMARK, tmp_path)
-    assert core.prompts(example) == ["1 x", "2 x"]  # numbers become text
+    assert core.prompts(example) == ["1 x", "2 x"]  # core.py converts numbers to strings
     (tmp_path / name).write_text(contents, "latin-1")
     with pytest.raises(UserError, match=rf"{name}: is damaged \(.+\); correct it"):
         load_examples(core.BENCHMARK, tmp_path)

@@ -1,4 +1,7 @@
-"""Compares the benchmarks with transformers without batching, and with manual calculations."""
+"""Compares the scores of the benchmark programs with Hugging Face's GPT-2, without batches.
+
+Some tests compare the scores with values that are easy to calculate.
+"""
 
 import csv
 import importlib
@@ -42,7 +45,7 @@ import wikitext
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, load_evals, run_evals
 
-T = 48  # context of the tiny model; some rows below are longer
+T = 48  # context of the tiny model, in tokens; some examples below are longer
 
 
 def some_words(rng, n):
@@ -54,7 +57,7 @@ def hellaswag_records():
     for i in range(24):
         a, b = some_words(rng, rng.integers(2, 30)) + ".", some_words(rng, 2) if i % 3 else ""
         endings = [some_words(rng, rng.integers(1, 14)) + "." for _ in range(4)]
-        if i % 4 == 0:  # the markup of WikiHow
+        if i % 4 == 0:  # adds WikiHow's markup
             a = f"[header] How to [title] {a} [step] Begin"
             endings[1] = f"[substeps] {endings[1]} [title] Then"
         records.append(
@@ -67,9 +70,9 @@ def hellaswag_records():
                 label=i % 4,
             )
         )
-    # A string as in the hub's files, and an empty context.
+    # On the Hugging Face hub, a label is a string. Another record has an empty context.
     records[5]["label"], records[7]["ctx"] = str(records[5]["label"]), ""
-    # this ending alone is longer than the model's context
+    # This ending alone is longer than the model's context.
     records[9]["endings"][2] = some_words(rng, 60)
     return records
 
@@ -98,7 +101,8 @@ def storycloze_records():
     return records
 
 
-# Two articles as in WikiText, which is split into words, and the same two as ordinary text.
+# PAGES contains two articles in WikiText's format, with spaces around punctuation marks. TEXTS
+# contains the same articles as ordinary text.
 PAGES = [
     ' = Gull = \n \n The gull \'s cry , heard at 5 @.@ 3 km , is " loud " ( very ) . \n \n '
     "= = Range = = \n \n" + " Gulls breed in 1 @,@ 200 places . " * 9 + "\n ",
@@ -113,7 +117,7 @@ TEXTS = [
 
 
 def write_data(directory):
-    """Writes the data of each benchmark in a published format -> {benchmark: path}."""
+    """Writes the data of each benchmark in a published format. Returns {benchmark: path}."""
     with open(directory / "story.csv", "w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, STORY_COLUMNS)
         writer.writeheader()
@@ -129,21 +133,24 @@ def write_data(directory):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A tiny GPT-2 in Hugging Face format, overfitted to some of lambada_records; and the data."""
+    """Returns the directory of a tiny GPT-2 in Hugging Face format, and the result of write_data.
+
+    The model is overfitted to the last tokens of eight lambada_records.
+    """
     directory = tmp_path_factory.mktemp("evaluation")
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
     ids = [encode(r["text"])[-T - 1 :] for r in lambada_records()[:8]]
-    overfit(model, ids, last=1)  # so that more last tokens than whole words are right
+    overfit(model, ids, last=1)  # the model then predicts more last tokens than whole words
     save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", write_data(directory)
 
 
 def reference(hf, context, ending):
-    """Scores one context and one ending, both token ids, with transformers.
+    """Scores an ending after a context with Hugging Face's GPT-2. context, ending: lists of ids.
 
-    -> for each token of the ending: log-likelihood, and whether it is the greedy choice
+    Returns, for each scored token, its log-likelihood, and whether it is the greedy choice.
     """
     ids = (context + ending)[-T - 1 :]
     n = min(len(ending), T)
@@ -154,7 +161,7 @@ def reference(hf, context, ending):
 
 
 def pair(context, ending):
-    """The token ids of a context and an ending, as EleutherAI's harness defines them."""
+    """Returns the ids of a context and of an ending, as EleutherAI's harness splits them."""
     encode, stripped = get_tokenizer("gpt2").encode, context.rstrip()
     whole = encode(context + ending)
     n = len(encode(stripped))
@@ -166,7 +173,7 @@ def harness_clean(text):
 
 
 def questions(name):
-    """The questions of each benchmark, written without our code -> [(context, endings)]."""
+    """Builds the questions of a benchmark without plainGPT's code: [(context, endings)]."""
     if name == "hellaswag":
         return [(r["ctx"], [" " + e for e in r["endings"]]) for r in hellaswag_records()]
     if name == "hellaswag harness":
@@ -185,7 +192,7 @@ def questions(name):
 
 
 def run_benchmark(name, tiny, tmp_path, *flags, processes):
-    """Runs a benchmark in float32 -> the content of the --json file."""
+    """Runs a benchmark program in float32. Returns the content of the --json file."""
     flags = [
         "--model",
         tiny[0],
@@ -218,7 +225,7 @@ def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path
     sums = [[ll.sum().item() for ll, _ in endings] for endings in expected]
     n_tokens = [[len(ll) for ll, _ in endings] for endings in expected]
     style = ["--style", "harness"] if "harness" in name else []
-    ways = [(1, 1), (5000, 1), (200, 2)]  # tokens of a forward pass, processes
+    ways = [(1, 1), (5000, 1), (200, 2)]  # (tokens per forward pass, number of processes)
     for size, processes in ways if name == "hellaswag" else ways[:2]:
         result = run_benchmark(
             name.split()[0],
@@ -238,7 +245,7 @@ def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path
         printed = capsys.readouterr().out
         for figure, value in figures.items():
             text = f"{value:,.4f}"
-            if "acc" in figure:  # a proportion of these benchmarks
+            if "acc" in figure:  # the program also prints the standard error of an accuracy
                 text += f" ± {math.sqrt(value * (1 - value) / len(found)):.4f}"
             assert processes > 1 or re.search(rf"^{figure} +{text}  +\w", printed, re.M)
 
@@ -264,9 +271,10 @@ def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [0, 16])
 def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path):
-    """Predicts every token after the first once.
+    """Each token after the first is scored once.
 
-    Its context is the T tokens before it or, in a window, at least T - stride tokens.
+    With --stride 0, windows do not overlap. With a larger stride, each window after the first
+    scores at most `stride` tokens, and its other tokens are only context.
     """
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     expected = []
@@ -306,7 +314,7 @@ def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path)
     flags = ["--checkpoint", "run", "--data", "zh.txt", "--json", "out.json"]
     out, _ = program(*flags, cwd=tmp_path, program="wikitext.py")
     assert re.search("word_perplexity +inf", out) and re.search(r"bits_per_byte +\d", out)
-    # JSON has no infinity.
+    # JSON cannot represent infinity.
     assert json.loads((tmp_path / "out.json").read_text())["figures"]["word_perplexity"] is None
     train(
         "--log_dir",
@@ -322,7 +330,7 @@ def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path)
 
 
 def lines_of(*lines):
-    """The records of a text file."""
+    """Returns records as plaingpt.documents reads them from the lines of a text file."""
     return [dict(text=line, where="", is_line=True) for line in lines]
 
 
@@ -334,7 +342,7 @@ def test_a_plain_text_is_not_changed():
 
 
 def test_the_mark_separates_the_documents_of_a_text():
-    """As in training: it is not predicted, and its bytes do not count."""
+    """The mark <|endoftext|> separates documents. It gets no score, and its bytes do not count."""
     lines = lines_of("<|endoftext|>a\n", "b<|endoftext|>\n", "<|endoftext|>c")
     found = [*wikitext.examples(lines)]
     assert [example.endings for example in found] == [["a\nb"], ["c\n"]]
@@ -342,7 +350,7 @@ def test_the_mark_separates_the_documents_of_a_text():
 
 
 def test_a_record_is_a_document_as_fineweb_reads_it(tmp_path):
-    """A mark in a record is text."""
+    """Each record of a .jsonl file is a document. In it, <|endoftext|> is ordinary text."""
     texts = ["a\nb<|endoftext|>c", "  \n", "d\n"]
     path = write_lines(tmp_path / "a.jsonl", [dict(text=text) for text in texts])
     found = load_examples(wikitext.BENCHMARK, path)
@@ -350,7 +358,7 @@ def test_a_record_is_a_document_as_fineweb_reads_it(tmp_path):
 
 
 def test_half_of_a_surrogate_pair_in_a_page():
-    """It becomes U+FFFD, as in every other text."""
+    """wikitext.py replaces half of a surrogate pair by U+FFFD."""
     (example,) = wikitext.examples([dict(text="a \ud800 b", where="")])
     assert example.endings == ["a \ufffd b"] and example.facts["bytes_before"] == 7
 
@@ -360,12 +368,12 @@ def test_wikitext_pages_are_joined_and_detokenized(tmp_path):
     assert [wikitext.detokenize(page) for page in PAGES] == TEXTS
     whole = " \n" + "\n".join(PAGES)
     lines = [dict(text=line) for line in whole.splitlines(keepends=True)]
-    # The hub has empty lines without their space.
+    # On the hub, an empty line is stored as "" instead of " ".
     hub = [dict(text="" if line.isspace() else line) for line in whole.splitlines(keepends=True)]
     for records in (lines, hub, [dict(text=whole)]):
         assert list(wikitext.pages(records, is_wikitext=True)) == PAGES
     path = tmp_path / "wiki.test.raw"
-    path.write_bytes(whole.replace("\n", "\r\n").encode())  # as on Windows
+    path.write_bytes(whole.replace("\n", "\r\n").encode())  # Windows line endings
     found = load_examples(wikitext.BENCHMARK, path)
     assert [example.endings[0] for example in found] == TEXTS
 
@@ -379,7 +387,10 @@ def test_a_damaged_record_after_a_title_is_one_sentence(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["own.txt", "own.jsonl"])
 def test_a_title_does_not_make_a_text_wikitext(name, tmp_path, capsys):
-    """Otherwise, one line of a user's text would change the spaces of the whole text."""
+    """The rules of WikiText apply only to a file whose name begins with "wiki".
+
+    Otherwise, a single line such as " = Notes = " would change the spaces in a user's whole text.
+    """
     text = "def f ( x ) :\n = Notes = \nreturn ( x , y )\n"
     path = tmp_path / name
     path.write_text(text if name == "own.txt" else json.dumps(dict(text=" = Notes = \n" + text)))
@@ -392,7 +403,7 @@ def test_a_title_does_not_make_a_text_wikitext(name, tmp_path, capsys):
     "text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x", "[" * 100_000]
 )
 def test_unclosed_brackets_take_linear_time(text):
-    """A quadratic rule would need hours."""
+    """For a text of this length, an algorithm that takes quadratic time would need hours."""
     clean_text(text + "\n" * 400_000 + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
     assert "foo" in wikitext.detokenize("foo" + text)
@@ -406,7 +417,7 @@ def test_marks_in_brackets_as_in_the_harness(text):
 
 
 def detokenize_as_the_harness(text):
-    """lm-evaluation-harness, lm_eval/tasks/wikitext/preprocess_wikitext.py, as a table."""
+    """Does the same as lm_eval/tasks/wikitext/preprocess_wikitext.py of lm-evaluation-harness."""
     for pattern, replacement in (
         (r"s '", "s'"),
         (r"/' [0-9]/", "/'[0-9]/"),
@@ -440,7 +451,10 @@ def test_words_are_joined_as_in_the_harness(text):
 
 
 class Parrot(GPT):
-    """A byte model that predicts the last byte again: its logits are the embedding times itself."""
+    """A byte model that predicts that the last byte repeats.
+
+    The model has no blocks. Its embedding, which is also its head, is 10 times the identity matrix.
+    """
 
     def __init__(self):
         super().__init__(GPTConfig(n_layer=0, n_head=1, n_embd=256, block_size=8, vocab_size=256))
@@ -454,7 +468,7 @@ def scores_of(model, examples, dtype=torch.float32, tokens=1000):
 
 
 class TokenShift(GPT):
-    """Each position also reads the one before it, as a causal convolution does."""
+    """A GPT whose positions also read the previous position, as a causal convolution does."""
 
     def hidden(self, idx, *more, **options):
         x = super().hidden(idx, *more, **options)
@@ -462,7 +476,10 @@ class TokenShift(GPT):
 
 
 class OwnPositions(GPT):
-    """The positions are the places in the row, as in an edit that does not read `pos`."""
+    """A GPT that ignores `pos`, as an edited model.py may do.
+
+    The position of a token is then its index in the row.
+    """
 
     def hidden(self, idx, cache=None, pos=None, mask=None):
         return super().hidden(idx, cache, None, mask)
@@ -470,7 +487,7 @@ class OwnPositions(GPT):
 
 @pytest.mark.parametrize("kind", [GPT, TokenShift, OwnPositions])
 def test_an_ending_has_the_same_score_alone(kind, capsys):
-    """Endings share a row, unless the model would mix them."""
+    """The endings of a context share a row, unless the model mixes endings that share a row."""
     examples = list(hellaswag.examples(hellaswag_records()[:4]))
     alone = [Example(each.contexts, [ending]) for each in examples for ending in each.endings]
     model = randomise(kind(GPTConfig(1, 1, 16, 1024, 256))).eval()
@@ -481,7 +498,10 @@ def test_an_ending_has_the_same_score_alone(kind, capsys):
 
 
 def knowing(module, records):
-    """A byte model overfitted to the right endings of a benchmark's records; and the examples."""
+    """Returns a byte model that is overfitted to the right endings of `records`, and the Examples.
+
+    module: the module of a benchmark.
+    """
     torch.manual_seed(0)
     examples = list(module.examples(records))
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=80, vocab_size=256))
@@ -518,19 +538,22 @@ def test_a_perfect_model_scores_1_and_a_uniform_model_scores_chance(module, reco
     figures = module.report(examples, scores_of(model, examples))
     assert all(figures[name] == 1.0 for name in module.BENCHMARK.proportions)
     for p in model.parameters():
-        torch.nn.init.zeros_(p)  # all logits equal
+        torch.nn.init.zeros_(p)  # all logits are then equal
     scores = scores_of(model, examples)
     assert scores.log_likelihood == pytest.approx(-scores.tokens * math.log(256), rel=1e-6)
     figures = module.report(examples, scores)
     if module is lambada:
         assert figures["acc"] == 0
         assert figures["perplexity"] == pytest.approx(256 ** np.mean(scores.tokens), rel=1e-4)
-    else:  # a tie: the first ending counts, and each is right equally often
+    else:  # all scores are equal, so the answer is always the first ending
         assert figures["acc_norm_token"] == 1 / len(examples[0].endings)
 
 
 def test_an_example_may_have_several_contexts_with_one_ending():
-    """The pair with the highest likelihood wins. Examples may have different numbers of pairs."""
+    """The answer is the pair of context and ending with the highest log-likelihood.
+
+    Examples may contain different numbers of pairs.
+    """
     examples = [
         Example(["xa", "xb", "xc"], ["bb"], label=1),
         Example(["xb", "xa"], ["a"], label=1),
@@ -546,11 +569,11 @@ def test_an_example_may_have_several_contexts_with_one_ending():
     greedy = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0]
     assert scores.greedy.tolist() == alone.greedy.tolist() == greedy
     assert scores.tokens.tolist() == scores.bytes.tolist() == [2, 2, 2] + [1] * 11
-    assert accuracy(examples, scores) == 3 / 5  # in a tie the first pair counts
+    assert accuracy(examples, scores) == 3 / 5  # if scores are equal, the first pair is the answer
 
 
 def test_logits_are_float32_under_autocast():
-    """GPT-2's logits are about -100, where bfloat16 values are 0.5 apart."""
+    """GPT-2's logits are near -100, where neighboring bfloat16 numbers differ by 0.5."""
     model = Parrot()
     model.transformer.wte.weight.data[:, 0] = 100.0  # adds the same value to all logits
     model.transformer.ln_f.bias.data[0] = 10.0
@@ -614,7 +637,7 @@ def test_data_errors_name_file_record_and_reason(name, file, text, message, tmp_
 
 
 def test_a_limit_ends_the_reading(tmp_path):
-    """What comes after the last example is not read, even if it is damaged."""
+    """With a limit, a damaged record after the last example is not an error: nothing reads it."""
     path = write_lines(tmp_path / "a.jsonl", PASSAGES[:3])
     with open(path, "a") as file:
         file.write("{broken\n")
@@ -626,7 +649,7 @@ def test_a_limit_ends_the_reading(tmp_path):
 
 @pytest.mark.slow
 def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
-    """JSON lines, Parquet and text."""
+    """HellaSwag is read from JSON lines and Parquet, and LAMBADA from JSON lines and text."""
     records = [{**r, "label": int(r["label"])} for r in hellaswag_records()]
     (tmp_path / "h.parquet").write_bytes(parquet(records))
     texts = [r["text"] for r in lambada_records()]
@@ -648,7 +671,10 @@ def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with HellaSwag, LAMBADA and WikiText, used by all programs -> list of requests."""
+    """Starts a stand-in for the Hugging Face hub, which all programs use. Yields its requests.
+
+    The stand-in contains examples of HellaSwag, LAMBADA and WikiText.
+    """
     choices = [{**r, "label": str(r["label"])} for r in CHOICES]
     lines = [dict(text="" if line == " " else line + "\n") for line in PAGES[0].split("\n")]
     readme = (
@@ -669,9 +695,9 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
-    """The three programs run in one process, which imports the packages of Hugging Face once.
+    """Three programs download their data. When the programs run again offline, they read the cache.
 
-    Without the hub, they read the cache.
+    One process runs all three programs, so that it imports Hugging Face's packages only once.
     """
     (tmp_path / "all.py").write_text(
         "import os, runpy, sys\n"
@@ -706,7 +732,7 @@ def test_training_with_benchmarks_gives_the_same_curve(whole, tmp_path):
     plain, log = read_log(whole), read_log(tmp_path / "with")
     streams = {(step, stream) for step in (5, 10) for stream in ("hella", "lambada", "story")}
     assert {key: log[key] for key in plain} == plain and log.keys() - plain.keys() == streams
-    # hellaswag.py and a run of two processes give the same figures
+    # hellaswag.py, and a run with two processes, compute the same metrics.
     flags = "--json o.json --dtype float32 --checkpoint with --data h.jsonl".split()
     program(*flags, cwd=tmp_path, program="hellaswag.py")
     result = json.loads((tmp_path / "o.json").read_text())
@@ -715,7 +741,7 @@ def test_training_with_benchmarks_gives_the_same_curve(whole, tmp_path):
     assert f"step 10 | hella {float(log[10, 'hella']):.4f} | lambada " in out
     two = read_log(tmp_path / "two")
     assert {key: two[key] for key in streams} == {key: log[key] for key in streams}
-    # a longer run keeps the figures of the last step; the log has each figure once
+    # A resumed run keeps the earlier metrics. read_log checks that no metric is logged twice.
     train(*files, "--log_dir", "with", "--resume", "--max_steps", 12, cwd=tmp_path)
     longer = read_log(tmp_path / "with")
     assert log.items() <= longer.items() and {(10, "train"), (12, "hella")} <= longer.keys()
@@ -767,7 +793,10 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_benchmark_says_what_its_figures_are(copy, tmp_path):
-    """Nothing depends on the name of a figure, or on the order of report()."""
+    """Only the fields of Benchmark describe a metric.
+
+    Neither the name of a metric nor the order of the metrics in report() has an effect.
+    """
     (tmp_path / "own.py").write_text(OWN)
     write_lines(tmp_path / "own.jsonl", PASSAGES)
     flags = ["--checkpoint", "run", "--data", "own.jsonl", "--json", "o.json"]
