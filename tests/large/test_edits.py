@@ -1,4 +1,4 @@
-"""Models that a reader has edited: which layouts train them, and which refuse them."""
+"""Tests edited versions of model.py: each layout trains the edited model, or refuses it."""
 
 import json
 import shutil
@@ -44,7 +44,9 @@ LOGITS = "        return self.lm_head(x)\n"
 LOSS = "return self.loss_fn(x, targets, self.lm_head.weight, reduction)\n"
 
 
-OWN_HEADS = {  # edits of GPT.logits or GPT.loss alone -> a part of the message
+# Edits after which GPT.loss is not the cross-entropy of GPT.logits. {name: ((old text, new text),
+# part of the error message)}
+OWN_HEADS = {
     "soft-cap": (
         (LOGITS, "        return 50 * torch.tanh(self.lm_head(x).float() / 50)\n"),
         "GPT.loss and the cross-entropy of GPT.logits differ by ",
@@ -81,7 +83,7 @@ REMEDY = (
 
 
 def copy_with_head(directory, name):
-    """Copies the program, with a head of one's own -> a part of the message."""
+    """Copies the program, and applies an edit of OWN_HEADS. Returns a part of the error message."""
     copy_program(directory)
     change, message = OWN_HEADS[name]
     edit_model(directory, change)
@@ -98,7 +100,10 @@ def copy_with_head(directory, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_HEADS)
 def test_a_head_that_the_loss_does_not_have_is_refused(tmp_path, name):
-    """Otherwise, one model would be trained, and another one scored. A bias begins with zeros."""
+    """If GPT.loss and GPT.logits disagreed, a run would train one model, and score a different one.
+
+    A new bias is 0, and a new scale is 1, so a comparison of losses does not reveal them.
+    """
     message = copy_with_head(tmp_path, name)
     ways = dict(WAYS, one=[], ddp=[])
     for way in ways if name == "scale" else ["one"]:
@@ -116,7 +121,7 @@ def test_a_head_that_the_loss_does_not_have_is_refused(tmp_path, name):
     [("bias", "lm_head.bias", ["pp"]), ("scale", "transformer.scale.weight", ["tp", "fsdp"])],
 )
 def test_a_head_of_ones_own(tmp_path, name, parameter, ways):
-    """Its parameter is trained, and a run resumes."""
+    """Training changes the parameter of an edited head, and a run resumes in other layouts."""
     copy_with_head(tmp_path, name)
     edit_model(tmp_path, (LOSS, LOSS.replace("self.lm_head.weight", "self.logits")))
     run(tmp_path, "run", 4)
@@ -134,8 +139,10 @@ def test_a_head_of_ones_own(tmp_path, name, parameter, ways):
 EMBEDDING = "        x = t.drop(t.wte(idx) + t.wpe(pos))  # (B, T, C)\n"
 
 
-STAGES = {  # edits of model.py that no pipeline computes -> a part of the message
-    "every stage": (  # a stage begins with this line, too
+# Edits of model.py that a pipeline cannot compute. {name: ((old text, new text), part of the error
+# message)}
+STAGES = {
+    "every stage": (  # each stage would multiply x by 4, not only the first stage
         (EMBEDDING, f"{EMBEDDING}        x = 4 * x\n"),
         "the parts of this model.py compute a different loss from the whole model: ",
     ),
@@ -176,7 +183,7 @@ STAGES = {  # edits of model.py that no pipeline computes -> a part of the messa
 @pytest.mark.slow
 @pytest.mark.parametrize("name, way", [*[(name, "pp") for name in STAGES], ("one MLP", "fsdp")])
 def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name, way):
-    """FSDP refuses one MLP for two blocks, too."""
+    """A pipeline refuses all edits in STAGES. FSDP refuses one of them: an MLP in two blocks."""
     copy_program(tmp_path)
     change, message = STAGES[name]
     edit_model(tmp_path, change)
@@ -192,7 +199,7 @@ class OneSize(GPT):
 
 
 def test_a_pipeline_of_a_model_of_one_size_only_is_refused():
-    """Its stages cannot be compared with it."""
+    """The check of the stages runs a small GPT, but this model works only with n_embd = 32."""
     with pytest.raises(
         UserError, match="a small test GPT of this model.py fails .n_embd is not 32"
     ):
@@ -211,7 +218,7 @@ def test_a_pipeline_of_a_model_that_stores_a_result():
 
 @pytest.mark.slow
 def test_one_block_for_all_layers(tmp_path):
-    """As in ALBERT (Lan et al. 2020, arXiv:1909.11942)."""
+    """All layers may share one block, as in ALBERT (Lan et al. 2020, arXiv:1909.11942)."""
     copy_program(tmp_path)
     edit_model(tmp_path, STAGES["one block"][0])
     run(tmp_path, "run", 2)
@@ -227,7 +234,11 @@ def test_one_block_for_all_layers(tmp_path):
 
 @pytest.mark.slow
 def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
-    """With pairs, micro-batches have different weights, also in the loss and the norm."""
+    """A logged metric is a mean over all counted targets of a step.
+
+    With prompts and responses, micro-batches contain different numbers of counted targets. The
+    means of the metric and of the loss therefore weight each micro-batch by its number of targets.
+    """
     copy_program(tmp_path)
     edit_model(tmp_path, OWN_FIGURE)
     with open(tmp_path / "pairs.jsonl", "w") as file:
@@ -237,7 +248,7 @@ def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
     (tokens, _), *_ = sources.open(get_tokenizer("bytes"), 16, 256)
     loader = DataLoaderLite([tokens], [1], 16)
     expected = []
-    for step in range(2):  # of 16 sequences, on any number of processes
+    for step in range(2):  # a step reads 16 sequences, on any number of processes
         y = loader.batch(16 * step, 16, CPU)[1]
         expected.append(y[y != -100].double().mean().item())
     for way, flags in dict(dict(one=[]), **WAYS).items():
@@ -251,7 +262,11 @@ def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
 
 
 def copy_with_scale(directory, heads="1", q="q", mlp=""):
-    """Copies the program. In its model, the parts of attention and MLP may have a Scale."""
+    """Copies the program, and adds a parameter to attention or to the MLP in its model.py.
+
+    Each argument is Python code. heads: the value of self.scale. q: the new value of q. mlp: the
+    layers after the GELU.
+    """
     copy_program(directory)
     edit_model(
         directory,
@@ -264,7 +279,7 @@ def copy_with_scale(directory, heads="1", q="q", mlp=""):
 
 @pytest.mark.slow
 def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
-    """One that all heads share, and one with a value for each head."""
+    """One parameter is shared by all heads, and the other one contains a value for each head."""
     both = "nn.Sequential(Scale(1), Scale(config.n_head, 1, 1))"
     copy_with_scale(tmp_path, heads=both, q="self.scale(q)")
     out, _ = run(tmp_path, "run", 2)
@@ -273,7 +288,10 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
 
 @pytest.mark.slow
 def test_a_layer_of_query_key_and_value_that_differ_in_size_is_not_split(tmp_path):
-    """--tp would cut it in the wrong places. Two heads share a key and a value."""
+    """--tp would cut c_attn into three equal parts, but query, key and value differ in size.
+
+    In the edited model, two heads share their keys and values.
+    """
     copy_program(tmp_path)
     edit_model(
         tmp_path,
@@ -307,7 +325,7 @@ def test_a_layer_of_query_key_and_value_that_differ_in_size_is_not_split(tmp_pat
 )
 def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
     copy_with_scale(tmp_path, **edits)
-    # Only rank 0: if it ends early, the other one may lose its connection.
+    # Reads only the output of rank 0. When rank 0 ends, rank 1 may lose its connection.
     process, _ = spawn(
         *SMALL,
         "--max_steps",

@@ -1,4 +1,7 @@
-"""DDP, and every layout of train_large.py, give the same training run. Uses gloo."""
+"""Compares runs with DDP, and with the layouts of train_large.py, with a run of one process.
+
+The processes communicate with gloo, on the CPU.
+"""
 
 import re
 
@@ -20,8 +23,9 @@ from conftest import (
 
 pytestmark = pytest.mark.slow  # each test starts a program
 
-# 3 blocks and 257 ids are odd numbers. The norm is always above 0.5, so clipping is active. 16
-# sequences give at least two micro-steps of 4. Validation and a benchmark run between steps.
+# 3 blocks and 257 ids cannot be split evenly. The gradient norm is always above 0.5, so clipping is
+# active. A step has 16 sequences, so each process computes at least two micro-batches of 4.
+# Validation and a benchmark run between steps.
 SMALL = [
     *TINY,
     *(
@@ -39,7 +43,10 @@ WAYS = {
 
 
 def run_small(directory, processes, *flags, **options):
-    """Each process of --tp has some of the targets: ids up to 128, or larger ones."""
+    """Trains a small model on a text that contains ids of both processes of --tp 2.
+
+    Rank 0 holds the ids up to 128, and rank 1 holds the larger ids.
+    """
     text = (ROOT / "input.txt").read_text()[:100_000].replace("e", "é")  # é has the ids 195, 169
     (directory / "text.txt").write_text(text, "utf-8")
     example = '{"text": "The boat came home with the evening tide"}\n'
@@ -50,14 +57,14 @@ def run_small(directory, processes, *flags, **options):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The run of one process, the reference for all others -> (its directory, its output)."""
+    """Trains the reference run, with one process. Returns (run directory, output)."""
     directory = tmp_path_factory.mktemp("alone")
     out, _ = run_small(directory, 1, "--log_dir", "run", "--save_every", 1, "--keep", 0)
     return directory / "run", out
 
 
 def largest_difference(a, b):
-    """The largest |a - b| / |b| of all tensors of two dicts."""
+    """Returns the largest value of norm(a - b) / norm(b) over the tensors of two dicts."""
     assert a.keys() == b.keys()
     return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in b)
 
@@ -65,15 +72,15 @@ def largest_difference(a, b):
 def assert_same_run(run, reference, steps=2):
     assert_close_logs(reference, run, rel=1e-5)
     a, b = checkpoint(run, steps), checkpoint(reference, steps)
-    # Adam divides a gradient by its size. A gradient that is only rounding error therefore changes
-    # a weight as much as any other gradient.
+    # Adam divides a gradient by its size, so a gradient that consists only of rounding errors
+    # changes a weight as much as any other gradient. The tolerance for weights is therefore larger.
     assert largest_difference(a["model"], b["model"]) < 1e-4
     for key in ("step", "position", "tokenizer", "model_config", "scaler"):
         assert a[key] == b[key]
     assert largest_difference(optimizer_values(a), optimizer_values(b)) < 1e-4
     groups, expected = ([state["param_groups"] for state in s["optimizers"]] for s in (a, b))
-    assert groups == expected  # the same numbers of the parameters, names and settings
-    # It is saved after a validation, when FSDP has all of some parameters in memory.
+    assert groups == expected  # parameters have the same numbers, names and settings
+    # model_best.pt is saved after a validation, when FSDP has not resharded all parameters yet.
     a, b = (torch.load(each / "model_best.pt", weights_only=True) for each in (run, reference))
     assert a["step"] == b["step"] and largest_difference(a["model"], b["model"]) < 1e-4
 
@@ -93,13 +100,17 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
 
 
 def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
-    """FSDP x TP -> one process -> TP x PP -> DDP, a step each: the same curve, in one log."""
+    """Four layouts train one step each: FSDP x TP, one process, TP x PP with recomputation, DDP.
+
+    Each layout resumes the run of the previous layout. The log and the checkpoint are the same as
+    in a run of one process.
+    """
     short = "--max_steps 4 --val_every 4 --save_every 1 --keep 0".split()
     expected, _ = run_small(tmp_path, 1, "--log_dir", "one", *short)
     run = tmp_path / "run"
     ways = ((0, 4, TP), (1, 1, []), (2, 4, RECOMPUTE + TP + PP[1:]), (3, 2, []))
     for start, processes, flags in ways:
-        # Each run goes to step 4. The next run resumes a step after the start of this one.
+        # Each run trains up to step 4. The next run resumes from the first checkpoint of this run.
         forget_steps_after(run, start)
         flags = [*flags, *short, "--log_dir", "run", "--resume"]
         out, _ = run_small(tmp_path, processes, *flags)
@@ -109,7 +120,7 @@ def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
 
 
 def test_compiled_tensor_parallelism(tmp_path):
-    """The loss, too. One block, because compiling takes long."""
+    """Compiles the blocks and the loss. The model has one block, because compilation takes long."""
     flags = "--n_layer 1 --eval_every 0 --val_every 0".split()
     run_small(tmp_path, 1, *flags, "--log_dir", "one")
     run_small(tmp_path, 2, *flags, *TP, "--compile", "--log_dir", "tp")
@@ -117,7 +128,10 @@ def test_compiled_tensor_parallelism(tmp_path):
 
 
 def test_batch_size_rampup_in_a_pipeline(tmp_path):
-    """A step has 8 and later 16 sequences, in two micro-batches of 4 and later of 8."""
+    """A step has 8 sequences during the ramp-up, and 16 sequences after it.
+
+    With two stages, each step consists of two micro-batches: of 4 sequences, and later of 8.
+    """
     flags = "--max_steps 4 --rampup_steps 2 --rampup_batch_size 256 --batch_size 8".split()
     flags += ["--eval_every", 0]
     for name, processes, way in (("one", 1, []), ("two", 2, PP)):
@@ -126,7 +140,10 @@ def test_batch_size_rampup_in_a_pipeline(tmp_path):
 
 
 def test_all_processes_skip_a_float16_overflow(tmp_path, alone):
-    """The scale is too large for three steps. All processes skip these and halve the scale."""
+    """The loss scale is too large for three steps.
+
+    In each of these steps, all processes skip the update, and halve the scale.
+    """
     saved = checkpoint(alone[0], 2)
     saved["scaler"] = dict(
         scale=2.0**35,
@@ -156,7 +173,7 @@ def test_all_processes_skip_a_float16_overflow(tmp_path, alone):
 
 
 def test_parallel_muon_with_bfloat16(tmp_path):
-    """Muon and autocast compute in bfloat16, whose rounding depends on the order of sums."""
+    """Muon and autocast compute in bfloat16, so the layouts agree only up to rounding errors."""
 
     def state(name):
         saved = checkpoint(tmp_path / name, 2)["optimizers"]
@@ -172,11 +189,12 @@ def test_parallel_muon_with_bfloat16(tmp_path):
 
 
 def test_fsdp_uses_the_calculated_memory(tmp_path):
-    """21.8M parameters in float32 on two processes.
+    """Trains a model with 21.8M parameters in float32 on two processes.
 
-    DDP keeps 16 bytes per parameter in every process: weight, gradient and two moments. FSDP keeps
-    half. Two unsharded blocks, their gradients and send buffers add at most 2 bytes. At the start,
-    FSDP has half of the weights and one whole tensor.
+    With DDP, each process would keep 16 bytes per parameter: weight, gradient and two moments. With
+    FSDP, each process keeps half of them. Two unsharded blocks, their gradients and send buffers
+    add at most 2 bytes per parameter. During initialization, each process holds half of the weights
+    and one whole layer.
     """
     flags = (
         "--n_layer 16 --n_head 6 --n_embd 336 --vocab_size 256 --block_size 8 --eval_every 0 "
@@ -189,13 +207,16 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
 
 
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
-    """On all processes, before and after a step. All stages of a pipeline return one loss."""
+    """The results are the same on all processes, before and after a step.
+
+    All processes return the same loss and the same gradient norm of a step.
+    """
 
     def results(way, processes):
         program(*way, "results", cwd=tmp_path, processes=processes, program="tests/methods.py")
         return [torch.load(tmp_path / f"results.{rank}") for rank in range(processes)]
 
-    (alone,) = results([1, 1], 1)  # tp, pp
+    (alone,) = results([1, 1], 1)  # the values of --tp and --pp
     for way, processes in (
         ([1, 1], 2),
         ([2, 1], 2),
@@ -209,7 +230,10 @@ def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
 
 
 def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
-    """Each kind of parallelism calls an edited GPT.forward and replaces no method or attribute."""
+    """With FSDP, TP and PP, the program calls the edited GPT.forward of tests/auxiliary.py.
+
+    tests/auxiliary.py also checks that splitting replaces no method or attribute of the model.
+    """
 
     def run(processes, *flags):
         return run_small(tmp_path, processes, *flags, program="tests/auxiliary.py")[0]
@@ -220,7 +244,7 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
         assert_same_run(tmp_path / way, tmp_path / "one")
         assert sample(out) == sample(expected)
     first, plain = (float(read_log(run)[0, "train"]) for run in (tmp_path / "one", alone[0]))
-    assert first > plain + 0.05  # the mean square after the last norm is about 1
+    assert first > plain + 0.05  # adds 0.1 x the mean square after the final norm, which is about 1
 
 
 @pytest.mark.parametrize(

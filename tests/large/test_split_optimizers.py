@@ -1,4 +1,4 @@
-"""Optimizers of any kind on split models: their state is saved, and goes on in another layout."""
+"""Tests edited optimizers on split models: a layout loads the state that another layout saved."""
 
 import pytest
 from conftest import checkpoint, forget_steps_after, names, read_log
@@ -12,12 +12,12 @@ from other_optimizers import assert_equal, copy_with, resume, run
     [
         ("schedule-free", ["ddp", "tp", "pp", "fsdp", "one"]),
         ("two AdamWs", ["fsdp", "one", "fsdp"]),
-        ("Lookahead", ["one", "fsdp", "one"]),  # its state appears in the second step
-        ("SGD for positions", ["pp", "one", "pp"]),  # a stage has no parameter of it
+        ("Lookahead", ["one", "fsdp", "one"]),  # Lookahead creates its state in the second step
+        ("SGD for positions", ["pp", "one", "pp"]),  # on the second stage, SGD has no parameters
     ],
 )
 def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, ways):
-    """Each layout resumes the run of the one before it, a step later."""
+    """Each layout resumes the run from the first checkpoint of the previous layout."""
     copy_with(tmp_path, name)
     every_step = ["--max_steps", len(ways), "--save_every", 1]
     run(tmp_path, "one", *every_step)
@@ -36,7 +36,7 @@ def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, wa
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "tp"])
 def test_an_optimizer_that_cannot_step_split_parameters_ends_the_run(tmp_path, way):
-    """With PyTorch's own error, in the first step."""
+    """PyTorch's Adafactor fails on DTensors. The first step ends the run with PyTorch's error."""
     copy_with(tmp_path, "Adafactor")
     _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=1)
     assert "Error" in err and "_adafactor.py" in err
@@ -46,7 +46,10 @@ def test_an_optimizer_that_cannot_step_split_parameters_ends_the_run(tmp_path, w
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "tp"])
 def test_a_state_of_another_shape_that_is_equal_on_all_processes(tmp_path, way):
-    """A split model saves the tensor of rank 0, and gives it to all processes."""
+    """A tensor in the state may have a different shape from its parameter.
+
+    The checkpoint contains the tensor of rank 0, and all processes of a resumed run load it.
+    """
     copy_with(tmp_path, "schedule-free")
     start = 'self.state[p]["z"] = p.clone()'
     edit_model(tmp_path, (start, f"self.state[p]['seen'] = torch.zeros(3); {start}"))
@@ -78,7 +81,10 @@ def test_stages_with_different_optimizers_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
-    """With --pp, a stage does not know the parameters of the others. As in test_checkpoint.py."""
+    """Does the same as the test of this name in tests/core/test_checkpoint.py, but with --pp.
+
+    A stage knows only its own parameters, so the stages exchange the names of their parameters.
+    """
     copy_program(tmp_path)
     run(tmp_path, "run", *WAYS["pp"], processes=2)
     edit_model(tmp_path, SWAPPED)

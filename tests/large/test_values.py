@@ -1,4 +1,4 @@
-"""A model with something that GPT-2 does not have: its constructor gives it its first values."""
+"""Tests parameters and buffers that GPT-2 does not have: their constructor initializes them."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ pytestmark = pytest.mark.slow  # each test starts a program
 
 BEFORE = "        self.dropout = config.dropout\n"
 SIZE = "        B, T, C = x.size()\n"
-# nanoGPT's own line, given to attention as its mask.
+# Edits of model.py: nanoGPT's line that stores the causal mask in a buffer, and a line that passes
+# the buffer to attention.
 MASK = (
     (
         BEFORE,
@@ -27,7 +28,10 @@ MASK = (
 
 
 def test_a_buffer_as_a_mask(tmp_path):
-    """Trains as without it, on every layout, or is refused; is saved, resumed and loaded."""
+    """A causal mask in a buffer changes no loss in any layout.
+
+    A checkpoint contains the buffer, and --resume and generate.py load it.
+    """
     copy_program(tmp_path)
     run(tmp_path, "plain", 4)
     plain = read_log(tmp_path / "plain")
@@ -49,7 +53,7 @@ def test_a_buffer_as_a_mask(tmp_path):
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=1e-5), (way, key)
         assert checkpoint(tmp_path / way, 2)["model"].keys() == weights.keys()
-    # A buffer that is not saved: the same curve, also resumed, and on a layout that moves it.
+    # If checkpoints omit the buffer, the losses stay the same, even after --resume and with FSDP.
     edit_model(tmp_path, (".bool())", ".bool(), persistent=False)"))
     for flags in ([], ["--resume"]):
         run(tmp_path, "other", 4, *flags)
@@ -63,7 +67,10 @@ def test_a_buffer_as_a_mask(tmp_path):
 
 
 def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
-    """A gain, a matrix, a matrix of zeros, and a matrix that is drawn, on every layout."""
+    """Adds a gain, an identity matrix, a matrix of zeros and a random matrix to attention.
+
+    Their initialization is the same with one process, FSDP and PP.
+    """
     copy_program(tmp_path)
     first = dict(
         gain="torch.tensor([0.5])",
@@ -81,7 +88,7 @@ def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
         if name != "drawn":
             expected = eval(code.replace("config.n_embd", "16"))
             found = weights[f"transformer.h.0.attn.{name}"]
-            assert (found - expected).abs().max() < 0.01, name  # one step away from it
+            assert (found - expected).abs().max() < 0.01, name  # one step changes little
     assert 0.05 < weights[drawn].std() < 0.15
     log = read_log(tmp_path / "run")
     for way in ("fsdp", "pp"):
