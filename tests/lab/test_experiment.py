@@ -1,4 +1,4 @@
-"""experiment.py: its arithmetic, its verdicts, and what it uses again."""
+"""Tests experiment.py: its statistics, its verdicts, and which finished runs it reuses."""
 
 import json
 import math
@@ -44,9 +44,10 @@ STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 
 
 def test_a_noisy_change_has_an_honest_interval():
-    """4 runs against 8, whose changed side is four times as noisy: 95 of 100 intervals are right.
+    """Draws 8 losses of the base, and 4 losses of a change that vary four times as much.
 
-    With one standard deviation for both sides, only some 80 would be.
+    About 95 % of the confidence intervals contain the true difference. With a pooled standard
+    deviation, fewer than 85 % of the intervals would contain it.
     """
     rng = np.random.default_rng(0)
     right = student = 0
@@ -66,7 +67,7 @@ def test_a_noisy_change_has_an_honest_interval():
         ([-0.05, -0.06, -0.04], "better"),
         ([0.05, 0.06, 0.04], "worse"),
         ([0.0, 0.0], "equal"),
-        ([0.004, 0.005], "equal"),  # all above 0, but too small to matter
+        ([0.004, 0.005], "equal"),  # all differences are above 0, but too small to matter
         ([0.05, -0.05, 0.01], "undecided"),
         ([-0.02, -0.019, -0.021], "better"),
     ],
@@ -80,15 +81,17 @@ def test_verdict(differences, verdict):
 
 @pytest.mark.slow
 def test_what_2000_greedy_agents_keep_has_little_luck():
-    """Each tries 30 ideas, of which 21 do nothing, and takes each better one as its next base.
+    """Simulates agents that each try 30 ideas, of which 21 have no effect.
 
-    The losses are drawn from those of the ledger. The four runs that selected a base are among its
-    eight, as in experiment.py. Of what is kept at 10 %, at most 10 % must be luck.
+    If an idea is better, the next base contains it. As in experiment.py, the eight runs of the next
+    base include the four runs that selected the idea. The noise of the losses is drawn from the
+    ledger. If an agent keeps the ideas with a false discovery rate of at most 10 %, then on average
+    at most 10 % of the kept ideas may be false discoveries.
     """
     noise = []
     for entry in read_ledgers([ROOT / "log/records/ledger.jsonl"]):
         for losses in (entry["base_losses"], entry["losses"]):
-            if np.std(losses) < 0.01:  # Lion differs more
+            if np.std(losses) < 0.01:  # omits Lion, whose losses vary more
                 noise += list(
                     (losses - np.mean(losses)) * math.sqrt(len(losses) / (len(losses) - 1))
                 )
@@ -120,11 +123,14 @@ def test_what_2000_greedy_agents_keep_has_little_luck():
         better = own < 0.025
         naive.append((truth[better] >= 0).mean() if better.any() else 0.0)
     assert np.mean(luck) <= 0.1 < np.mean(naive)
-    assert found > n_agents  # one of three gains, on average
+    assert found > n_agents  # on average, an agent finds more than one of its three real gains
 
 
 def test_the_list_says_how_many_may_be_luck():
-    """A confirmation replaces the p-value that selected its idea, and a later try does not."""
+    """The p-value of a confirmation replaces the p-value that selected the change.
+
+    A later experiment without --confirm does not replace the p-value of the confirmation.
+    """
     ledger = []
     for name, p, verdict, confirm in (
         ("a", 0.001, "better", False),
@@ -145,7 +151,10 @@ def test_the_list_says_how_many_may_be_luck():
 
 
 def test_the_memory_of_a_probe_is_not_in_its_key(tmp_path, monkeypatch):
-    """It depends on how many steps the probe takes. A run of another key is trained again."""
+    """The GPU memory in run.json depends on the number of steps that the probe takes.
+
+    If the key contained it, a program could get a new key, and its runs would be trained again.
+    """
     monkeypatch.setattr(runs, "LAB", tmp_path)
     monkeypatch.setattr(runs, "VALIDATION", tmp_path / "validation.pt")
     monkeypatch.setattr(runs, "train", lambda jobs, at_once: runs.VALIDATION.touch())
@@ -165,7 +174,7 @@ def test_the_memory_of_a_probe_is_not_in_its_key(tmp_path, monkeypatch):
 
 
 def test_only_a_change_with_a_verdict_can_be_confirmed():
-    """Without this, an edit after the verdict would be tried once, and seem to be confirmed."""
+    """Otherwise, a change that was edited after its verdict would look confirmed after one try."""
     config = lab.ExperimentConfig(confirm=True, seeds=4, base_seeds=8)
     ledger = [dict(keys=["base", "changed"], last_seed=8, p_value=0.1), dict(verdict="failed")]
     assert choose_seeds(["base", "changed"], config, ledger) == (range(9, 17), range(9, 13))
@@ -174,7 +183,10 @@ def test_only_a_change_with_a_verdict_can_be_confirmed():
 
 
 def test_a_ledger_with_half_a_line(tmp_path, capsys):
-    """A program was killed, or the disk was full. The next entry replaces the half."""
+    """The last line is incomplete if the program was killed, or if the disk was full.
+
+    The next entry replaces the incomplete line.
+    """
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"change": "a"}\n{"chan')
     assert read_ledgers([path, tmp_path / "missing.jsonl"]) == [dict(change="a")]
@@ -198,7 +210,10 @@ def git(directory, *command):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A clone, beside a program that acts as Python in which experiment.py starts its runs."""
+    """Creates a git repository with a copy of the program. Returns its directory.
+
+    Next to the directory is `python`, with which experiment.py starts its runs fast.
+    """
     lab = tmp_path_factory.mktemp("lab")
     directory = lab / "clone"
     directory.mkdir()
@@ -219,7 +234,10 @@ def clone(tmp_path_factory):
 
 
 def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more=()):
-    """Runs experiment.py, with `new` instead of `old` in a file -> its JSON. Undoes the edit."""
+    """Replaces `old` by `new` in a file, runs experiment.py, and undoes the edit. Returns its JSON.
+
+    verdict: the expected verdict.
+    """
     text = (clone / file).read_text()
     if old:
         assert text.count(old) == 1
@@ -262,13 +280,13 @@ def run_names(clone):
 
 @pytest.mark.slow
 def test_an_experiment_and_what_later_ones_use_again(clone):
-    rate = "groups, lr=learning_rate, betas"  # AdamW's, for the embeddings
+    rate = "groups, lr=learning_rate, betas"  # AdamW's learning rate, for example for embeddings
     found = experiment(clone, "worse", old=rate, new=rate.replace("lr=", "lr=0.01 * "))
     assert found["n"] == 2 and found["time_ratio"] > 0
     assert len(run_names(clone)) == 4 and found["difference"] > 0.1 and found["p_value"] > 0.9
     changed = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
     assert "groups, lr=0.01 * learning" in (changed / "changes.patch").read_text()
-    # The same change as a patch: nothing is trained again.
+    # If a patch contains the same change, nothing is trained again.
     written = (changed / "log.txt").stat().st_mtime_ns
     text = (clone / "model.py").read_text()
     (clone / "model.py").write_text(text.replace(rate, rate.replace("lr=", "lr=0.01 * ")))
@@ -277,10 +295,11 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     again = experiment(clone, "worse", "log/my.patch")
     assert again["losses"] == found["losses"]
     assert (changed / "log.txt").stat().st_mtime_ns == written
-    # The flags give what is the default, and the same device: no run would differ.
+    # These flags repeat the default and name the same device, so the change does nothing.
     found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1", "--device", "cpu:0"])
     assert "the change does nothing" in found["reason"] and len(run_names(clone)) == 4
-    # More runs continue the experiment. Another name of a variable changes nothing.
+    # With --seeds 3, only the third run of the base is missing. The change renames a variable, so
+    # its three runs are new, but have the losses of the base.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
     found = experiment(
         clone,
@@ -295,10 +314,11 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     assert found["difference"] == 0 and found["half"] > 0
     assert found["n"] == found["base_n"] == 3
     assert len(run_names(clone)) == 8
-    # Only the models of the first seed stay.
+    # experiment.py keeps only the models of seed 1.
     models = (clone / "log/experiments/runs").glob("*/model_*.pt")
     assert {path.parent.name.rpartition("-")[2] for path in models} == {"1"}
-    # A confirmation takes seeds after those of both programs, and more runs of the base if asked.
+    # A confirmation uses new seeds, which follow the last seed of either program. --base_seeds is
+    # the number of runs of the base.
     confirm = ["--confirm", "--base_seeds", 3, "--why", "it was worse"]
     found = experiment(clone, "worse", *confirm, "log/my.patch")
     assert (found["n"], found["base_n"], found["last_seed"]) == (2, 3, 6)
@@ -317,7 +337,10 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
 
 @pytest.mark.slow
 def test_a_commit_trains_nothing_again(clone):
-    """Neither of a page, a test or a requirement, nor of a change: the next base has its runs."""
+    """A commit of a page, a test or a requirement does not change the keys of the programs.
+
+    After the commit of a change, the runs with this change are the runs of the next base.
+    """
     names = ["README.md", "tests/test_idea.py", "requirements.txt"]
     (clone / "tests").mkdir(exist_ok=True)
     for name in names:
@@ -343,10 +366,11 @@ EASY = "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
 
 @pytest.mark.slow
 def test_what_a_change_says_of_itself_does_not_matter(clone):
-    """An easier validation has another loss in the log. Nor do names of files and git's settings.
+    """A change of the validation code changes the loss in the log, but not the loss of the verdict.
 
-    Emacs locks a file with a link that leads nowhere. git quotes names that are not ASCII. A new
-    module is a part of the program.
+    The names of new files and the settings of git do not matter, either. A new module is a part of
+    the program, and git quotes its name if the name is not ASCII. Emacs locks a file with a link
+    whose target does not exist.
     """
     (clone / UNTRACKED[1]).write_text("x = 1\n")
     (clone / UNTRACKED[2]).symlink_to("me@host.1234")
@@ -362,7 +386,7 @@ def test_a_model_that_sees_later_tokens(clone):
     causal = "causal = mask is None and T > 1"
     found = experiment(clone, "invalid", old=causal, new="causal = False")
     assert found["reason"].startswith("in the change, later tokens change the logits ")
-    assert len(found["losses"]) == 2  # for a person to see
+    assert len(found["losses"]) == 2  # the JSON still contains the losses, for people to see
 
 
 @pytest.mark.slow
@@ -374,7 +398,7 @@ def test_runs_that_do_not_compare(clone):
 
 @pytest.mark.slow
 def test_other_training_data_and_longer_runs_are_changes(clone):
-    """All are scored on the validation data of the base."""
+    """Both programs are scored on the validation data of the base."""
     (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
     flags = "--data input.txt log/b.txt=2 --val_tokens 64 --max_steps 12".split()
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
@@ -393,7 +417,7 @@ def test_losses_stay_in_the_ledger_if_one_is_not_finite(clone):
 
 @pytest.mark.slow
 def test_the_best_rate_of_each_program(clone):
-    """A rate that diverges is not chosen."""
+    """A learning rate at which the training diverges is not chosen."""
     found = experiment(
         clone, "equal", "--delta", 9, "--rates", 1e11, 4e-3, more=["--", "--weight_decay", "0.2"]
     )
@@ -418,7 +442,7 @@ def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
 
 
 def test_what_a_difference_is_worth():
-    """With a loss that is linear in the logarithm of compute, it is exact at each size."""
+    """If the loss is linear in the logarithm of compute, `worth` is exact at each size."""
     for i in range(3):
         assert worth(i, [1, 4, 32], [3.0, 2.0, 0.5], -0.5) == pytest.approx(2)
     assert worth(1, [1, 4], [3.0, 2.0], 0.5) == pytest.approx(0.5)
@@ -447,9 +471,9 @@ def test_what_a_known_gain_is_worth(gain):
 
 @pytest.mark.slow
 def test_a_signal_reaches_the_runs_once(clone):
-    """A queue sends SIGTERM only to the program. A run that gets two signals saves nothing.
+    """A job queue sends SIGTERM only to experiment.py, which sends one SIGTERM to each of its runs.
 
-    There is no verdict then, also not an older one.
+    The runs then save checkpoints. The --json file is empty, so it contains no older verdict.
     """
     verdict = clone / "log/verdict.json"
     verdict.write_text('{"verdict": "better"}')
@@ -495,7 +519,7 @@ def test_a_change_that_fails(clone):
     found = experiment(clone, "failed", old=attention, new=mixed)
     assert "division by zero" in found["reason"]
     place = Path(found["reason"].split(" failed:")[0])
-    assert (place / "output.txt").is_file()  # the place that it names is still there
+    assert (place / "output.txt").is_file()  # the directory that the reason names still exists
     (clone / "log" / "old.patch").write_text(
         "--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-no such line\n+x\n"
     )
@@ -514,7 +538,7 @@ def test_a_change_that_fails(clone):
     ],
 )
 def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
-    """Neither an input nor an older verdict."""
+    """If a flag is wrong, experiment.py overwrites neither an input nor an older verdict."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "set").mkdir()
     files = ("my.patch", "my.txt", "set/a.json", "v.json")
@@ -534,7 +558,11 @@ def test_without_scipy(monkeypatch):
 
 
 def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeypatch):
-    """But what has a hard link keeps it, such as a backup."""
+    """At its start, experiment.py replaces the --json file with an empty file.
+
+    A symbolic link to the --json file stays a link. A hard link, such as a backup, still contains
+    the older verdict.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v.json").write_text("old")
     (tmp_path / "backup.json").hardlink_to(tmp_path / "v.json")
@@ -587,7 +615,7 @@ def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):
 
 @pytest.mark.slow
 def test_the_text_that_everybody_has(tmp_path):
-    """It has each Python file of torch once, and neighbours are of different directories."""
+    """The text contains each Python file of torch once, in a shuffled order."""
     path = tmp_path / "torch_py.txt"
     program(path, cwd=tmp_path, program="experiments/write_torch_text.py")
     files = [file.read_bytes() for file in Path(torch.__file__).parent.rglob("*.py")]

@@ -1,4 +1,7 @@
-"""experiments/*.patch: each applies, trains, resumes, generates, scores, and can be split."""
+"""Tests each patch in experiments/: the changed model trains, resumes, generates and is scored.
+
+The tests also train the changed model with the layouts of train_large.py.
+"""
 
 import re
 import runpy
@@ -20,7 +23,7 @@ from edited import WAYS, assert_split_run_matches, copy_program, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-# Changed lines.
+# {name of a patch: maximum number of changed lines}
 LIMITS = {
     "attention-gate": 7,
     "document-mask": 19,  # with 1 in plaingpt/settings.py
@@ -48,36 +51,36 @@ LIMITS = {
     "x0": 9,
     "z-loss": 21,  # with 3 in model.py, which log its size
 }
-HEADS = ("+++", "---")  # lines with the name of a file begin so
-# The layouts that could break a patch. A patch that is not here is trained on all of them.
+HEADS = ("+++", "---")  # lines that contain the name of a file begin with these characters
+# {name of a patch: the layouts that could break it}. Any other patch is trained with all layouts.
 LAYOUTS = {
     "attention-gate": ["fsdp"],
     "document-mask": ["tp", "fsdp"],
-    "dyt": ["pp"],  # only the last stage has the last norm
+    "dyt": ["pp"],  # only the last stage has the final norm
     "gradient-noise": ["tp"],  # with FSDP, the first micro-batches contain more sequences
-    "group-schedule": [],  # weight decay also depends on --max_steps
+    "group-schedule": [],  # weight decay depends on --max_steps, which is different in split runs
     "grouped-query": ["fsdp"],
     "inverse-sqrt": [],
-    "lion": ["fsdp"],  # the optimizer has shards
-    "mixture-of-experts": ["fsdp"],  # each of two processes has four experts of a matrix
-    "modern": ["tp", "pp"],  # also a part of the head, or no embedding where the head is
-    "multi-token": ["fsdp", "pp"],  # its block is not in transformer.h
+    "lion": ["fsdp"],  # the optimizer updates shards
+    "mixture-of-experts": ["fsdp"],  # each of two processes holds four of the eight experts
+    "modern": ["tp", "pp"],  # with PP, the stage with the untied head has no embedding
+    "multi-token": ["fsdp", "pp"],  # its additional block is not in transformer.h
     "muon-joint": ["fsdp"],
-    "no-bias": [],  # as modern
+    "no-bias": [],  # modern also has no biases
     "no-residual-scaling": [],
-    "qknorm": ["tp"],  # its parameters are used by the heads of a process
+    "qknorm": ["tp"],  # each process applies the norms only to its own heads
     "relu2": [],
-    "rmsnorm": [],  # as dyt
-    "rotary": ["tp"],  # a process has some of the heads
-    "sliding-window": ["pp"],  # a stage has only some of the indices
+    "rmsnorm": [],  # dyt also replaces all norms
+    "rotary": ["tp"],  # each process has only some of the heads
+    "sliding-window": ["pp"],  # each stage has only some of the block indices
     "soft-cap": ["tp"],
     "swiglu": ["pp"],
-    "untied": [],  # as modern
+    "untied": [],  # modern also has an untied head
     "value-residual": ["tp"],
     "x0": ["fsdp"],
-    "z-loss": ["pp", "fsdp"],  # a process has no loss at all
+    "z-loss": ["pp", "fsdp"],  # with PP, only the last stage computes a loss
 }
-# What a layout refuses.
+# {(name of a patch, a layout that refuses it): a part of the error message}
 DIFFERENT = "the parts of this model.py compute a different loss from the whole"
 NOT_SMALL = "a small test GPT of this model.py fails"
 REFUSED = {
@@ -96,22 +99,22 @@ FLAGS = {
     "inverse-sqrt": ["--schedule", "inverse-sqrt"],
     "muon-joint": ["--optimizer", "muon"],
 }
-# What a patch returns from GPT.forward.
+# {name of a patch: the metrics that the patch adds to the log}
 FIGURES = {
     "gradient-noise": ["norm_small"],
     "mixture-of-experts": ["balance", "cross_entropy"],
     "multi-token": ["ahead", "next"],
     "z-loss": ["z"],
 }
-ENTROPY = "attention-entropy"  # logs a figure; not with --pp
-# A sample and a passage are longer than the context of 16 bytes.
+ENTROPY = "attention-entropy"  # this patch only logs a metric; no test runs it with --pp
+# The sample and a passage of LAMBADA are longer than the context of 16 bytes.
 SCORED = "--eval_every 2 --evals lambada=words.txt --sample_every 2 --sample_tokens 17".split()
-SCORED_SPLIT = ("grouped-query", "rotary", "sliding-window")  # in generation, a cache is used
+SCORED_SPLIT = ("grouped-query", "rotary", "sliding-window")  # split runs also sample and score
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The log of the unchanged program."""
+    """Trains the unchanged program. Returns its log."""
     directory = tmp_path_factory.mktemp("plain")
     copy_program(directory)
     run(directory, "run", 6, *SCORED)
@@ -121,7 +124,7 @@ def plain(tmp_path_factory):
 def test_every_patch_is_here_and_short():
     patches = {path.stem: path.read_text() for path in ROOT.glob("experiments/*.patch")}
     rows = re.findall(r"^\| (?:\*\*)?`([\w-]+)`", (ROOT / "docs/experiments.md").read_text(), re.M)
-    assert sorted(rows) == sorted(patches)  # the page lists all of them
+    assert sorted(rows) == sorted(patches)  # docs/experiments.md lists all patches
     assert patches.pop(ENTROPY).count("\n+") < 10
     assert patches.keys() == LIMITS.keys()
     for name, patch in patches.items():
@@ -162,9 +165,10 @@ def test_experiment(tmp_path, plain, name):
     run(tmp_path, "short", 1, "--init_from", "run", "--block_size", 8, *flags)
     module = runpy.run_path(tmp_path / "model.py")
     check_positions(module)
-    # The other half of z-loss is in plaingpt, of which this process has the unchanged one.
-    # sliding-window chooses among the kernels itself, and PyTorch does not count the fast one. Nor
-    # does it count the matrix multiplications of experts.
+    # check_flops does not work with four patches. z-loss also changes plaingpt/loss.py, but this
+    # process imports the unchanged file. document-mask and sliding-window choose the kernel of
+    # attention themselves, and PyTorch does not count the FLOPs of the fast kernel. Nor does it
+    # count the FLOPs of F.grouped_mm, which computes the experts of mixture-of-experts.
     if name not in ("document-mask", "mixture-of-experts", "sliding-window", "z-loss"):
         check_flops(module, name)
 
@@ -175,17 +179,18 @@ def test_a_stream_of_ones_own(tmp_path):
     apply_patch(ENTROPY, tmp_path)
     run(tmp_path, "run", 2)
     log = read_log(tmp_path / "run")
-    uniform = np.mean([np.log(n) for n in range(1, 17)])  # fresh weights attend to all equally
+    # At initialization, a position attends almost equally to all positions that it sees.
+    uniform = np.mean([np.log(n) for n in range(1, 17)])
     assert float(log[0, "entropy_0"]) == pytest.approx(uniform, rel=1e-3)
     assert float(log[2, "entropy_1"]) < uniform
-    for way, rel in dict(tp=1e-5, fsdp=1e-3).items():  # with FSDP, the mean over more sequences
+    for way, rel in dict(tp=1e-5, fsdp=1e-3).items():  # with FSDP, the mean is over more sequences
         run(tmp_path, way, 2, *WAYS[way], processes=2)
         for key, value in read_log(tmp_path / way).items():
             assert float(value) == pytest.approx(float(log[key]), rel=rel), (way, key)
 
 
 def check_flops(module, name):
-    """GPT.flops_per_token is what PyTorch counts in a step."""
+    """Compares GPT.flops_per_token with the FLOPs that PyTorch counts, forward and backward."""
     config = module["GPTConfig"](2, 2, 64, 64, 256)
     model = module["GPT"](config)
     idx = torch.randint(256, (2, 64))
@@ -193,18 +198,21 @@ def check_flops(module, name):
         model(idx, idx)[1].backward()
     expected = model.flops_per_token()
     if name == "soft-cap":
-        expected += 2 * 256 * 64  # the head is computed once more
+        expected += 2 * 256 * 64  # the backward pass computes the logits once more
     if name == "value-residual":
-        expected += 6 * 2 * (2 - 1) * 32**2  # mix is used for each head
+        expected += 6 * 2 * (2 - 1) * 32**2  # flops_per_token counts mix once, not once per head
     assert counter.get_total_flops() / idx.numel() == expected
 
 
 def check_positions(module):
-    """Samples with a cache equal samples without; endings may share a row."""
+    """Generation with a KV cache yields the same tokens as without a cache.
+
+    Endings that share a row get the same scores as endings in rows of their own.
+    """
     model = randomise(module["GPT"](module["GPTConfig"](2, 2, 16, 16, 256)))
     model.requires_grad_(False).eval()
     idx = out = torch.randint(256, (3, 5))
-    for _ in range(20):  # beyond the context
+    for _ in range(20):  # the text becomes longer than the context
         out = torch.cat([out, model(out[:, -16:])[0][:, -1:].argmax(-1)], dim=1)
     assert torch.equal(model.generate(idx, 20, temperature=0), out)
     endings = [(np.array(ids), i, True) for i, ids in enumerate(([7, 8, 9], [5, 6]))]

@@ -1,4 +1,4 @@
-"""experiments/*.patch: git merges them with edits near them, also in experiment.py."""
+"""Tests that git merges each patch in experiments/ with later edits of nearby lines."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from conftest import ROOT
 from test_experiments import ENTROPY
 
 PATCHES = sorted(ROOT.glob("experiments/*.patch"))
-# An edit of attention. Only attention-entropy changes a line next to it.
+# An edit of attention: (old line, new line). Only attention-entropy inserts code next to this line.
 EDIT = (
     "k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each\n",
     "k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each; an edit\n",
@@ -26,7 +26,7 @@ def git(*command, cwd=ROOT):
 
 
 def make_clone(directory):
-    """Clones this clone. Its model.py and patches are those of the working tree, and committed."""
+    """Clones this repository, and commits model.py and the patches of its working tree there."""
     git("clone", ROOT, directory)
     for path in [ROOT / "model.py", *PATCHES]:
         (directory / path.relative_to(ROOT)).write_bytes(path.read_bytes())
@@ -49,7 +49,7 @@ def needs_history():
 
 
 def test_each_patch_names_files_that_are_in_the_history():
-    """Otherwise git cannot merge it in a fresh clone."""
+    """Otherwise, git could not merge the patch in a fresh clone."""
     needs_history()
     history = {line.split()[0] for line in git("rev-list", "--objects", "HEAD").splitlines()}
     for path in PATCHES:
@@ -61,7 +61,10 @@ def test_each_patch_names_files_that_are_in_the_history():
 
 @pytest.mark.slow
 def test_patches_are_merged_with_an_edit_of_attention(tmp_path, monkeypatch):
-    """A patch and a later edit give the file that the same edit of a patched file gives."""
+    """make_copy merges a patch with a later edit of the same file.
+
+    The result is the same as if someone applied the patch first, and then made the edit.
+    """
     needs_history()
     make_clone(tmp_path / "clone")
     monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path / "clone")

@@ -1,4 +1,4 @@
-"""Patches of experiments/ whose numbers a test can compute in another way."""
+"""Tests patches in experiments/ whose numbers a test can compute in a different way."""
 
 import importlib.util
 import math
@@ -15,7 +15,7 @@ FLAGS = [*TINY, "--val_every", "0", "--val_tokens", "32", "--sample_tokens", "1"
 
 
 def patched(name, directory, monkeypatch):
-    """Returns model.py and train_gpt2.py with a patch, as modules."""
+    """Applies a patch to copies of model.py and train_gpt2.py. Returns both files as modules."""
     for path in ("model.py", "train_gpt2.py", "plaingpt/settings.py"):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_bytes((ROOT / path).read_bytes())
@@ -32,7 +32,10 @@ def load(path, name, monkeypatch):
 
 
 def test_a_schedule_for_each_parameter_group(tmp_path, monkeypatch):
-    """The optimizers use these values, also after a resume, and the losses are then the same."""
+    """Records the values that each step of an optimizer uses, and compares them with the schedules.
+
+    A resumed run uses the same values, and logs the same losses.
+    """
     _, program = patched("group-schedule", tmp_path, monkeypatch)
     used = []
 
@@ -72,7 +75,7 @@ def test_gradient_noise(tmp_path, monkeypatch):
     model = fresh(MODEL)
     batch = text_batch("train", 16)  # the sequences of step 0
     norms = []
-    for n in (8, 16):  # sequences: --batch_size, and all of the step
+    for n in (8, 16):  # number of sequences: in the first micro-batch, and in the whole step
         x, y = (ids[:n] for ids in batch)
         loss = torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
         grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -111,7 +114,7 @@ def test_a_mixture_of_experts_is_the_sum_of_its_experts(tmp_path, monkeypatch):
     up, down = mlp.c_fc.view(8, 16, 64), mlp.c_proj.view(8, 64, 16)
     y = mlp.gelu(torch.einsum("btc,ecd->betd", x, up)) @ down  # (B, E, T, C): all experts
     probs = mlp.router(x).softmax(dim=-1)  # (B, T, E)
-    best = probs * (probs >= probs.topk(2).values[..., 1:])  # (B, T, E): 0 but for two
+    best = probs * (probs >= probs.topk(2).values[..., 1:])  # (B, T, E); 0 except for two experts
     torch.testing.assert_close(mlp(x), torch.einsum("bte,betc->btc", best, y))
     used = (best > 0).float().mean(dim=(0, 1)) / 2  # (E)
     torch.testing.assert_close(mlp.balance, 8 * (used * probs.mean(dim=(0, 1))).sum())

@@ -1,4 +1,4 @@
-"""experiments/score.py: its losses, and what it finds of models that see later tokens."""
+"""Tests experiments/score.py: its loss, and how it finds models that see later tokens."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=300)
 
 
 class Peeking(GPT):
-    """Position 5 of the hidden states sees the next token. `memory`: only in known sequences."""
+    """A GPT whose hidden state at position 5 depends on the next token."""
 
     def hidden(self, idx, *more):
         x = super().hidden(idx, *more)
@@ -27,7 +27,10 @@ class Averaging(GPT):
 
 
 class Remembering(GPT):
-    """Sees later tokens only in the tokens that it has seen before."""
+    """A GPT that compares its tokens with the tokens of the previous call.
+
+    It adds the fraction of tokens that differ to all hidden states.
+    """
 
     def hidden(self, idx, *more):
         before = getattr(self, "before", idx)
@@ -52,7 +55,10 @@ def test_later_tokens(kind, sees):
 
 @torch.no_grad()
 def test_the_loss_is_that_of_the_logits():
-    """Also if a change has another loss. A target of -100 does not count."""
+    """score.py computes the loss from GPT.logits, even if a change replaces GPT.loss.
+
+    Targets of -100 do not count.
+    """
     model = GPT(SHAPE, seed=1).eval()
     model.loss = None
     x, y = torch.randint(300, (2, 5, 16))
