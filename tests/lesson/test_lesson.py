@@ -1,4 +1,7 @@
-"""The programs of lesson/: each runs, adds one idea, and leads to train_gpt2.py."""
+"""Tests the programs of lesson/: each one runs, and lists what is new in it.
+
+The last programs have the same losses as train_gpt2.py.
+"""
 
 import ast
 import contextlib
@@ -25,23 +28,23 @@ import hellaswag
 import train_gpt2
 from model import GPT, GPTConfig
 
-LESSONS = sorted((ROOT / "lesson").glob("[0-9]*.py"))  # check.py is none
-TRAINING = LESSONS[:14]  # the others need tokens or weights
+LESSONS = sorted((ROOT / "lesson").glob("[0-9]*.py"))  # omits check.py, which is not a lesson
+TRAINING = LESSONS[:14]  # the other lessons write tokens, or load weights
 RESUME, TOKENS, OPENAI = 14, 15, 16
 BABY = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256)
 
 
 @pytest.fixture(autouse=True)
 def beside_the_text(monkeypatch):
-    """The programs read input.txt in the current folder, and use torch's global seed."""
+    """Runs each test in the root of the repository, because the programs read files from there."""
     monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def checkpoint(tmp_path_factory):
-    """Sets where lesson 14 writes its checkpoint in these tests, and the text of most programs.
+    """Sets the path of lesson 14's checkpoint, and writes the text that lessons 1 to 14 read.
 
-    A short text, because each program measures the loss on all of its validation part.
+    The text is short, because each program computes the loss on the whole validation split.
     """
     global CHECKPOINT, TEXT
     CHECKPOINT = tmp_path_factory.mktemp("lesson") / "lesson.pt"
@@ -67,19 +70,22 @@ def with_constants(text, **constants):
 
 
 def for_losses(text):
-    """Prints the loss of every step, with more digits, and short samples."""
+    """Edits a program: it then prints the loss of each step with more digits, and short samples."""
     text = edit(text, "step % 50 == 0", "True").replace(".4f", ".9f")
     return edit(edit(text, "sample(300)", "sample(10)"), "sample(40)", "sample(5)")
 
 
 def losses_of(out):
-    """What a program has printed -> (losses of the steps, validation loss at the end)."""
+    """Reads the output of a program. Returns (losses of the steps, last validation loss)."""
     train = [float(loss) for loss in re.findall(r"^step +\d+ \| loss (\S+)", out, re.M)]
     return train, float(re.findall(r" \| val loss (\S+)", out)[-1])
 
 
 def run(text, *flags, names=None):
-    """Runs a program in this process -> its output. names: a dict that gets its variables."""
+    """Runs a program in this process. Returns its output.
+
+    names: a dict in which the program stores its global variables.
+    """
     out = io.StringIO()
     names = {} if names is None else names
     names["__name__"] = "lesson"
@@ -95,7 +101,7 @@ def losses(number, *flags, **constants):
 
 
 def rows_of_page():
-    """The table of docs/lesson.md: {name of a file: the rest of its row}."""
+    """Returns the table of docs/lesson.md: {name of a lesson's file: other cells of its row}."""
     page = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
     return dict(re.findall(r"^\| `lesson/(\d\d_\w+)\.py` \|(.*)\|$", page, re.M))
 
@@ -125,11 +131,15 @@ def test_what_each_file_imports(path):
 
 
 def parts(text):
-    """Cuts a program into {name: text}: imports, constants, each function and method, loop."""
+    """Splits a program into pieces of code: {name: code}.
+
+    The names are "imports", "constants", "the loop", the functions and classes, and the methods of
+    GPT.
+    """
     lines = text.splitlines()
     found = {"imports": "", "constants": "", "the loop": ""}
     place = "imports"
-    for node in ast.parse(text).body[1:]:  # the first one is the docstring
+    for node in ast.parse(text).body[1:]:  # the first node is the docstring
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         code = "\n".join(lines[first - 1 : node.end_lineno])
         if isinstance(node, ast.ClassDef) and node.name == "GPT":
@@ -147,7 +157,7 @@ def parts(text):
 
 
 def difference(number):
-    """The lines of a program and of the one before it, as ndiff marks them."""
+    """Compares a lesson with the lesson before it. Returns their lines, as ndiff marks them."""
     return list(difflib.ndiff(lesson(number - 1).splitlines(), lesson(number).splitlines()))
 
 
@@ -160,18 +170,25 @@ def constants_of(text):
 
 
 def listed(text, word):
-    """The names that the docstring of a program has after "New:" or "Changed:"."""
+    """Returns the names that the docstring of a program lists after "New:" or "Changed:".
+
+    word: "New" or "Changed".
+    """
     doc = " ".join(ast.get_docstring(ast.parse(text)).split())
     found = re.search(rf"{word}: (.*?)\.( |$)", doc)
     if not found or found[1].startswith("nothing"):
         return set()
-    names = re.sub(r";.*", "", found[1])  # "; random_batch is gone"
+    names = re.sub(r";.*", "", found[1])  # omits a remark, such as "; random_batch is gone"
     return set(re.sub(r" \(.*?\)", "", names).split(", "))
 
 
 @pytest.mark.parametrize("number", range(2, 15))
 def test_the_docstring_says_what_is_new(number):
-    """If you change a part in one file, change it in all files that have the same part."""
+    """The docstring of each lesson names exactly what is new or changed since the lesson before.
+
+    The names are functions, classes, methods of GPT, and the loop; "New" may also list constants.
+    If you change a function in one lesson, make the same change in all lessons that contain it.
+    """
     before, after = lesson(number - 1), lesson(number)
     old, new = parts(before), parts(after)
     added = new.keys() - old.keys()
@@ -208,7 +225,7 @@ def test_the_model_is_that_of_model_py(number):
     assert sum(p.numel() for p in ours.parameters()) == 437_760
     for (name, p), (full_name, q) in pairs:
         assert full_name == f"transformer.{name}" and torch.equal(p, q), name
-        p.data += 0.1 * torch.randn(p.shape)  # the first weights would hide an error
+        p.data += 0.1 * torch.randn(p.shape)  # a bias of 0, for example, would hide an error
         q.data.copy_(p.data)
     idx = torch.randint(256, (2, 64))
     torch.testing.assert_close(ours(idx)[0], theirs(idx)[0], atol=2e-5, rtol=1e-5)
@@ -217,7 +234,10 @@ def test_the_model_is_that_of_model_py(number):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Runs train_gpt2.py for 4 steps -> {optimizer: (losses of the steps, validation loss)}."""
+    """Runs train_gpt2.py for 4 steps with each optimizer.
+
+    Returns {optimizer: (losses of the steps, last validation loss)}.
+    """
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -239,7 +259,7 @@ def real(tmp_path_factory):
 
 
 def in_processes(text, processes, tmp_path, *flags):
-    """Runs a program with torchrun, or in this process -> (losses of the steps, validation)."""
+    """Runs a program in this process, or in several processes. Returns the result of losses_of."""
     if processes == 1:
         return losses_of(run(text, *flags))
     (tmp_path / "lesson.py").write_text(text)
@@ -255,7 +275,7 @@ def in_processes(text, processes, tmp_path, *flags):
 def test_the_last_lessons_have_the_losses_of_train_gpt2(
     real, tmp_path, number, processes, batch_size
 ):
-    """The rate is mild: at a high one, differences of rounding would grow too fast."""
+    """The learning rate is low, because rounding errors grow fast at a high learning rate."""
     text = with_constants(
         lesson(number), max_steps=4, warmup_steps=2, max_lr=2e-3, batch_size=batch_size
     )
@@ -273,7 +293,8 @@ def test_fast_kernels_and_a_device_change_nothing():
 
 @pytest.mark.parametrize("number", range(11, 15))
 def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
-    for settings in (dict(batch_size=5), dict(total_batch_size=32)):  # 32 tokens: no sequence
+    # 32 tokens are less than a sequence.
+    for settings in (dict(batch_size=5), dict(total_batch_size=32)):
         with pytest.raises(SystemExit, match="^total_batch_size is not a multiple of .* x 64$"):
             losses(number, max_steps=1, **settings)
 
@@ -281,7 +302,7 @@ def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes):
-    """It saves after steps 2, 4 and 6, and is stopped in the fifth step."""
+    """A run saves a checkpoint after 2, 4 and 6 steps. A second run is stopped after 5 steps."""
     small = SHORT | dict(max_steps=6, warmup_steps=2)
     text = for_losses(with_constants(lesson(RESUME), **small))
     text = edit(text, "done % 100", "done % 2")
@@ -294,10 +315,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes
         (tmp_path / "stopped.py").write_text(stopped)
         program(cwd=ROOT, program=tmp_path / "stopped.py", processes=processes)
     rest, val_of_rest = in_processes(text, processes, tmp_path, "--resume")
-    if processes == 1:  # a run that has come to its end makes no step
+    if processes == 1:  # a finished run takes no further step
         assert "| loss" not in run(text, "--resume")
     assert len(whole) == 6 and rest == whole[4:] and val_of_rest == val
-    # An exercise of docs/lesson.md: without the state of the optimizers, the run is another one.
+    # An exercise of docs/lesson.md: without the state of the optimizers, the losses of a resumed
+    # run differ from its second step on.
     if processes == 1:
         with pytest.raises(SystemExit):
             run(stopped)
@@ -307,7 +329,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes
 
 
 def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
-    """They are those of our tokenizer, and lesson 12 reads them."""
+    """Lesson 15 writes the same ids as plainGPT's tokenizer, and lesson 12 reads the shards."""
     text = "It's 12 o'clock.  \u00fcber\r\n" * 30 + "<|endoftext|> is a text here."
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_text("Two", encoding="utf-8")
@@ -318,7 +340,7 @@ def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
     expected = [50256, *encode(text), 50256, *encode("Two")]
     shards = [np.load(path) for path in sorted((tmp_path / "tokens").glob("*.npy"))]
     assert {shard.dtype for shard in shards} == {np.dtype("uint16")}
-    # In the alphabet, val comes after train. It has the last ids.
+    # The name of the validation shard is the last name, and this shard contains the last ids.
     assert np.concatenate(shards).tolist() == expected
     assert [len(shard) for shard in shards] == [200, 5, 200]
     assert "text_val_000000.npy: 200 ids" in out
@@ -343,13 +365,16 @@ def test_shards_are_the_same_tokens_as_a_text(tmp_path):
 
 @pytest.fixture(scope="module")
 def random_gpt2(tmp_path_factory):
-    """A GPT-2 of transformers with random weights, and 20 questions -> (model, folder)."""
+    """A randomly initialized Hugging Face GPT2LMHeadModel, and 20 questions.
+
+    Returns (model, folder). The folder contains the files of the model and of the questions.
+    """
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     shape = dict(n_layer=2, n_head=2, n_embd=128, n_positions=64)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     for p in model.parameters():
-        p.data += 0.1 * torch.randn(p.shape)  # so that endings differ in more than rounding
+        p.data += 0.1 * torch.randn(p.shape)  # the scores of endings then differ more
     model.save_pretrained(folder)
     words = "the a boat bell river man woman bread soup rain sings eats; turns, runs".split(" ")
     random = np.random.default_rng(0)
@@ -409,7 +434,10 @@ def test_openais_weights_come_from_the_hub_once(random_gpt2, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_openais_own_files_have_other_names(random_gpt2, tmp_path):
-    """Those on the hub have no "transformer." in the names, and have masks."""
+    """In OpenAI's files on the hub, no name begins with "transformer.".
+
+    The files also contain the masks of attention.
+    """
     hf, folder = random_gpt2
     weights = {name.removeprefix("transformer."): p for name, p in hf.state_dict().items()}
     del weights["lm_head.weight"]
@@ -427,7 +455,7 @@ def test_openais_own_files_have_other_names(random_gpt2, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_the_lesson_is_scored():
-    """After few steps, it finds the true ending more often than by chance."""
+    """After 60 steps, the model chooses the true ending more often than by chance."""
     few = dict(max_steps=60, max_lr=2e-2, batch_size=16, **SHORT)
     run(for_losses(with_constants(lesson(RESUME), **few)))
     text = edit(lesson(OPENAI), "questions_from_text(300)", "questions_from_text(200)")
@@ -441,8 +469,9 @@ SMALL = dict(n_embd=64, block_size=32)
 SHORT = dict(warmup_steps=10, total_batch_size=512, **SMALL)
 FEW = dict(max_steps=30, batch_size=4)
 MORE = dict(FEW, max_steps=60)
-# The exercises of docs/lesson.md: lesson, old text, new text, the change of the validation loss at
-# a small size. A change of None means equal.
+# The exercises of docs/lesson.md. {name: (number of the lesson, old text, new text, change,
+# constants of a small model)}. The edit changes the validation loss of this model by more than
+# `change`, which may be negative. None means that the validation loss stays the same.
 EXERCISES = {
     "lr": (1, "lr = 0.03 ", "lr = 0.1 ", -1.0, dict(max_steps=20, batch_size=4)),
     "no mask": (
@@ -496,7 +525,10 @@ def test_an_exercise_has_the_result_that_the_page_says(name):
 
 @pytest.mark.slow
 def test_processes_that_take_the_same_sequences_show_no_error(tmp_path):
-    """The exercise of lesson 12. Only the losses differ."""
+    """In an exercise of lesson 12, all processes read the same sequences.
+
+    The program raises no error, but its losses differ from the losses of a correct run.
+    """
     text = for_losses(with_constants(lesson(12), max_steps=10, **SHORT))
     wrong = edit(text, "position + rank * batch_size, position", "position, position")
     found, _ = in_processes(wrong, 2, tmp_path)
@@ -504,11 +536,14 @@ def test_processes_that_take_the_same_sequences_show_no_error(tmp_path):
     assert np.abs(differences).max() > 0.01
 
 
-GAP = "@@ … @@"  # between two hunks of a diff on the page; like diff's own line, without numbers
+GAP = "@@ … @@"  # separates two hunks of a diff on the page
 
 
 def find_lines(lines, wanted, start):
-    """Returns the index after the first place from `start` on where `wanted` occurs in `lines`."""
+    """Finds consecutive lines, `wanted`, in `lines`. Returns the index of the line after them.
+
+    start: the index at which the search begins.
+    """
     for i in range(start, len(lines) - len(wanted) + 1):
         if lines[i : i + len(wanted)] == wanted:
             return i + len(wanted)
@@ -517,7 +552,7 @@ def find_lines(lines, wanted, start):
 
 @pytest.mark.parametrize("page", ["docs/lesson.md", "docs/lesson.zh.md"])
 def test_each_diff_of_the_page_shows_neighbouring_lines_of_the_files(page):
-    """A hunk leaves out no line. The hunks of a block are in the order of the files."""
+    """A hunk omits no line, and the hunks of a code block are in the same order as in the files."""
     sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)[1:]
     n_blocks = 0
     for section in sections:

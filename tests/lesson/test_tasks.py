@@ -1,4 +1,4 @@
-"""lesson/check.py: right answers pass, and each usual mistake gets a sentence of its own."""
+"""Tests lesson/check.py: right answers pass, and a sentence explains each common mistake."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ def solution(number):
 
 
 def sentence_about(number, text):
-    """What the check says about an answer: None if it is right."""
+    """Returns what check.py says about an answer: None if it is right, or "open" if not written."""
     return CHECK["check"](number, text, CHECK["find"](CHECK["TASKS"], number))
 
 
@@ -29,7 +29,8 @@ def test_a_task_is_open_and_its_solution_is_right(number):
     assert sentence_about(number, solution(number)) is None
 
 
-# Usual mistakes, as edits of our solutions: old text, new text, words of the sentence.
+# Common mistakes, as edits of our solutions: (number of the task, old text, new text, words of the
+# sentence about the mistake).
 MISTAKES = [
     # 01: cross-entropy
     ("01", "shifted = logits - largest", "shifted = logits", "exp(1000) is inf"),
@@ -610,7 +611,8 @@ def test_what_the_check_says_about_a_file_that_python_cannot_run():
     )
     found = sentence_about("11", "def learn_merges(*arguments): return 4 * [None]")
     assert found.startswith("the check cannot use the result: TypeError: ")
-    # PyTorch raises NotImplementedError, too, such as for a softmax of integers.
+    # PyTorch also raises NotImplementedError, for example for a softmax of integers. Such an answer
+    # is wrong, not open.
     text = "def causal_weights(scores):\n    return scores.long().softmax(dim=2)\n"
     assert sentence_about("02", text).startswith("line 2 of 02_mask.py raises ")
 
@@ -647,7 +649,7 @@ def test_an_endless_loop_ends_with_a_sentence(monkeypatch):
     assert re.fullmatch(
         r"line [23] of 07_ranks\.py still runs after 0\.5 seconds\. Is its loop endless\?", found
     )
-    monkeypatch.undo()  # a busy machine needs more than 0.5 seconds for the right answer
+    monkeypatch.undo()  # on a busy machine, the right answer may need more than 0.5 seconds
     assert sentence_about("07", solution("07")) is None
 
 
@@ -705,7 +707,7 @@ def test_the_commands_of_the_check(capsys, tmp_path, monkeypatch):
         status, out = run_check(capsys, "02", second)
         assert (status, out) == (2, f"After 02, only --solution can follow, not {second}.\n")
     assert run_check(capsys, "--help")[0] == 2
-    # A question ends with its own mark, and PyTorch's sentences with one dot.
+    # check.py adds no period after a question mark, and no second period to a message of PyTorch.
     wrong = solution("10").replace("range(5)", "range(1)")
     (tmp_path / "10_orthogonalize.py").write_text(wrong, encoding="utf-8")
     assert run_check(capsys, "10")[1].endswith("five rounds?\n")
