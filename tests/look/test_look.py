@@ -1,4 +1,4 @@
-"""The page of look.py has the numbers of the model."""
+"""Tests look.py: its page contains the numbers that the model computes."""
 
 import base64
 import codecs
@@ -44,7 +44,7 @@ def ids_of(text):
 
 
 def save_model(directory, step, gpt, tokenizer="bytes"):
-    """Writes a checkpoint with what a look needs -> directory."""
+    """Writes a checkpoint that contains what look.py reads. Returns the directory."""
     directory.mkdir(exist_ok=True)
     saved = dict(
         model=gpt.state_dict(),
@@ -57,7 +57,7 @@ def save_model(directory, step, gpt, tokenizer="bytes"):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of three checkpoints that differ."""
+    """Writes a run with three different checkpoints. Returns its directory."""
     directory = tmp_path_factory.mktemp("look") / "run"
     gpt = fresh(MODEL)
     for step in (5, 10, 20):
@@ -74,7 +74,7 @@ def look_at(*flags):
 
 @pytest.fixture(scope="module")
 def page_of_text(run, tmp_path_factory):
-    """The page of the run with TEXT. The tests only read it."""
+    """Writes the page of the run for TEXT. Returns its path. Tests must not change the page."""
     path = tmp_path_factory.mktemp("page") / "a.html"
     look_at(run, "--text", TEXT, "--output", path)
     return path
@@ -85,7 +85,7 @@ def read_page(path):
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8")
     )
-    return json.loads(data, parse_constant=pytest.fail)  # JSON has no NaN, and so no browser
+    return json.loads(data, parse_constant=pytest.fail)  # a browser rejects NaN, as JSON has no NaN
 
 
 def unpack(text, dtype):
@@ -97,7 +97,7 @@ def losses_of(packed):
 
 
 def weights_of(call, head):
-    """The weights of a head in a page: (T, T)."""
+    """Returns the attention weights of a head that a page contains: (T, T)."""
     stored = unpack(call["heads"][head], np.uint8)
     T = math.isqrt(2 * len(stored)) if call["causal"] else math.isqrt(len(stored))
     weights = np.zeros((T, T))
@@ -133,7 +133,7 @@ def test_losses_are_those_of_wikitext(run, tmp_path):
 
 
 def attention_by_hand(gpt, idx):
-    """The attention of model.py, with the formula of the paper -> (n_layer, nh, T, T)."""
+    """Computes the attention weights with the formula of Vaswani et al.: (n_layer, nh, T, T)."""
     found = []
 
     def keep(attn, args):
@@ -168,7 +168,7 @@ def test_attention_is_that_of_the_model(run, page_of_text):
 
 
 def patched_model(name, directory):
-    """The module model.py with a patch of experiments/."""
+    """Applies a patch of experiments/ to a copy of model.py. Returns the copy as a module."""
     directory.mkdir()
     for file in ("model.py", "train_gpt2.py"):
         shutil.copy(ROOT / file, directory)
@@ -186,7 +186,10 @@ def load_module(path, name):
 
 @pytest.mark.parametrize("name", ["rotary", "qknorm", "value-residual", "rmsnorm"])
 def test_attention_of_a_changed_model(name, tmp_path):
-    """softmax(qkᵀ)·v is what the call returns, and it is not the attention without the change."""
+    """softmax(qkᵀ)·v equals the result of the changed attention.
+
+    With rotary positions and QK-norm, the weights differ from the weights of unchanged attention.
+    """
     gpt = randomise(patched_model(name, tmp_path / "a").GPT(MODEL)).eval()
     record = record_text(gpt, ids_of(TEXT))
     assert [call.block for call in record.calls] == [0, 1]
@@ -201,7 +204,7 @@ def test_attention_of_a_changed_model(name, tmp_path):
 
 
 class OtherAttention(torch.nn.Module):
-    """Attention that a reader may write instead: kind names it."""
+    """Attention as a reader may write it. kind: the name of the variant."""
 
     def __init__(self, kind):
         super().__init__()
@@ -221,11 +224,11 @@ class OtherAttention(torch.nn.Module):
         elif self.kind == "alibi":
             bias = (-0.5 * distance).masked_fill(distance < 0, -math.inf)
             options.update(attn_mask=bias)
-        elif self.kind == "prefix":  # the first five tokens see each other
+        elif self.kind == "prefix":  # every token sees the first five tokens
             options.update(attn_mask=(distance >= 0) | (places < 5))
         elif self.kind == "dropout":
             options.update(dropout_p=0.5, is_causal=True)
-        elif self.kind == "keys":  # there is one key more than tokens
+        elif self.kind == "keys":  # there is one more key than there are tokens
             k = torch.cat([k, k[:, :, :1]], dim=2)
         if self.kind == "hand":
             weights = (q @ k.repeat_interleave(2, dim=1).transpose(-2, -1)).softmax(-1)
@@ -276,7 +279,7 @@ def reference_cases():
         dict(attn_mask=(distance >= 0) & (distance < 3)),
         dict(attn_mask=(distance >= 0)[None, None].repeat(1, 4, 1, 1)),
         dict(attn_mask=torch.randn(T, T), scale=2.0),
-        dict(attn_mask=(distance > 0)),  # the first token sees nothing
+        dict(attn_mask=(distance > 0)),  # the mask hides all keys from the first token
         dict(),
     ]
 
@@ -284,7 +287,7 @@ def reference_cases():
 @pytest.mark.parametrize("options", reference_cases(), ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("n_kv", [4, 2, 1])
 def test_the_weights_are_those_of_torch(options, n_kv):
-    """With the unit matrix as values, the function returns its weights."""
+    """If the values are the identity matrix, PyTorch's function returns its weights."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, n_kv, 6, 8)
     options = dict(options, enable_gqa=n_kv < 4)
@@ -366,7 +369,7 @@ def test_bytes_of_a_character_are_shown_as_this_character():
     assert split_text([gpt2.end_of_text, *ids], gpt2)[:2] == ["<|endoftext|>", "Hello"]
     assert [name_token(i, BYTES) for i in (65, 10, 0xE8)] == ["A", "\n", "<E8>"]
     assert name_token(gpt2.end_of_text, gpt2) == "<|endoftext|>"
-    assert name_token(50300, gpt2) == "<50300>"  # a padded head may predict it
+    assert name_token(50300, gpt2) == "<50300>"  # a head with padded rows may predict this id
 
 
 def test_no_text_ends_the_script():
@@ -379,7 +382,7 @@ def test_no_text_ends_the_script():
 
 
 def test_two_runs(run, tmp_path, capsys):
-    """They have the steps that are in both, and the text fits the smaller context."""
+    """The page shows the steps that both runs contain, and cuts the text to the smaller context."""
     other = randomise(fresh(model.GPTConfig(1, 2, 32, 16, 256)))
     for step in (10, 20, 30):
         save_model(tmp_path / "b", step, other)
@@ -395,7 +398,7 @@ def test_two_runs(run, tmp_path, capsys):
 
 
 def test_numbers_that_are_not_finite(tmp_path, capsys):
-    """The weights are finite, and a LayerNorm overflows."""
+    """The weights are finite, but a LayerNorm overflows, so the losses are NaN."""
     gpt = fresh(MODEL)
     torch.nn.init.constant_(gpt.transformer.wpe.weight, 3e38)
     save_model(tmp_path / "run", 20, gpt)
@@ -410,7 +413,7 @@ def test_pairs(run, tmp_path, capsys):
     path = write_lines(tmp_path / "pairs.jsonl", records)
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
-    # The training counts responses only, so the mean does, too.
+    # Training counts only the tokens of responses, and so does the mean loss on the page.
     (packed,) = data["snapshots"][-1]["looks"]
     mean = losses_of(packed)[np.array(data["counted"][1:])].mean()
     assert mean != pytest.approx(losses_of(packed).mean(), abs=1e-5)
@@ -427,7 +430,10 @@ def test_pairs(run, tmp_path, capsys):
 
 
 def test_a_mark_separates_documents_as_in_training(tmp_path):
-    """In a file, and with a vocabulary."""
+    """look.py encodes a file as training does.
+
+    If --text is the text itself, <|endoftext|> is ordinary text.
+    """
     path = tmp_path / "a.txt"
     path.write_bytes(codecs.BOM_UTF8 + b"a b<|endoftext|>\n<|endoftext|>c<|endoftext|>\n")
     gpt2 = get_tokenizer("gpt2")
@@ -449,7 +455,7 @@ def test_checkpoints_are_chosen_evenly():
 def test_without_a_text_the_model_writes_one(run, tmp_path):
     look_at(run, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
-    assert len(data["ids"]) == 33  # the context is full
+    assert len(data["ids"]) == 33  # the generated text fills the context of 32 tokens
     sample = data["snapshots"][-1]["looks"][0]["sample"]
     assert "".join(data["tokens"][1:]).startswith(sample[:2])
 
@@ -462,7 +468,10 @@ def test_a_large_page_has_the_attention_of_the_last_checkpoint(run, tmp_path, mo
 
 
 def test_own_code(run, tmp_path):
-    """A run of a patch is read with the model.py of its commit and its changes.patch."""
+    """With --own_code, look.py loads a run with the model.py of the run.
+
+    This is the model.py of the run's commit, with the run's changes.patch.
+    """
     rotary = patched_model("rotary", tmp_path / "code")
     gpt = randomise(rotary.GPT(MODEL))
     directory = save_model(tmp_path / "rotary", 20, gpt)
@@ -513,13 +522,17 @@ def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
 def test_the_output_may_be_a_pipe(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
-        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)  # bytes: nobody reads while it is written
+        # The pipe holds 2**20 bytes, because the test reads it only after the page is complete.
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)
         look_at(run, "--text", "a", "--max_checkpoints", 1, "--output", tmp_path / "pipe")
         assert reader.read().startswith("<!doctype html>")
 
 
 def test_names_and_texts_of_any_kind(run, tmp_path, monkeypatch):
-    """The default output is in the run, and carries the name of the second one."""
+    """By default, the page is in the directory of the first run.
+
+    The file name of the page contains the name of the second run.
+    """
     monkeypatch.chdir(tmp_path)
     name = "</script>'\"&\x07 é"
     shutil.copytree(run, tmp_path / "b")
@@ -546,7 +559,7 @@ def browser(tmp_path_factory):
 
 
 def open_page(browser, path, fragment):
-    """Opens a page -> its elements, as a text. The console must be empty."""
+    """Opens a page in the browser. Returns its HTML. The console must stay empty."""
     browser.open(path, fragment)
     assert browser.console == []
     return browser.run("document.documentElement.outerHTML")
@@ -558,7 +571,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def text_of(dom, name):
-    """The text of the element with this id, without its tags, up to the next element with an id."""
+    """Returns the text of the element with the id `name`, up to the next element that has an id."""
     part = dom.partition(f'id="{name}"')[2]
     part = re.split(r'<[^>]* id="', part)[0].partition(">")[2]
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", part))
@@ -567,7 +580,7 @@ def text_of(dom, name):
 @pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_the_numbers(browser, run, tmp_path):
-    """The address chooses a token, a checkpoint and a head."""
+    """The fragment of the URL selects a token, a checkpoint and a head."""
     evil = "x</script><b>'\"&\x07\u202e" + "船"
     look_at(run, "--text", evil, "--output", tmp_path / "a.html")
     tokens = read_page(tmp_path / "a.html")["tokens"]
@@ -594,11 +607,13 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
         assert abs(float(found[1]) - largest) < 0.5 / 255 + 1e-3
         seen.add(card)
     assert len(seen) == 3
-    dom = open_page(browser, tmp_path / "a.html", "token=999&snapshot=-1&head=7.x")  # is ignored
+    # The page ignores values that do not exist.
+    dom = open_page(browser, tmp_path / "a.html", "token=999&snapshot=-1&head=7.x")
     assert f"token {len(tokens) // 2} " in text_of(dom, "card") and "step 20" in dom
 
 
-# What a user does: chooses the next token, moves the slider, clicks a head, points at a token.
+# Does what a user does: selects tokens with keys and a click, moves the slider, clicks a head, and
+# points at a token.
 ACTIONS = """
 const text = document.querySelector(".text");
 text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
@@ -618,7 +633,7 @@ def test_keys_and_clicks(browser, run, page_of_text):
     browser.run(ACTIONS)
     assert browser.run("location.hash") == "#token=8&snapshot=0&head=0.1.1"
     dom = browser.run("document.documentElement.outerHTML")
-    assert "token 2 A" in text_of(dom, "card")  # that under the pointer
+    assert "token 2 A" in text_of(dom, "card")  # the token under the pointer
     gpt, _ = load_model(run / "model_000005.pt", model.GPT)
     losses = record_text(gpt.eval(), ids_of(TEXT)).prediction.losses
     assert f"Mean loss {losses.mean():.4f}" in text_of(dom, "facts")
@@ -629,7 +644,7 @@ def test_keys_and_clicks(browser, run, page_of_text):
 @pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_pairs(browser, run, tmp_path):
-    """The first token of a response is chosen, and prompts have no colour."""
+    """The page selects the first token of the response, and does not color the prompt."""
     path = write_lines(tmp_path / "pairs.jsonl", [dict(prompt="12+3=", response="15")])
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     dom = open_page(browser, tmp_path / "a.html", "")
@@ -677,7 +692,8 @@ def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path, page_of_t
     assert read_page(tmp_path / "a.html")["live"] == dict(why="--no-live was given")
     weights = read_page(page_of_text)["live"]["weights"]
     loaded, _ = load_model(run, model.GPT)
-    assert weights.keys() == loaded.state_dict().keys() - {"lm_head.weight"}  # it is tied
+    # The weight of lm_head is tied to the embedding, so the page does not contain it.
+    assert weights.keys() == loaded.state_dict().keys() - {"lm_head.weight"}
     for name, p in loaded.named_parameters():
         assert (unpack(weights[name], "<f4") == p.detach().numpy().ravel()).all()
 
@@ -691,7 +707,10 @@ def test_each_part_has_its_line_of_the_model():
 
 
 def omit(gpt, name):
-    """Registers a hook that omits a part, named as in gpt.js -> the hook."""
+    """Registers a hook that switches off a part of the model. Returns the hook.
+
+    name: the name of the part in gpt.js.
+    """
     _, *place = name.split(".")
     if not place:
         return gpt.transformer.wpe.register_forward_hook(lambda wpe, args, x: torch.zeros_like(x))
@@ -717,14 +736,14 @@ LOGITS = "play.part.logits.at(-1).map((row) => Array.from(row))"  # (T, vocab_si
 @pytest.mark.slow
 @needs_chromium
 def test_a_page_computes_the_model(browser, run, page_of_text):
-    """Compares logits, parts that are off, and generation with PyTorch."""
+    """Compares the page with PyTorch: its logits, with and without a part, and generated tokens."""
     dom = open_page(browser, page_of_text, "")
     found = re.search(r"differ from PyTorch's by at most (\S+)\.", text_of(dom, "live"))
     assert float(found[1]) < 1e-4
     gpt = load_model(run, model.GPT)[0].eval()
     rng = np.random.default_rng(1)
     texts = [rng.integers(256, size=n).tolist() for n in rng.integers(1, 33, size=20)]
-    texts += [texts[-1][:n] for n in (3, 1)]  # the cache is used
+    texts += [texts[-1][:n] for n in (3, 1)]  # the page computes these texts with its KV cache
     texts += [texts[0] + [65], texts[0][:-1] + [66, 67]]
     script = f"{json.dumps(texts)}.map((ids) => {{ play.set(ids); return {LOGITS}; }})"
     for ids, logits in zip(texts, browser.run(script), strict=True):
@@ -794,10 +813,10 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     assert browser.run("byId('write').textContent") == "write" and browser.run("timer") is None
     browser.run("document.querySelector('#path button').focus()")
     assert "model.py, line " in browser.run("byId('part').textContent")
-    # The focus in the text box leaves the chosen token.
+    # A focus on the text box does not change the chosen token.
     browser.run("choose({ token: 3 }); typed.focus()")
     assert browser.run("state.token") == 3
-    # Riddle 2 accepts letters only, and riddle 4 a temperature without top-k.
+    # Riddle 2 accepts only letters, and riddle 4 accepts a temperature only without top-k.
     answer = """
     (i) => {
       const riddle = byId("riddles").children[i];
@@ -807,7 +826,8 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     browser.run("typed.value = textOf(data.ids).replace('R', '!'); type()")
     assert "one letter replaced by another letter" in browser.run(f"({answer})(1)")
     assert browser.run(f"({answer})(3)").startswith("Set top-k to “all”")
-    # One answer to each riddle is right. The third letter is changed, and the temperature is low.
+    # Except in riddle 4, exactly one answer is right. For riddle 2, the script changes the third
+    # letter. For riddle 4, the script lowers the temperature.
     browser.run("""
     typed.value = textOf(data.ids).replace("R", "Q");
     type();
@@ -825,14 +845,15 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
             return riddle.querySelector("output").textContent;
           }});
         }})()""")
-        if i == 3:  # no temperature of the slider makes this model sure
+        if i == 3:  # no temperature of the slider solves riddle 4 for this random model
             logits = torch.tensor(logits_of(gpt, ids_of(TEXT.replace("R", "Q")))[-1])
             p = (logits / 0.05).softmax(-1).max()
             start = "At temperature 0.05, the likeliest token has a probability of"
             assert answers == [f"{start} {100 * p:.1f} %."]
             continue
         assert sum(answer.startswith("✓ Right.") for answer in answers) == 1, answers
-    # Of another text, the riddles stay solved, with the text of the answer. A check needs a choice.
+    # If the text changes, a solved riddle stays solved, and quotes the text of its answer. A riddle
+    # with choices asks for a choice.
     quoted = f"The text was “{TEXT.replace('R', 'Q').replace(chr(10), '⏎')}”."
     browser.run("typed.value = '1 2'; typed.dispatchEvent(new Event('input'))")
     answers = (
@@ -847,7 +868,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     select = "byId('riddles').querySelector('select')"
     browser.run(f"{select}.value = ''; {select}.closest('li').querySelector('button').click()")
     assert browser.run(answers)[0] == "Choose an answer first."
-    # An empty text, and a text of one long word on a small screen.
+    # The page works with an empty text, and with a text of one long word on a small screen.
     browser.run("typed.value = ''; type()")
     assert "The text contains no tokens to score." in browser.run("byId('facts').textContent")
     assert "NaN" not in browser.run("document.querySelector('main').textContent")
@@ -857,7 +878,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     assert browser.run("document.documentElement.scrollWidth") == 390
     browser.send("Emulation.clearDeviceMetricsOverride")
     browser.run("typed.value = '1 2'; type()")
-    # An earlier checkpoint is as it was stored.
+    # For an earlier checkpoint, the page shows the stored text and its stored numbers.
     browser.run("byId('slider').value = 0; byId('slider').dispatchEvent(new Event('input'))")
     assert "can run only the model of step 20." in browser.run("byId('live').textContent")
     assert browser.run("byId('next').checkVisibility()") is False
@@ -887,7 +908,10 @@ ANSWERS = """
 @pytest.mark.slow
 @needs_chromium
 def test_riddles_accept_the_answer_to_their_question(browser, run, page_of_text):
-    """Riddle 1 asks about the column to the left of the diagonal, riddle 5 about a change."""
+    """Riddle 1 asks which head has the largest mean weight for the previous token.
+
+    Riddle 5 asks which head or MLP changes the loss least if it is switched off.
+    """
     open_page(browser, page_of_text, "")
     gpt = load_model(run, model.GPT)[0].eval()
     ids = ids_of(TEXT)
@@ -912,7 +936,8 @@ def test_riddles_accept_the_answer_to_their_question(browser, run, page_of_text)
         changes[name] = mean_loss() - whole
         hook.remove()
     least = min(changes, key=lambda name: abs(changes[name]))
-    assert least != min(changes, key=changes.get)  # the loss decreases without another part
+    # The riddle does not ask for the part without which the loss decreases most.
+    assert least != min(changes, key=changes.get)
     answers = browser.run(f"({ANSWERS})(4)")
     assert [name for name in answers if answers[name].startswith("✓ Right.")] == [least]
 
@@ -923,7 +948,7 @@ def test_the_answer_of_riddle_2_is_a_sentence(browser, page_of_text):
     open_page(browser, page_of_text, "")
     browser.run("typed.value = textOf(data.ids).replace('R', 'Q'); type()")
     for losses, start in (("[0, 9]", "✓ Right. Token "), ("[0, 1]", "Not yet. Token ")):
-        # The losses of all other tokens are small, except for the last token.
+        # Replaces the losses: the loss of token 10 is 9 or 1, and all other losses are 0.
         fake = (
             f"play.whole.losses = () => play.ids.slice(1).map((_, t) => {losses}[Number(t === 9)])"
         )
@@ -956,7 +981,8 @@ def test_the_list_of_weights_says_its_order(browser, page_of_text):
     assert [each[0] for each in weights] == sorted((each[0] for each in weights), reverse=True)
 
 
-# [how many points of arcs are inside a token, how many arcs have two pieces]
+# Returns three numbers: the points of arcs inside a token, the arcs that have two pieces, and all
+# points of arcs.
 POINTS_IN_TOKENS = """
 (() => {
   const { element, svg } = arcs[0];
@@ -978,7 +1004,7 @@ POINTS_IN_TOKENS = """
 @pytest.mark.slow
 @needs_chromium
 def test_arcs_do_not_cross_letters(browser, page_of_text):
-    """On a small screen, the text wraps."""
+    """Even if the text wraps, as on a small screen, no arc crosses a token."""
     screen = dict(width=390, height=844, deviceScaleFactor=1, mobile=True)
     browser.send("Emulation.setDeviceMetricsOverride", **screen)
     open_page(browser, page_of_text, "")
@@ -1017,7 +1043,7 @@ def test_tokens_are_on_the_axes_of_a_head(browser, page_of_text):
       );
     })()""")
     assert distance < 2  # px
-    # Of a long text, every fourth token is on the axes; a long token is cut.
+    # If a text is long, the axes show every fourth token. A long token is cut.
     found = browser.run("""
     shown.tokens = Array.from({ length: 256 }, (_, i) => `a long token ${i}`);
     Array.from(addAxes(make("canvas"), 256).querySelector(".below").children, (label) =>
@@ -1029,7 +1055,7 @@ def test_tokens_are_on_the_axes_of_a_head(browser, page_of_text):
 @needs_chromium
 @pytest.mark.parametrize("width, height", [(1280, 800), (390, 844)])
 def test_the_first_screen_shows_the_text_and_its_arcs(browser, page_of_text, width, height):
-    """Prose comes after the text, its arcs and the predictions."""
+    """On the first screen, the text, its arcs and the predictions come before the explanations."""
     screen = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
     browser.send("Emulation.setDeviceMetricsOverride", **screen)
     for path in (page_of_text, ROOT / "log/records/look.html"):
@@ -1047,7 +1073,7 @@ def test_the_first_screen_shows_the_text_and_its_arcs(browser, page_of_text, wid
 
 
 def test_the_page_of_the_readme_begins_with_its_sentence():
-    """README names the command that makes the page."""
+    """README.md names the command that generates log/records/look.html."""
     tokens = read_page(ROOT / "log/records/look.html")["tokens"]
     text = "".join(tokens[1:])  # the first token is the end of text
     assert f'python look.py log/baby --text "{text}"' in (ROOT / "README.md").read_text("utf-8")
@@ -1081,7 +1107,7 @@ def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
 @pytest.mark.slow
 @needs_chromium
 def test_the_bars_of_a_full_context(browser, run, page_of_text):
-    """The model reads the last tokens, as in generate.py; the context has 32."""
+    """The context has 32 tokens. The model reads the last 32 of a text, as in generate.py."""
     open_page(browser, page_of_text, "")
     gpt = load_model(run, model.GPT)[0].eval()
     for n in (31, 32, 33):
@@ -1101,7 +1127,7 @@ def test_the_bars_of_a_full_context(browser, run, page_of_text):
 @needs_chromium
 @pytest.mark.parametrize("name", ["soft-cap", "sliding-window"])
 def test_a_changed_model_is_not_computed(browser, tmp_path, name):
-    """The weights have the names and shapes of GPT-2's, and the losses differ."""
+    """The weights have the names and shapes of GPT-2's weights, but the losses differ."""
     changed = patched_model(name, tmp_path / "code")
     directory = save_model(tmp_path / "run", 20, randomise(changed.GPT(MODEL)))
     changed_run = look.Run(
