@@ -1,4 +1,4 @@
-"""docs/measure.py reads figures from what programs write, and the pages quote its table."""
+"""Tests docs/measure.py, and that the numbers on the pages are in docs/measurements.md."""
 
 import re
 
@@ -22,7 +22,7 @@ def finished(*lines, command=""):
 
 
 def test_figures_of_the_pages_are_in_the_table():
-    """A page may round a figure."""
+    """A page may round a number of docs/measurements.md."""
     figures = [measure.ROW.match(row)["figure"] for row in ROWS]
     figures += [row.split(" | ")[1] for row in GPU_ROWS]
     measured = []
@@ -40,19 +40,19 @@ def test_figures_of_the_pages_are_in_the_table():
 
 
 def test_each_row_can_be_measured_again():
-    assert len(ROWS) == CPU_TABLE.count("\n| ") - 1  # without the head
+    assert len(ROWS) == CPU_TABLE.count("\n| ") - 1  # excludes the header of the table
     assert list(dict.fromkeys(measure.ROW.match(row)["name"] for row in ROWS)) == [*measure.READ]
 
 
 def test_figures_of_a_log():
-    """Three steps of 1,024 tokens, in 1, 2 and 4 seconds."""
+    """The log contains three steps of 1,024 tokens, which take 1, 2 and 4 seconds."""
     log = "0 val 5.5\n0 tokens 1024\n0 tok_s 1024\n1 tokens 2048\n1 tok_s 512\n"
     log += "2 tokens 3072\n2 tok_s 256\n3 val 1.25\n"
     assert [*measure.read_log(log).values()] == [[1.25], [7.0], [2000.0]]
 
 
 def test_figures_of_bench():
-    """The rows that bench.py prints, alone and with a peer."""
+    """measure.py reads the rows that bench.py prints, with and without --peer."""
     subject = bench.make_subject(bench.OURS, dict(preset="baby", batch_size=1, device="cpu"))
     row = bench.describe(subject, 2.0, [1.0, 3.0, 2.0])
     found = measure.read_bench(finished(f"{row}\n"), "the only one")
@@ -62,7 +62,7 @@ def test_figures_of_bench():
 
 
 def test_figures_of_nanogpt():
-    """The iterations 0 and 2 include a validation, so their times do not count."""
+    """The iterations 0 and 2 include a validation, so measure.py ignores their times."""
     output = "step 0: train loss 4.1667, val loss 4.1817\niter 0: loss 4.1, time 900.00ms, mfu 1%\n"
     output += "iter 1: loss 4.0, time 50.00ms, mfu 1%\nstep 2: train loss 3.7, val loss 3.5\n"
     output += "iter 2: loss 3.7, time 800.00ms, mfu 1%\n"
@@ -71,7 +71,11 @@ def test_figures_of_nanogpt():
 
 
 def test_rows_are_measured_in_turn_and_written(monkeypatch):
-    """Differences of two commands; medians of three rounds, and the ratio to the row above."""
+    """A row with "less" contains the difference of the results of two commands, per byte.
+
+    The rows "busy" contain medians of three rounds. Their row "plain" also contains the ratio of
+    its result to the result of the row above.
+    """
     page = "| tokenizer | English | old | `a --bytes 101`, less `--bytes 1` | x | y |\n"
     page += "| tokenizer | Chinese | old | `b --bytes 101`, less `--bytes 1` | x | y |\n"
     page += "| busy | alone | old | `a --bytes 10` | x | y |\n"

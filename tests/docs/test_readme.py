@@ -1,7 +1,7 @@
-"""Runs every block of code in README.md and docs/.
+"""Runs the code blocks of README.md and docs/ that contain shell commands or Python.
 
-A block whose mark says that it needs a GPU, the hub, an installation, slurm or minutes is only
-parsed.
+A code block has a mark if it needs a GPU, the hub, an installation, slurm or several minutes. The
+tests do not run such a code block, but check its commands.
 """
 
 import os
@@ -43,7 +43,7 @@ ENGLISH = (
 CHINESE = {"README.md": "README.zh.md", "docs/lesson.md": "docs/lesson.zh.md"}
 PAGES = (*ENGLISH, *CHINESE.values())
 INSTALL = [
-    "pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both
+    "pip install -r requirements.txt && python train_gpt2.py\n",  # .ci/run runs both commands
     "pip install -r requirements-dev.txt && pytest\n",
 ]
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
@@ -58,25 +58,26 @@ def blocks(name, language, mark=""):
 
 
 def prose(name):
-    """The page without its blocks of code."""
+    """Returns a page without its code blocks."""
     return BLOCK.sub("", read(name))
 
 
 def anchors(name):
-    """The anchors that GitHub makes from the headings of a page."""
+    """Returns the anchors that GitHub generates from the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", prose(name), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(name):
-    """Every command in code or text that starts one of our programs: (program, flags)."""
+    """Yields (program, flags) for each command on a page that starts one of our programs."""
     code = "\n".join(code for kind, _, code in BLOCK.findall(read(name)) if kind == "sh")
-    code = code.replace("\\\n", " ").replace("$seed", "1").replace("$lr", "1")  # of loops
+    # Sets the variables of shell loops to 1.
+    code = code.replace("\\\n", " ").replace("$seed", "1").replace("$lr", "1")
     for text in re.findall(r"`((?:python|torchrun) [^`]+)`", prose(name)):
         code += text.replace("\n", " ") + "\n"
     for line in re.split(r"\n| && | & |; ", code):
         found = re.search(r"\b(\w+)\.py(.*)", line)
-        if "lesson/" in line or "docs/" in line:  # these programs have no flags
+        if "lesson/" in line or "docs/" in line:  # these programs do not use parse_flags
             continue
         if found and re.match(r"\s*(srun|python|torchrun)\b", line):
             yield found[1], shlex.split(found[2], comments=True)
@@ -88,13 +89,13 @@ def test_all_pages_are_known():
 
 
 def columns(line):
-    """Width on a terminal: a Chinese character takes two columns."""
+    """Returns the width of a line on a terminal, where a Chinese character takes two columns."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_format_of_a_page(name):
-    """Width of the page, and its code blocks: each block is run or has a mark."""
+    """A line has at most 100 columns, and each code block has a known language and mark."""
     lines = read(name).splitlines()
     assert [line for line in lines if columns(line) > 100 and not line.startswith("|")] == []
     assert read(name).count("```") == 2 * len(BLOCK.findall(read(name)))
@@ -125,7 +126,10 @@ def test_every_link_picture_and_file_exists(name):
 
 @pytest.mark.parametrize("name", CHINESE)
 def test_both_languages_agree(name):
-    """The same code, tables, pictures, headings and commands; a link to the other language."""
+    """Both pages contain the same code, commands, flags and pictures, and link to each other.
+
+    They also contain the same levels of headings, and the same numbers in tables.
+    """
 
     def code(page):
         return [
@@ -148,7 +152,7 @@ def test_both_languages_agree(name):
 
 
 def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
-    """Includes the commands that a test cannot run."""
+    """Checks the flags of all commands on the pages, even of commands that no test can run."""
     monkeypatch.chdir(tmp_path)
     real = parse_flags
 
@@ -159,7 +163,7 @@ def test_every_flag_of_every_command_is_known(monkeypatch, tmp_path, capsys):
     found = []
     for name in ENGLISH:
         for command in commands(name):
-            # The first is the example of a benchmark of one's own, and the second has no flags.
+            # rhymes.py exists only on docs/benchmarks.md, and write_torch_text.py has no flags.
             if command[0] not in ("rhymes", "write_torch_text"):
                 found.append((name, *command))
     for name in PROGRAMS:
@@ -186,11 +190,11 @@ def test_install_commands_and_the_slurm_script():
 
 @pytest.mark.slow
 def test_run_the_code_of_all_pages(tmp_path):
-    """Runs in a copy of the repository: the sh blocks of a page, then its Python as one script.
+    """Runs the sh blocks of each page, then its Python blocks as one script.
 
-    To save time, the training runs take two short steps, validate on few tokens and write short
-    samples.
-    The first one trains log/baby, which the pages use. .ci/run runs all its 2,700 steps.
+    The code runs in a copy of the repository. To save time, the training runs take two short steps,
+    validate on few tokens and write short samples. The first run trains log/baby, which the pages
+    use. .ci/run runs all 2,700 steps of this run.
     """
     files = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -207,7 +211,7 @@ def test_run_the_code_of_all_pages(tmp_path):
     }
 
     def run(code):
-        """Runs commands in their order: those of Python and torchrun fast, others in bash."""
+        """Runs python and torchrun commands with `program`, and other commands with bash."""
         output, code = "", re.sub(r"--max_steps \d+", "--max_steps 2", code.replace("\\\n", ""))
         small = "--total_batch_size 256 --batch_size 2 --val_tokens 1024 --sample_tokens 20"
         code = re.sub(r"train_(gpt2|large)\.py", rf"\g<0> {small}", code)
