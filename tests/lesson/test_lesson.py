@@ -552,7 +552,7 @@ def find_lines(lines, wanted, start):
 
 @pytest.mark.parametrize("page", ["docs/lesson.md", "docs/lesson.zh.md"])
 def test_each_diff_of_the_page_shows_neighbouring_lines_of_the_files(page):
-    """A hunk omits no line, and the hunks of a code block are in the same order as in the files."""
+    """The lines of each hunk are adjacent in the files, and the hunks are in the same order."""
     sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)[1:]
     n_blocks = 0
     for section in sections:
