@@ -1,4 +1,4 @@
-"""Tests docs/measure.py, and that the numbers on the pages are in docs/measurements.md."""
+"""Tests docs/measure.py, and the numbers that other pages quote from docs/measurements.md."""
 
 import re
 
@@ -22,7 +22,7 @@ def finished(*lines, command=""):
 
 
 def test_figures_of_the_pages_are_in_the_table():
-    """A page may round a number of docs/measurements.md."""
+    """docs/measurements.md contains each number that a page quotes. A page may round the number."""
     figures = [measure.ROW.match(row)["figure"] for row in ROWS]
     figures += [row.split(" | ")[1] for row in GPU_ROWS]
     measured = []

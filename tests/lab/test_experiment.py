@@ -174,7 +174,10 @@ def test_the_memory_of_a_probe_is_not_in_its_key(tmp_path, monkeypatch):
 
 
 def test_only_a_change_with_a_verdict_can_be_confirmed():
-    """Otherwise, a change that was edited after its verdict would look confirmed after one try."""
+    """--confirm needs an earlier verdict about the same change.
+
+    Otherwise, a change that was edited after its verdict would look confirmed after one experiment.
+    """
     config = lab.ExperimentConfig(confirm=True, seeds=4, base_seeds=8)
     ledger = [dict(keys=["base", "changed"], last_seed=8, p_value=0.1), dict(verdict="failed")]
     assert choose_seeds(["base", "changed"], config, ledger) == (range(9, 17), range(9, 13))
@@ -366,11 +369,10 @@ EASY = "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
 
 @pytest.mark.slow
 def test_what_a_change_says_of_itself_does_not_matter(clone):
-    """A change of the validation code changes the loss in the log, but not the loss of the verdict.
+    """A change of the validation code changes the losses in the log, but not the verdict.
 
-    The names of new files and the settings of git do not matter, either. A new module is a part of
-    the program, and git quotes its name if the name is not ASCII. Emacs locks a file with a link
-    whose target does not exist.
+    A new module is a part of the program, even if its name is not ASCII: git quotes such a name.
+    experiment.py ignores the settings of git, and the link with which Emacs locks a file.
     """
     (clone / UNTRACKED[1]).write_text("x = 1\n")
     (clone / UNTRACKED[2]).symlink_to("me@host.1234")

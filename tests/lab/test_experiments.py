@@ -26,10 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 # {name of a patch: maximum number of changed lines}
 LIMITS = {
     "attention-gate": 7,
-    "document-mask": 19,  # with 1 in plaingpt/settings.py
+    "document-mask": 19,  # 1 of these lines is in plaingpt/settings.py
     "dyt": 19,
     "gradient-noise": 7,
-    "group-schedule": 14,  # with 2 in model.py
+    "group-schedule": 14,  # 2 of these lines are in model.py
     "grouped-query": 25,
     "inverse-sqrt": 8,
     "lion": 25,
@@ -49,7 +49,7 @@ LIMITS = {
     "untied": 1,
     "value-residual": 20,
     "x0": 9,
-    "z-loss": 21,  # with 3 in model.py, which log its size
+    "z-loss": 21,  # 3 of these lines are in model.py, and log the size of the z-loss
 }
 HEADS = ("+++", "---")  # lines that contain the name of a file begin with these characters
 # {name of a patch: the layouts that could break it}. Any other patch is trained with all layouts.
@@ -61,21 +61,21 @@ LAYOUTS = {
     "group-schedule": [],  # weight decay depends on --max_steps, which is different in split runs
     "grouped-query": ["fsdp"],
     "inverse-sqrt": [],
-    "lion": ["fsdp"],  # the optimizer updates shards
+    "lion": ["fsdp"],  # with FSDP, the optimizer updates shards
     "mixture-of-experts": ["fsdp"],  # each of two processes holds four of the eight experts
     "modern": ["tp", "pp"],  # with PP, the stage with the untied head has no embedding
     "multi-token": ["fsdp", "pp"],  # its additional block is not in transformer.h
     "muon-joint": ["fsdp"],
-    "no-bias": [],  # modern also has no biases
+    "no-bias": [],  # covered by modern, which also removes the biases
     "no-residual-scaling": [],
     "qknorm": ["tp"],  # each process applies the norms only to its own heads
     "relu2": [],
-    "rmsnorm": [],  # dyt also replaces all norms
+    "rmsnorm": [],  # covered by dyt, which replaces the same norms
     "rotary": ["tp"],  # each process has only some of the heads
     "sliding-window": ["pp"],  # each stage has only some of the block indices
     "soft-cap": ["tp"],
     "swiglu": ["pp"],
-    "untied": [],  # modern also has an untied head
+    "untied": [],  # covered by modern, which also unties the head
     "value-residual": ["tp"],
     "x0": ["fsdp"],
     "z-loss": ["pp", "fsdp"],  # with PP, only the last stage computes a loss
@@ -109,7 +109,8 @@ FIGURES = {
 ENTROPY = "attention-entropy"  # this patch only logs a metric; no test runs it with --pp
 # The sample and a passage of LAMBADA are longer than the context of 16 bytes.
 SCORED = "--eval_every 2 --evals lambada=words.txt --sample_every 2 --sample_tokens 17".split()
-SCORED_SPLIT = ("grouped-query", "rotary", "sliding-window")  # split runs also sample and score
+# Split runs with these patches also generate samples and run a benchmark.
+SCORED_SPLIT = ("grouped-query", "rotary", "sliding-window")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ def test_a_stream_of_ones_own(tmp_path):
 
 
 def check_flops(module, name):
-    """Compares GPT.flops_per_token with the FLOPs that PyTorch counts, forward and backward."""
+    """Compares GPT.flops_per_token with PyTorch's count of a forward and a backward pass."""
     config = module["GPTConfig"](2, 2, 64, 64, 256)
     model = module["GPT"](config)
     idx = torch.randint(256, (2, 64))

@@ -49,7 +49,7 @@ def needs_history():
 
 
 def test_each_patch_names_files_that_are_in_the_history():
-    """Otherwise, git could not merge the patch in a fresh clone."""
+    """git merges a patch only if the history contains the file versions that the patch changes."""
     needs_history()
     history = {line.split()[0] for line in git("rev-list", "--objects", "HEAD").splitlines()}
     for path in PATCHES:

@@ -207,7 +207,7 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
 
 
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
-    """The results are the same on all processes, before and after a step.
+    """The methods return the same results on all processes, before and after a step.
 
     All processes return the same loss and the same gradient norm of a step.
     """
@@ -244,7 +244,9 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
         assert_same_run(tmp_path / way, tmp_path / "one")
         assert sample(out) == sample(expected)
     first, plain = (float(read_log(run)[0, "train"]) for run in (tmp_path / "one", alone[0]))
-    assert first > plain + 0.05  # adds 0.1 x the mean square after the final norm, which is about 1
+    # tests/auxiliary.py adds 0.1 x the mean square of the hidden states. After the final norm, this
+    # mean square is about 1.
+    assert first > plain + 0.05
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ MASK = (
 
 
 def test_a_buffer_as_a_mask(tmp_path):
-    """A causal mask in a buffer changes no loss in any layout.
+    """If attention reads its causal mask from a buffer, the losses are the same in every layout.
 
     A checkpoint contains the buffer, and --resume and generate.py load it.
     """
@@ -88,7 +88,7 @@ def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
         if name != "drawn":
             expected = eval(code.replace("config.n_embd", "16"))
             found = weights[f"transformer.h.0.attn.{name}"]
-            assert (found - expected).abs().max() < 0.01, name  # one step changes little
+            assert (found - expected).abs().max() < 0.01, name  # one step changes it only a little
     assert 0.05 < weights[drawn].std() < 0.15
     log = read_log(tmp_path / "run")
     for way in ("fsdp", "pp"):

@@ -1,4 +1,4 @@
-"""Tests the programs of lesson/: each one runs, and lists what is new in it.
+"""Tests the programs of lesson/: each one runs, and its docstring lists what is new.
 
 The last programs have the same losses as train_gpt2.py.
 """
@@ -225,7 +225,7 @@ def test_the_model_is_that_of_model_py(number):
     assert sum(p.numel() for p in ours.parameters()) == 437_760
     for (name, p), (full_name, q) in pairs:
         assert full_name == f"transformer.{name}" and torch.equal(p, q), name
-        p.data += 0.1 * torch.randn(p.shape)  # a bias of 0, for example, would hide an error
+        p.data += 0.1 * torch.randn(p.shape)  # a bias that is still 0 would hide an error
         q.data.copy_(p.data)
     idx = torch.randint(256, (2, 64))
     torch.testing.assert_close(ours(idx)[0], theirs(idx)[0], atol=2e-5, rtol=1e-5)
@@ -302,7 +302,10 @@ def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes):
-    """A run saves a checkpoint after 2, 4 and 6 steps. A second run is stopped after 5 steps."""
+    """A run saves a checkpoint after 2, 4 and 6 steps.
+
+    A second run is stopped after 5 steps, so it resumes from the checkpoint after 4 steps.
+    """
     small = SHORT | dict(max_steps=6, warmup_steps=2)
     text = for_losses(with_constants(lesson(RESUME), **small))
     text = edit(text, "done % 100", "done % 2")
@@ -374,7 +377,7 @@ def random_gpt2(tmp_path_factory):
     shape = dict(n_layer=2, n_head=2, n_embd=128, n_positions=64)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     for p in model.parameters():
-        p.data += 0.1 * torch.randn(p.shape)  # the scores of endings then differ more
+        p.data += 0.1 * torch.randn(p.shape)  # scores then differ by more than rounding errors
     model.save_pretrained(folder)
     words = "the a boat bell river man woman bread soup rain sings eats; turns, runs".split(" ")
     random = np.random.default_rng(0)

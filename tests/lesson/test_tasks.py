@@ -15,7 +15,7 @@ def solution(number):
 
 
 def sentence_about(number, text):
-    """Returns what check.py says about an answer: None if it is right, or "open" if not written."""
+    """Returns None if an answer is right, "open" if it is not written yet, or else a sentence."""
     return CHECK["check"](number, text, CHECK["find"](CHECK["TASKS"], number))
 
 

@@ -81,7 +81,7 @@ def page_of_text(run, tmp_path_factory):
 
 
 def read_page(path):
-    """The data of a page."""
+    """Returns the data that a page contains."""
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8")
     )
@@ -455,7 +455,7 @@ def test_checkpoints_are_chosen_evenly():
 def test_without_a_text_the_model_writes_one(run, tmp_path):
     look_at(run, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
-    assert len(data["ids"]) == 33  # the generated text fills the context of 32 tokens
+    assert len(data["ids"]) == 33  # the end-of-text token, and as many tokens as the context
     sample = data["snapshots"][-1]["looks"][0]["sample"]
     assert "".join(data["tokens"][1:]).startswith(sample[:2])
 
@@ -813,7 +813,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     assert browser.run("byId('write').textContent") == "write" and browser.run("timer") is None
     browser.run("document.querySelector('#path button').focus()")
     assert "model.py, line " in browser.run("byId('part').textContent")
-    # A focus on the text box does not change the chosen token.
+    # Focusing the text box does not change the chosen token.
     browser.run("choose({ token: 3 }); typed.focus()")
     assert browser.run("state.token") == 3
     # Riddle 2 accepts only letters, and riddle 4 accepts a temperature only without top-k.
@@ -981,8 +981,8 @@ def test_the_list_of_weights_says_its_order(browser, page_of_text):
     assert [each[0] for each in weights] == sorted((each[0] for each in weights), reverse=True)
 
 
-# Returns three numbers: the points of arcs inside a token, the arcs that have two pieces, and all
-# points of arcs.
+# Counts the points of arcs that are inside a token, the arcs that have two pieces, and all points
+# of arcs.
 POINTS_IN_TOKENS = """
 (() => {
   const { element, svg } = arcs[0];

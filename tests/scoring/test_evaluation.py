@@ -487,7 +487,10 @@ class OwnPositions(GPT):
 
 @pytest.mark.parametrize("kind", [GPT, TokenShift, OwnPositions])
 def test_an_ending_has_the_same_score_alone(kind, capsys):
-    """The endings of a context share a row, unless the model mixes endings that share a row."""
+    """Endings of the same context share a row, and have the same scores as in rows of their own.
+
+    If a model would mix the endings in a row, each ending gets its own row.
+    """
     examples = list(hellaswag.examples(hellaswag_records()[:4]))
     alone = [Example(each.contexts, [ending]) for each in examples for ending in each.endings]
     model = randomise(kind(GPTConfig(1, 1, 16, 1024, 256))).eval()
@@ -637,7 +640,7 @@ def test_data_errors_name_file_record_and_reason(name, file, text, message, tmp_
 
 
 def test_a_limit_ends_the_reading(tmp_path):
-    """With a limit, a damaged record after the last example is not an error: nothing reads it."""
+    """With a limit, load_examples does not read the damaged record after the last example."""
     path = write_lines(tmp_path / "a.jsonl", PASSAGES[:3])
     with open(path, "a") as file:
         file.write("{broken\n")
