@@ -67,7 +67,7 @@ def read_git():
     changes = b""
     if (CLONE / ".git").exists():
         try:
-            commit = run_git("describe", "--always", "--abbrev=40", "--dirty")
+            commit = run_git("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
             # With -z, git does not quote names that are not ASCII.
             untracked = run_git("ls-files", "-z", "--others", "--exclude-standard")
             changes = diff_since("HEAD")

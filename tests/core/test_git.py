@@ -114,3 +114,11 @@ def test_a_clone_whose_git_does_not_work(tmp_path, monkeypatch, capsys):
     assert read_git() == ("", [], b"")
     note = r"note: git does not work here \(fatal: .*elsewhere\), so run.json lacks the commit\n"
     assert re.fullmatch(note, capsys.readouterr().out)
+
+
+def test_the_commit_is_a_hash_although_it_has_a_tag(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("1\n")
+    make_repository(tmp_path)
+    run_git("-c", "user.name=a", "-c", "user.email=a@b", "tag", "-am", "one", "v1", place=tmp_path)
+    monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", read_git()[0])
