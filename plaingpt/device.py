@@ -142,17 +142,19 @@ def set_matmul_precision(dtype, device):
 
 
 # These are the peak FLOP/s of dense 16-bit matrix multiplications, from NVIDIA's data sheets.
-# peak_flops uses the first key that occurs in the name of the GPU.
+# peak_flops uses the first key, a regular expression, that occurs in the name of the GPU.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
     "A10G": 70e12,
-    "4090": 165e12,
+    "4090(?! Laptop)": 165e12,
     "3090": 71e12,
     "T4": 65e12,
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plaingpt import batch_size
-from plaingpt.device import choose_compile, find_device
+from plaingpt.device import choose_compile, find_device, peak_flops
 from plaingpt.errors import UserError
 from plaingpt.machine import read_ranks
 from plaingpt.memory import memory_advice
@@ -333,3 +333,20 @@ def test_deterministic_runs_use_strict_algorithms(tmp_path):
     assert out.splitlines()[-1] == "True :4096:8"
     program(*flags, "--log_dir", "b", cwd=tmp_path)
     assert read_log(tmp_path / "a") == read_log(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_peak_flops_of_gpus_with_similar_names(monkeypatch, name, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    process = Process(0, 1, torch.device("cuda"), torch.bfloat16)
+    assert peak_flops(process) == expected
