@@ -100,8 +100,8 @@ class ShardedTraining(Training):
         # Without this setting, NCCL warns about the messages between pipeline stages.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         process = Training.setup(config)
-        # This is glibc's default. FSDP often frees whole tensors, and kept blocks would fragment
-        # the memory.
+        # Returns freed blocks of 128 KiB or more to the operating system. FSDP often frees whole
+        # tensors, and kept blocks would fragment the memory.
         keep_freed_memory(2**17)
         n_shares = world_size // n_parts
         print0(

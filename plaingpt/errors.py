@@ -41,8 +41,7 @@ def run_program(main):
             if error.errno not in REMEDIES:
                 raise
             remedy = f"; {REMEDIES[error.errno]}"
-        text = re.sub(r"\d{100,}", lambda digits: f"{digits[0][:10]}...", str(error))
-        print(f"error: {visible(text, sys.stderr)}{remedy}", file=sys.stderr)
+        print(f"error: {visible(str(error), sys.stderr)}{remedy}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -3,7 +3,7 @@
 Only the logits of one chunk are in memory. In float32, N positions need N x V x 4 bytes: with 64
 sequences of T = 1024 and V = 50257, all logits would need 13.2 GB, and a chunk of 16384 positions
 needs 3.3 GB. If matrix multiplications are bfloat16, a chunk also needs 1.65 GB for its bfloat16
-logits. With torch.compile, a chunk needs 1.65 GB for these logits and 1.65 GB for their gradient,
+logits, which their gradient then overwrites. With torch.compile, a chunk needs only these 1.65 GB,
 because its float32 logits exist only inside a kernel.
 
 If the head is a weight, the forward pass computes both the loss and the gradients of a chunk (Hsu
