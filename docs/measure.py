@@ -5,10 +5,10 @@
 
 First: pip install -r requirements-dev.txt
 
-The page contains the commands. Rows with the same name take turns in each round, so that another
-program on the machine slows down all of these rows equally. A result is the median over the rounds,
-followed by the smallest and the largest value. This program generates the data that the commands
-need. Run it on a machine that does nothing else.
+The page contains the commands. In each round, this program runs the commands of all rows with the
+same name one after the other, so that another program on the machine slows down these rows equally.
+A result is the median over the rounds, followed by the smallest and the largest value. This program
+also generates the data that the commands need. Run it on a machine that runs no other programs.
 """
 
 import argparse
@@ -28,10 +28,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
-FOLDER = "log/measure"  # directory of the data and the runs, which the commands also name
-# A row of the page. The command "A`, less `FLAG N" means: measure the memory of A, and subtract the
-# memory of A with the value N for this flag.
+FOLDER = "log/measure"  # directory of the data and the runs; the commands also contain this path
+# This pattern matches a row of the page. A cell with "`A`, less `FLAG N`" means: measure the memory
+# of the command A, run A again with the value N for this flag, and subtract its memory.
 ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
+# This pattern matches a row that bench.py prints.
 BENCH_ROW = re.compile(
     r"^(?:(\w+) )?(?:eager|compiled) .* \| ([\d,]+) ms \(([\d,]+)-([\d,]+)\) \|"
     r".* \| ([\d.]+) GB \| first step [\d.]+ s$",
@@ -49,10 +50,10 @@ class Finished(NamedTuple):
 
 
 def run(command):
-    """Runs a command line in the root of the repository -> Finished.
+    """Runs a command line in the root of the repository. Returns a Finished.
 
     First deletes the directories that --log_dir and --output_dir name in the command. If the
-    command fails, prints the output of the command and exits.
+    command fails, prints the end of its output and exits.
     """
     print(f"$ {command}", file=sys.stderr, flush=True)
     for place in re.findall(rf"--(?:log|output)_dir ({FOLDER}/\w+)", command):
@@ -82,19 +83,19 @@ def run(command):
     return Finished(command, output, seconds, usage.ru_maxrss * 1024)
 
 
-# Each function extracts results from a Finished -> {unit: values}. what: the cell of the row that
-# says what the command measures.
+# Each of the following functions extracts the results of a command from its Finished, and returns
+# {unit: values}. The argument `what` is the cell of the row that says what the command measures.
 
 
 def read_run(finished, what):
-    """Reads a run's log.txt: the last validation loss, and the total and median time of steps."""
+    """Returns the last validation loss, and the total and the median time of the run's steps."""
     directory = re.search(r"--log_dir (\S+)", finished.command)[1]
     return read_log((ROOT / directory / "log.txt").read_text())
 
 
 def read_log(text):
-    """Reads the text of a log.txt -> {unit: values}."""
-    numbers = {}  # {stream: its values}
+    """Returns the same as read_run, {unit: values}. text: the contents of a log.txt."""
+    numbers = {}  # {name of a metric: its values}
     for line in text.splitlines():
         _, stream, value = line.split()
         numbers.setdefault(stream, []).append(float(value))
@@ -102,16 +103,19 @@ def read_log(text):
     return {
         "nats": numbers["val"][-1:],
         "s for all steps": [sum(seconds)],
-        "ms for a step": [1000 * statistics.median(seconds)],
+        "ms per step": [1000 * statistics.median(seconds)],
     }
 
 
 def read_step(finished, what):
-    return {"ms": read_run(finished, what)["ms for a step"]}
+    return {"ms": read_run(finished, what)["ms per step"]}
 
 
 def read_shakespeare(finished, what):
-    """Like read_run, but also for nanoGPT's train.py. Ignores its steps that include validation."""
+    """Returns the same as read_run, for a run of plainGPT or of nanoGPT's train.py.
+
+    The times of nanoGPT exclude the steps that also validate.
+    """
     if "nanoGPT" not in what:
         return read_run(finished, what)
     losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", finished.output, re.M))
@@ -122,12 +126,16 @@ def read_shakespeare(finished, what):
     return {
         "nats": [float(losses[max(losses, key=int)])],
         "s for all steps": [sum(ms) / 1000],
-        "ms for a step": [statistics.median(ms)],
+        "ms per step": [statistics.median(ms)],
     }
 
 
 def read_bench(finished, what):
-    """Reads the only row of bench.py, or the row of the model with whose name `what` begins."""
+    """Returns the time and the memory in a row that bench.py prints.
+
+    If bench.py prints several rows, chooses the row of the model whose name is at the start of
+    `what`.
+    """
     rows = BENCH_ROW.findall(finished.output)
     for name, *figures in rows:
         if name == what.split(",")[0] or len(rows) == 1:
@@ -141,7 +149,7 @@ def read_memory(finished, what):
 
 
 def read_layout(finished, what):
-    """Reads the memory of the process that needs the most, from the output of tests/memory.py."""
+    """Returns the largest memory of a process, from the output of tests/memory.py."""
     found = re.findall(r"MEMORY \S+ (\S+)$", finished.output, re.M)
     return {"bytes per parameter": [max(map(float, found))]}
 
@@ -163,7 +171,7 @@ def read_pairs(finished, what):
 
 def read_limit(finished, what):
     ms, share = re.search(r"([\d.]+) ms a step.* (\d+)% of", finished.output).groups()
-    return {"% of the limit": [float(share)], "ms for a step": [float(ms)]}
+    return {"% of the limit": [float(share)], "ms per step": [float(ms)]}
 
 
 READ = dict(  # {name of rows: (function, number of rounds)}
@@ -182,7 +190,7 @@ READ = dict(  # {name of rows: (function, number of rounds)}
 
 
 def measure(row, read):
-    """Runs the command of a row -> {unit: values}."""
+    """Runs the command of a row. Returns its results, {unit: values}. read: a function of READ."""
     command, _, less = row["command"].partition("`, less `")
     figures = read(run(command), row["what"])
     if less:
@@ -190,7 +198,7 @@ def measure(row, read):
         n = int(re.search(rf"{flag} (\d+)", command)[1]) - int(value)
         other = read(run(re.sub(rf"{flag} \d+", less, command)), row["what"])
         growth = figures["bytes"][0] - other["bytes"][0]
-        figures = {"bytes of memory for a byte of text": [growth / n]}
+        figures = {"bytes of memory per byte of text": [growth / n]}
     return figures
 
 
@@ -202,9 +210,9 @@ def show(value):
 
 
 def describe(figures, above=None):
-    """Formats {unit: values} as text: the median of each unit, with the smallest and largest value.
+    """Returns {unit: values} as text: the median per unit, with the smallest and largest value.
 
-    above: the results of the previous row if this row is compared with it, otherwise None.
+    above: the results of the previous row, if this row is compared with that row; otherwise None.
     """
     parts = []
     for unit, values in figures.items():
@@ -219,7 +227,7 @@ def describe(figures, above=None):
 
 
 def measure_rows(name, page):
-    """Measures the rows with this name, and prints the new rows -> the page with the new rows."""
+    """Measures the rows with this name, and prints them. Returns the page with the new rows."""
     rows = [line for line in page.splitlines() if line.startswith(f"| {name} | ")]
     read, n_rounds = READ[name]
     results = [{} for _ in rows]
@@ -249,7 +257,10 @@ def machine():
 
 
 def write_data():
-    """Generates the commands' data, with a fixed seed, and trains GPT-2 124M for one step."""
+    """Generates the data of the commands with a fixed seed, and exports a GPT-2 124M.
+
+    The GPT-2 is trained for one step. Does nothing if the export exists.
+    """
     folder = ROOT / FOLDER
     if (folder / "gpt2-hf/config.json").exists():
         return
@@ -269,9 +280,9 @@ def write_data():
     write_lines(folder / "sums-test.jsonl", sums[1800:2000])
     documents = [json.dumps(dict(text=some_words(50, 1500))) + "\n" for _ in range(1000)]
     with open(folder / "english.jsonl", "w", encoding="utf-8") as file:
-        while file.tell() < 700 * 10**6:  # more tokens than one shard contains
+        while file.tell() < 700 * 10**6:  # bytes; they contain more tokens than one shard
             file.writelines(rng.choices(documents, k=1000))
-    # A few characters are frequent, as in a real text, and nothing separates words.
+    # As in a real Chinese text, a few characters are frequent, and no spaces separate words.
     characters = [chr(0x4E00 + i) for i in range(3000)]
     weights = [1 / (i + 1) for i in range(3000)]
     with open(folder / "chinese.txt", "w", encoding="utf-8") as file:
@@ -286,7 +297,7 @@ def write_data():
 
 
 def write_lines(path, records):
-    """Writes records as .jsonl."""
+    """Writes records into a .jsonl file."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 

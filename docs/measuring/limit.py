@@ -1,12 +1,14 @@
-"""Compares a step on this machine with the rate at which it multiplies matrices.
+"""Compares a training step with the speed at which this machine multiplies matrices.
 
   PYTHONPATH=. python docs/measuring/limit.py baby
   PYTHONPATH=. python docs/measuring/limit.py mini
 
-PyTorch counts the operations of a step, with those of the optimizer. The rate
-is that of the products of the MLP, in the same number format, forward and
-backward. Steps and products take turns. The last figure is the share of the
-limit: how long the step would take at that rate, divided by how long it takes.
+PyTorch counts the FLOPs of a step, including the optimizer's FLOPs. The program
+also times a matrix multiplication of the MLP, and its backward pass, in the
+same dtype: this gives a speed in FLOP/s. It alternates between training steps
+and these matrix multiplications. The last number that it prints is the share of
+the limit: the time that the step would take at this speed, divided by the time
+that the step really takes.
 """
 
 import statistics
@@ -24,7 +26,10 @@ ROUNDS = 15
 
 
 def time_products(a, b, gradient):
-    """Returns the seconds of a product and its two gradients. a: (N, C), b: (C, 4C)."""
+    """Returns the seconds that a @ b and the gradients of a and b take.
+
+    a: (N, C). b: (C, 4C). gradient: the gradient of a @ b, (N, 4C).
+    """
     began = time.perf_counter()
     a @ b
     gradient @ b.T
@@ -51,8 +56,8 @@ def main(preset):
     rate = 3 * 2 * N * C * 4 * C / statistics.median(products)
     seconds = statistics.median(steps)
     print(
-        f"{preset}: {flops / 1e9:.2f} GFLOP, {1000 * seconds:.1f} ms a step, products at "
-        f"{rate / 1e9:.0f} GFLOP/s, {flops / rate / seconds:.0%} of the limit"
+        f"{preset}: {flops / 1e9:.2f} GFLOP, {1000 * seconds:.1f} ms a step, matrix "
+        f"multiplications at {rate / 1e9:.0f} GFLOP/s, {flops / rate / seconds:.0%} of the limit"
     )
 
 

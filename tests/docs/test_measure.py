@@ -93,10 +93,10 @@ def test_rows_are_measured_in_turn_and_written(monkeypatch):
     first, second, *_ = measure.measure_rows("tokenizer", page).splitlines()
     assert ran == ["a --bytes 101", "a --bytes 1", "b --bytes 101", "b --bytes 1"]
     assert first == (
-        "| tokenizer | English | 0.99 bytes of memory for a byte of text | "
+        "| tokenizer | English | 0.99 bytes of memory per byte of text | "
         "`a --bytes 101`, less `--bytes 1` | here | today |"
     )
-    assert "| Chinese | 1.99 bytes of memory for a byte of text |" in second
+    assert "| Chinese | 1.99 bytes of memory per byte of text |" in second
     ran.clear()
     *_, first, second = measure.measure_rows("busy", page).splitlines()
     assert ran == 3 * ["a --bytes 10", "b --bytes 10"]
