@@ -221,7 +221,7 @@ def describe(figures, above=None):
         if min(values) < max(values) and unit != "nats":
             part += f" ({show(min(values))} to {show(max(values))})"
         if above and not parts:
-            part += f", {median / statistics.median(above[unit]):.2f} times ours"
+            part += f", {median / statistics.median(above[unit]):.2f} times the row above"
         parts.append(part)
     return "; ".join(parts)
 

@@ -101,7 +101,7 @@ def test_rows_are_measured_in_turn_and_written(monkeypatch):
     *_, first, second = measure.measure_rows("busy", page).splitlines()
     assert ran == 3 * ["a --bytes 10", "b --bytes 10"]
     assert "| alone | 13.0 bytes (11.0 to 15.0) |" in first
-    assert "| plain, alone | 24.0 bytes (22.0 to 26.0), 1.85 times ours |" in second
+    assert "| plain, alone | 24.0 bytes (22.0 to 26.0), 1.85 times the row above |" in second
 
 
 @pytest.mark.slow
