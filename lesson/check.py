@@ -149,7 +149,7 @@ def check_cross_entropy(task):
 
 def check_mask(task):
     torch.manual_seed(0)
-    for T, mean in ((6, 0), (1, 0), (9, -50)):  # a masked score of -20 must not pass
+    for T, mean in ((6, 0), (1, 0), (9, -50)):  # near scores of -50, a mask of -20 must not pass
         scores = mean + torch.randn(2, T, T)
         weights = task.causal_weights(scores.clone())
         expect_tensor(weights, (2, T, T))
@@ -253,7 +253,8 @@ def check_weights(weights, scores):
 def check_masked_scores(weights, scores):
     """Raises Wrong if the mask writes or adds a finite number, instead of -inf.
 
-    Computes the masked scores from the weights: log(weight) is a score minus a number of its row.
+    The masked scores follow from the weights: log(weight) is the score minus a number that is the
+    same for all scores of a row.
     """
     later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)  # (T, T)
     log_w = weights.log()  # (B, T, T)
@@ -416,7 +417,7 @@ def check_reach(task, given, n_head, y):
     hs = C // n_head
 
     def differs(i, place, dims):
-        """Returns which results change if q, k or v (i = 0, 1, 2) changes its sign at a place."""
+        """Flips the sign of q, k or v (i = 0, 1, 2) at a place. Returns which results change."""
         changed = [x.clone() for x in given]
         changed[i][place] *= -1
         return (task.attention(*changed, n_head) - y).abs().amax(dim=dims) > 1e-5
@@ -504,7 +505,7 @@ def check_init(task):
             hint = ". Embeddings are matrices, too" if name in ("wte.weight", "wpe.weight") else ""
             raise Wrong(
                 f"{name} still has PyTorch's initial values, but other matrices have changed: the "
-                f"function leaves out {name}, or changes a copy of it{hint}"
+                f"function skips {name}, or changes a copy of it{hint}"
             )
         for name, p in gpt.named_parameters():
             check_initial_values(name, p.detach(), n_layer)
@@ -628,7 +629,7 @@ ADAMW_MISTAKES = {
 class Trained:
     """A parameter, and the state of AdamW for this parameter.
 
-    step() calls the function that torch.optim.AdamW calls. The class torch.optim.AdamW itself first
+    step() calls the same function as torch.optim.AdamW, but not this class, because the class
     imports PyTorch's compiler, which takes a second.
     """
 
@@ -704,9 +705,10 @@ def check_adamw(task):
 
 
 class Model(nn.Module):
-    """Predicts the next token from one token. Before the step, its gradient is 1 everywhere.
+    """Predicts the next token from one token. Before the step, all its gradients are 1.
 
-    found_gradient: for each forward pass, whether the gradient had changed before this pass.
+    found_gradient: a list with one bool per forward pass. It says whether the gradient had changed
+    before this pass.
     """
 
     def __init__(self):
@@ -965,8 +967,9 @@ def check_optimizer_state(optimizer, saved, attempt):
     state = optimizer.state_dict()["state"]
     expect(
         len(state) == len(saved["state"]),
-        "after load_checkpoint, the optimizer has no means (exp_avg, exp_avg_sq), so the means "
-        "would begin again at 0: the loss of step 5 would be right, but the loss of step 6 wrong",
+        "after load_checkpoint, the optimizer has no running averages (exp_avg, exp_avg_sq), so "
+        "they would begin again at 0: the loss of step 5 would be right, but the loss of step 6 "
+        "wrong",
     )
     for i, values in saved["state"].items():
         for name, value in values.items():
@@ -1089,7 +1092,9 @@ def check_orthogonalize(task):
         rank = min(rows, columns)
         u, _ = torch.linalg.qr(torch.randn(rows, rank))  # (rows, rank)
         v, _ = torch.linalg.qr(torch.randn(columns, rank))  # (columns, rank)
-        sizes = torch.ones(rank)  # most are 1, so that the smallest needs all five rounds
+        # Dividing by the norm makes all singular values smaller. Most of them are 1 here, so that
+        # the norm is large, and the smallest singular value needs all five rounds.
+        sizes = torch.ones(rank)
         sizes[-3:] = torch.tensor([0.3, 0.1, 1 / 30])
         for scale in (1.0, 50.0):
             x = scale * (u * sizes) @ v.T  # (rows, columns)
@@ -1322,13 +1327,14 @@ CHECKS = {
 }
 
 
-# The names that an answer may not use, because they would solve the task.
+# The functions of PyTorch that an answer may not use, because they would solve the task.
 FORBIDDEN = {
     "01": ("cross_entropy", "CrossEntropyLoss", "log_softmax", "LogSoftmax", "logsumexp"),
     "03": ("scaled_dot_product_attention",),
     "09": ("backward", "autograd"),
 }
-LIMIT = 30  # seconds; task 08 needs the longest: PyTorch imports its compiler for up to 5 seconds
+# In seconds. Task 08 takes the longest: PyTorch needs up to 5 seconds to import its compiler.
+LIMIT = 30
 
 
 def find(folder, number):
@@ -1338,9 +1344,10 @@ def find(folder, number):
 
 
 def check(number, text, path):
-    """Checks an answer. Returns None if it is right, "open" if not written, or what is wrong.
+    """Checks an answer. Returns None if it is right, and "open" if it is not written yet.
 
-    text: the program that contains the function. path: the file of this program, for messages.
+    Otherwise, returns a sentence that says what is wrong. text: the program that contains the
+    function. path: the file of this program, which the sentence names.
     """
     names = {"__name__": "task"}
     is_late = threading.Event()

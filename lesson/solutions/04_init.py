@@ -11,7 +11,8 @@ def init_weights(model, n_layer):
         if name.endswith("bias"):
             nn.init.zeros_(p)
         elif name.endswith("c_proj.weight"):
-            # The residual stream is a sum of 2 n_layer outputs, whose variances add up.
+            # Each block adds two outputs to the residual stream, so 2 * n_layer variances add up.
+            # Dividing by sqrt(2 * n_layer) keeps their sum from growing with n_layer.
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
         elif p.dim() == 2:
             nn.init.normal_(p, std=0.02)

@@ -6,12 +6,13 @@ import copy
 def save_checkpoint(model, optimizer, step):
     """Returns a dict with everything that the next steps depend on."""
     checkpoint = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step)
-    return copy.deepcopy(checkpoint)  # state_dict() has tensors that the next step would change
+    return copy.deepcopy(checkpoint)  # the next step changes the tensors of state_dict()
 
 
 def load_checkpoint(checkpoint, model, optimizer):
     """Loads a checkpoint into a model and its optimizer. Returns the number of completed steps."""
-    checkpoint = copy.deepcopy(checkpoint)  # the optimizer would change tensors of the checkpoint
+    # The optimizer would keep the loaded tensors, not copies, and its steps would change them.
+    checkpoint = copy.deepcopy(checkpoint)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["step"]

@@ -1,4 +1,4 @@
-"""A solution of task 11: byte pair encoding: learn the merges from a text."""
+"""A solution of task 11: learns the merges of byte pair encoding from a text."""
 
 
 def learn_merges(text, n_merges):

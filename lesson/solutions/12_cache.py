@@ -8,8 +8,8 @@ import torch
 def attention_with_cache(q, k, v, cache):
     """Returns (y, cache): the output of the new tokens, (B, n, C), and the next cache."""
     if cache is not None:
-        k = torch.cat([cache[0], k], dim=1)  # (B, T, C), with the tokens of earlier calls
-        v = torch.cat([cache[1], v], dim=1)  # (B, T, C)
+        k = torch.cat([cache[0], k], dim=1)  # (B, T, C), keys of all tokens so far
+        v = torch.cat([cache[1], v], dim=1)  # (B, T, C), values of all tokens so far
     n, T = q.size(1), k.size(1)
     scores = q @ k.transpose(1, 2) / math.sqrt(q.size(2))  # (B, n, T)
     # Query i belongs to token T - n + i, so the mask is shifted to the right by T - n columns.

@@ -1,6 +1,6 @@
 """Attention with several heads.
 
-Lesson 5 computes the same in CausalSelfAttention. Do not use F.scaled_dot_product_attention here.
+CausalSelfAttention of lesson 5 also computes this. Do not use F.scaled_dot_product_attention here.
 
 Check it with: python lesson/check.py 03
 """

@@ -1,4 +1,4 @@
-"""One step of AdamW, with the result of torch.optim.AdamW (tolerance: 1e-6).
+"""One step of AdamW, equal to a step of torch.optim.AdamW (tolerance: 1e-6).
 
 Check it with: python lesson/check.py 05
 """

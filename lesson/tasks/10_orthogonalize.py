@@ -24,8 +24,8 @@ def orthogonalize(x):
     square root of the sum of its squared numbers, is at least as large as its largest singular
     value.
 
-    Lesson 13 also multiplies the result by the square root of the number of columns. In this task,
-    do not multiply by this root.
+    Lesson 13 then multiplies the matrix by the square root of its number of columns. Skip this
+    multiplication here.
 
     Example: for x = [[3.0, 0.0], [0.0, 1.0]], the result is about [[1.0, 0.0], [0.0, 1.0]].
     """

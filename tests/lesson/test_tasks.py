@@ -210,7 +210,7 @@ MISTAKES = [
         "04",
         "        elif p.dim() == 2:",
         '        elif name.startswith("w"):\n            pass\n        elif p.dim() == 2:',
-        "leaves out wte.weight, or changes a copy of it. Embeddings are matrices, too",
+        "skips wte.weight, or changes a copy of it. Embeddings are matrices, too",
     ),
     (
         "04",
@@ -318,7 +318,7 @@ MISTAKES = [
     # 08: save and resume
     (
         "08",
-        "return copy.deepcopy(checkpoint)  # state_dict() has",
+        "return copy.deepcopy(checkpoint)  # the",
         "return checkpoint  #",
         "the checkpoint of step 5 changes while the run continues",
     ),
@@ -326,12 +326,12 @@ MISTAKES = [
         "08",
         '    optimizer.load_state_dict(checkpoint["optimizer"])\n',
         "",
-        "the optimizer has no means",
+        "the optimizer has no running averages",
     ),
     (
         "08",
-        "    checkpoint = copy.deepcopy(checkpoint)  # the",
-        "    #",
+        "    checkpoint = copy.deepcopy(checkpoint)\n",
+        "",
         "after a second load_checkpoint of the same checkpoint, step of the optimizer",
     ),
     ("08", 'return checkpoint["step"]', "return 0", "load_checkpoint returns 0, but 5 steps"),
