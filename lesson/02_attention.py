@@ -1,9 +1,9 @@
 """Lesson 2: attention. Each position collects information from all earlier positions.
 
 Each token is now represented by a vector of C = n_embd numbers, its channels. Attention mixes the
-vector at a position with the vectors at earlier positions. Later vectors are masked: the next token
-is the target, so a model that sees it would learn to copy it. The loss would be nearly 0, but the
-model could not generate text.
+vector at a position with the vectors at earlier positions. A mask hides later positions, because
+the next position contains the target. Without the mask, the model would learn only to copy the
+target. The loss would be nearly 0, but the model could not generate text.
 
 After 300 steps, the validation loss is 2.371.
 
@@ -71,10 +71,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # The score in row i and column j says how well query i matches key j. A score is a sum of C
-        # products with random signs. If the factors have a size of about 1, the score has a size of
-        # about sqrt(C). For such large scores, softmax gives one position almost all the weight and
-        # has almost no gradient, so the scores are divided by sqrt(C).
+        # The score in row i and column j says how well query i matches key j. It is a sum of C
+        # products. If the numbers in q and k are random, with mean 0 and standard deviation 1, the
+        # sum has a standard deviation of sqrt(C). For such large scores, softmax would give one
+        # position almost all the weight, and its gradient would be almost 0. So divide by sqrt(C).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
+        # The names come from OpenAI's code: wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.attn = CausalSelfAttention()

@@ -1,9 +1,9 @@
 """Lesson 4: LayerNorm. The inputs of attention, MLP and lm_head always have the same scale.
 
-Each added output makes the numbers in the residual stream larger. Attention, MLP and lm_head
-therefore read the stream through a LayerNorm, which normalizes the channels of each position to
-mean 0 and variance 1, and then scales and shifts each channel by learned numbers. LayerNorm does
-not change the stream itself.
+Attention and MLP add their outputs to the residual stream, so the numbers in the stream grow.
+Attention, MLP and lm_head therefore read the stream through a LayerNorm, which normalizes the
+channels of each position to mean 0 and variance 1, and then scales and shifts each channel by
+learned numbers. LayerNorm does not change the stream itself.
 
 After 300 steps, the validation loss is 1.940.
 
@@ -71,10 +71,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # The score in row i and column j says how well query i matches key j. A score is a sum of C
-        # products with random signs. If the factors have a size of about 1, the score has a size of
-        # about sqrt(C). For such large scores, softmax gives one position almost all the weight and
-        # has almost no gradient, so the scores are divided by sqrt(C).
+        # The score in row i and column j says how well query i matches key j. It is a sum of C
+        # products. If the numbers in q and k are random, with mean 0 and standard deviation 1, the
+        # sum has a standard deviation of sqrt(C). For such large scores, softmax would give one
+        # position almost all the weight, and its gradient would be almost 0. So divide by sqrt(C).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -91,7 +91,8 @@ class MLP(nn.Module):
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
         # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
-        # the two linear layers would equal one layer: the product of two matrices is a matrix.
+        # the two linear layers would be equivalent to one, because the product of two matrices is
+        # one matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -101,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
+    """Attention and MLP. Each reads LayerNorm(x), and adds its output to x, the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +121,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
+        # The names come from OpenAI's code: wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.block = Block()

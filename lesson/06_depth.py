@@ -74,10 +74,10 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # The score in row i and column j says how well query i matches key j. A score is a sum of
-        # hs products with random signs. If the factors have a size of about 1, the score has a size
-        # of about sqrt(hs). For such large scores, softmax gives one position almost all the weight
-        # and has almost no gradient, so the scores are divided by sqrt(hs).
+        # The score in row i and column j says how well query i matches key j. It is a sum of hs
+        # products. If the numbers in q and k are random, with mean 0 and standard deviation 1, the
+        # sum has a standard deviation of sqrt(hs). For such large scores, softmax would give one
+        # position almost all the weight, and its gradient would be almost 0. So divide by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -95,7 +95,8 @@ class MLP(nn.Module):
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
         # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
-        # the two linear layers would equal one layer: the product of two matrices is a matrix.
+        # the two linear layers would be equivalent to one, because the product of two matrices is
+        # one matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -105,7 +106,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
+    """Attention and MLP. Each reads LayerNorm(x), and adds its output to x, the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +125,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
+        # The names come from OpenAI's code: wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h

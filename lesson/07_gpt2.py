@@ -3,11 +3,11 @@
 The model now has the architecture of GPT-2. OpenAI's smallest GPT-2, with 124M parameters, has
 vocab_size 50257, block_size 1024, n_layer 12, n_head 12 and n_embd 768.
 
-The initial loss is about log(256), because small weights give all tokens nearly the same score. The
-final loss is worse than in lesson 6, but not because of a bug: GPT-2's initial weights have a size
-of 0.02, and PyTorch's initial weights are larger. The first steps move each weight by up to lr =
-0.004, so little of the initialization is left after a few steps. Lesson 8 begins with smaller
-steps.
+The initial loss is about log(256), because small weights give all tokens nearly the same logit. The
+final loss is worse than in lesson 6, but not because of a bug: GPT-2's initial weights have a
+standard deviation of 0.02, and are smaller than PyTorch's. The first steps move each weight by up
+to lr = 0.004, so after a few steps, little of the initialization is left. Lesson 8 begins with
+smaller steps.
 
 After 300 steps, the validation loss is 2.550.
 On a different CPU, the loss may be 0.2 lower or higher, because this training is nearly unstable.
@@ -83,10 +83,10 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # The score in row i and column j says how well query i matches key j. A score is a sum of
-        # hs products with random signs. If the factors have a size of about 1, the score has a size
-        # of about sqrt(hs). For such large scores, softmax gives one position almost all the weight
-        # and has almost no gradient, so the scores are divided by sqrt(hs).
+        # The score in row i and column j says how well query i matches key j. It is a sum of hs
+        # products. If the numbers in q and k are random, with mean 0 and standard deviation 1, the
+        # sum has a standard deviation of sqrt(hs). For such large scores, softmax would give one
+        # position almost all the weight, and its gradient would be almost 0. So divide by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
         is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
@@ -104,7 +104,8 @@ class MLP(nn.Module):
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
         # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
-        # the two linear layers would equal one layer: the product of two matrices is a matrix.
+        # the two linear layers would be equivalent to one, because the product of two matrices is
+        # one matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -114,7 +115,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
+    """Attention and MLP. Each reads LayerNorm(x), and adds its output to x, the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +134,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
+        # The names come from OpenAI's code: wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
@@ -147,19 +148,20 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, because creating layers draws random numbers
+        torch.manual_seed(seed)  # set it here: creating the layers has drawn random numbers
         for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Due to this root, the variance does not grow with n_layer.
+                # Each block adds two outputs (attention and MLP) to the residual stream, so
+                # 2 * n_layer variances add up. Dividing the standard deviation by
+                # sqrt(2 * n_layer) keeps their sum from growing with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
-                # over C channels is sqrt(C) * s times as large as its input, so s = 1 / sqrt(C)
-                # keeps the size. This s is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is
-                # small here.
+                # OpenAI chose 0.02 for C = 768. The output of a linear layer is a sum over C
+                # channels. If the weights have a standard deviation of s, this sum is sqrt(C) * s
+                # times as large as the inputs, so s = 1 / sqrt(C) preserves the scale. 1 / sqrt(C)
+                # is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is small for this model.
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, idx, targets=None):

@@ -1,8 +1,8 @@
-"""Lesson 9: kernels. PyTorch's built-in functions replace many lines, and are faster.
+"""Lesson 9: kernels. PyTorch's built-in functions replace many lines of Python, and are faster.
 
 A kernel is a program that the device runs without Python. Each kernel reads its inputs from memory
-and writes its results to memory, which takes most of the time, so fewer kernels are faster. The
-losses are the same as in lesson 8, except for rounding.
+and writes its results to memory, which takes most of the time. A few large kernels are therefore
+faster than many small ones. Except for rounding, the losses are the same as in lesson 8.
 
 After 300 steps, the validation loss is 1.974.
 
@@ -67,9 +67,10 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same result as lesson 8: is_causal=True applies the mask, and
-        # the scores are divided by sqrt(hs). The function computes the scores in tiles that fit
-        # into a small, fast memory, and never writes the (T, T) scores to the large, slow memory.
+        # This function divides the scores by sqrt(hs), masks later positions (is_causal=True), and
+        # returns the weighted means of the values. Flash attention computes the scores in tiles
+        # that fit into a small, fast memory. It never writes all T x T scores to the large, slow
+        # memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -84,7 +85,8 @@ class MLP(nn.Module):
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
         # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
-        # the two linear layers would equal one layer: the product of two matrices is a matrix.
+        # the two linear layers would be equivalent to one, because the product of two matrices is
+        # one matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -94,7 +96,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
+    """Attention and MLP. Each reads LayerNorm(x), and adds its output to x, the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +115,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
+        # The names come from OpenAI's code: wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
@@ -127,38 +129,40 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, because creating layers draws random numbers
+        torch.manual_seed(seed)  # set it here: creating the layers has drawn random numbers
         for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Due to this root, the variance does not grow with n_layer.
+                # Each block adds two outputs (attention and MLP) to the residual stream, so
+                # 2 * n_layer variances add up. Dividing the standard deviation by
+                # sqrt(2 * n_layer) keeps their sum from growing with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
-                # over C channels is sqrt(C) * s times as large as its input, so s = 1 / sqrt(C)
-                # keeps the size. This s is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is
-                # small here.
+                # OpenAI chose 0.02 for C = 768. The output of a linear layer is a sum over C
+                # channels. If the weights have a standard deviation of s, this sum is sqrt(C) * s
+                # times as large as the inputs, so s = 1 / sqrt(C) preserves the scale. 1 / sqrt(C)
+                # is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is small for this model.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
         """Returns AdamW. Weight decay shrinks matrices by the fraction lr * weight_decay per step.
 
         If the gradient does not keep a weight large, the weight shrinks toward 0. This should
-        reduce overfitting. (By default, AdamW applies a decay of 0.01 to all parameters.)
+        reduce overfitting. (PyTorch's default is a weight decay of 0.01 for all parameters.)
         """
         matrices = [p for p in self.parameters() if p.dim() == 2]
-        # Vectors do not decay: biases are too few to overfit, and LayerNorms must not shrink.
+        # Biases and LayerNorms do not decay: they contain too few numbers to overfit, and decay
+        # would make a LayerNorm scale its channels toward 0.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # AdamW averages the gradients over about 10 steps (beta 0.9), and their squares over about
-        # 20 steps (beta 0.95). Then it divides the first average by the root of the second.
-        # eps avoids 0 / 0. fused=True: one kernel updates all parameters, instead of several
-        # kernels per parameter.
+        # AdamW averages the gradients over about 10 steps (beta1 is 0.9), and their squares over
+        # about 20 steps (beta2 is 0.95). The update is the first average divided by the square root
+        # of the second. eps avoids 0 / 0. With fused=True, one kernel updates all parameters;
+        # without it, each parameter needs several kernels.
         return torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def forward(self, idx, targets=None):
@@ -205,7 +209,7 @@ def sample(max_new_tokens):
 
 
 def get_lr(step):
-    """Returns the learning rate of a step. It first rises linearly, and then falls linearly to 0.
+    """Returns the learning rate of a step, which first rises linearly, then falls linearly to 0.
 
     The first steps are small, because the initial weights are small and AdamW's running averages
     contain few gradients. The last steps are small, so that they do not jump over the minimum.

@@ -49,15 +49,16 @@ if device == "cuda":
 if world_size > 1:
     # The processes connect to each other. nccl sends tensors between GPUs, and gloo between CPUs.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-# On a GPU, matrix multiplications are several times as fast in bfloat16, which has 2 to 3 decimal
-# digits. autocast casts their inputs to bfloat16. Parameters, LayerNorms and the loss stay float32.
+# On a GPU, matrix multiplications in bfloat16 are several times as fast as in float32. autocast
+# casts their inputs to bfloat16, which has a precision of 2 to 3 decimal digits. Parameters,
+# LayerNorms and the loss stay in float32.
 autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def load_tokens(split):
     """Returns the tokens of a split: all shards of this split, or a part of the text file.
 
-    "train" is the first nine tenths of the text. "val" is the rest, which is held out.
+    In a text file, "train" is the first nine tenths, and "val" is the rest, which is held out.
     """
     shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # each contains ids in uint16
     if shards:
@@ -82,7 +83,7 @@ class DataLoaderLite:
             np.random.default_rng(seed).shuffle(self.order)
 
     def sequence(self, position):
-        """Returns the T+1 tokens of a sequence. position: its number in the run, counted from 0."""
+        """Returns a sequence, (T+1) tokens. position: the number of the sequence in the run."""
         j = self.order[position % self.length]
         return self.tokens[j * block_size : (j + 1) * block_size + 1]  # (T+1)
 
@@ -96,9 +97,9 @@ class DataLoaderLite:
 class Muon(torch.optim.Optimizer):
     """SGD with momentum, but each update is made nearly orthogonal (Jordan et al. 2024).
 
-    The gradient of a matrix is strong in a few directions, and weak in most directions. The weak
-    directions come from rare patterns in the text. Rare patterns are also useful, so Muon makes an
-    update equally strong in all directions.
+    The gradient of a weight matrix is large in a few directions, and small in most directions, and
+    so is an update of SGD with momentum. Muon gives its updates nearly the same size in all
+    directions, so that the weights also move in the directions whose gradients are small.
     """
 
     def __init__(self, params, lr):
@@ -110,38 +111,42 @@ class Muon(torch.optim.Optimizer):
         for p in group["params"]:
             if not self.state[p]:  # a dict, which is empty in the first step
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            # a.lerp(b, w) is a + w (b - a), so momentum is a running average of the gradients of
-            # about the last 20 steps. Nesterov momentum gives the current gradient more weight.
+            # a.lerp(b, w) is a + w * (b - a). With w = 0.05, momentum is a running average of the
+            # gradients of about the last 20 steps. The second lerp, Nesterov momentum, gives the
+            # current gradient more weight.
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonalize(p.grad.lerp(momentum, 0.95))
             p.mul_(1 - group["lr"] * weight_decay)
-            # The numbers in this update have a size of about 1. The numbers in AdamW's update have
-            # a size of about 0.2, because gradients of different signs cancel in an average.
-            # The factor 0.2 lets both optimizers use the same learning rate (Liu et al. 2025).
+            # The numbers in `update` have a root mean square of about 1. The numbers in an update
+            # of AdamW have a root mean square of about 0.2, because gradients of opposite signs
+            # cancel in its running average. With the factor 0.2, both optimizers can use the same
+            # learning rate (Liu et al. 2025).
             p.add_(update, alpha=-0.2 * group["lr"])
 
 
 def orthogonalize(x):
-    """Returns a nearly orthogonal matrix, which stretches all directions by nearly the same factor.
+    """Returns a matrix with the same singular vectors as x, but nearly equal singular values.
 
-    The matrix x stretches its singular vectors by different factors, its singular values. The
-    result has the same singular vectors, and singular values that are nearly equal.
+    A matrix stretches each of its singular vectors by a factor, the singular value. The returned
+    matrix stretches all of them by nearly the same factor.
     """
     if x.size(0) == 3 * x.size(1):  # c_attn contains three matrices: query, key and value
         return torch.cat([orthogonalize(matrix) for matrix in x.chunk(3)])
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T  # for x.T, gram has fewer rows and columns than for x
-    x = x / x.norm().clamp(min=1e-7)  # the norm is at least the largest singular value
-    for _ in range(5):  # fewer rounds leave some values small; more rounds take longer
+    x = x / x.norm().clamp(min=1e-7)  # makes all singular values at most 1
+    for _ in range(5):  # fewer rounds leave some singular values small; more rounds take longer
         gram = x @ x.T  # (rows, rows)
         # x is U S V.T: U and V contain its singular vectors, and S its singular values s. So gram
         # is U S^2 U.T, gram @ x is U S^3 V.T, and gram @ gram @ x is U S^5 V.T. The next line
         # keeps U and V, and replaces each s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al.
-        # chose these numbers so that after five rounds, all s except tiny ones are 0.7 to 1.2.
+        # chose these three numbers so that after five rounds, each s is between 0.7 and 1.2,
+        # unless it was tiny before.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
-    # The squared numbers of a matrix have the same sum as its squared singular values. x has `rows`
-    # singular values of about 1, so this sum is about `rows`, and the mean of the rows x columns
-    # squared numbers is about 1 / columns. Multiplying by sqrt(columns) makes this mean about 1.
+    # The sum of the squared numbers in a matrix equals the sum of its squared singular values. x
+    # has `rows` singular values of about 1, so both sums are about `rows`. The mean of the
+    # rows x columns squared numbers is therefore about 1 / columns. Multiplying x by sqrt(columns)
+    # makes this mean about 1.
     return x * math.sqrt(x.size(1))
 
 
@@ -166,9 +171,10 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same result as lesson 8: is_causal=True applies the mask, and
-        # the scores are divided by sqrt(hs). The function computes the scores in tiles that fit
-        # into a small, fast memory, and never writes the (T, T) scores to the large, slow memory.
+        # This function divides the scores by sqrt(hs), masks later positions (is_causal=True), and
+        # returns the weighted means of the values. Flash attention computes the scores in tiles
+        # that fit into a small, fast memory. It never writes all T x T scores to the large, slow
+        # memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -183,7 +189,8 @@ class MLP(nn.Module):
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
         # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
-        # the two linear layers would equal one layer: the product of two matrices is a matrix.
+        # the two linear layers would be equivalent to one, because the product of two matrices is
+        # one matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -193,7 +200,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
+    """Attention and MLP. Each reads LayerNorm(x), and adds its output to x, the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +219,7 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # GPT-2's files use these names. wte is the token embedding, wpe the position embedding.
+        # The names come from OpenAI's code: wte is the token embedding, wpe the position embedding.
         self.wte = nn.Embedding(vocab_size, n_embd)  # one vector per token
         self.wpe = nn.Embedding(block_size, n_embd)  # one vector per position: order matters
         self.h = nn.ModuleList([Block() for _ in range(n_layer)])  # GPT-2 calls the blocks h
@@ -226,39 +233,41 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # here, because creating layers draws random numbers
+        torch.manual_seed(seed)  # set it here: creating the layers has drawn random numbers
         for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif name.endswith("c_proj.weight"):
-                # Attention and MLP of all blocks add 2 n_layer outputs to the residual stream, and
-                # the variances add up. Due to this root, the variance does not grow with n_layer.
+                # Each block adds two outputs (attention and MLP) to the residual stream, so
+                # 2 * n_layer variances add up. Dividing the standard deviation by
+                # sqrt(2 * n_layer) keeps their sum from growing with n_layer.
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
             elif p.dim() == 2:
-                # OpenAI chose 0.02 for C = 768. If weights have a standard deviation of s, a sum
-                # over C channels is sqrt(C) * s times as large as its input, so s = 1 / sqrt(C)
-                # keeps the size. This s is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is
-                # small here.
+                # OpenAI chose 0.02 for C = 768. The output of a linear layer is a sum over C
+                # channels. If the weights have a standard deviation of s, this sum is sqrt(C) * s
+                # times as large as the inputs, so s = 1 / sqrt(C) preserves the scale. 1 / sqrt(C)
+                # is 0.036 for C = 768 and 0.088 for C = 128, so 0.02 is small for this model.
                 nn.init.normal_(p, std=0.02)
 
     def configure_optimizers(self):
-        """Returns Muon for the matrices of the blocks, and AdamW for all other parameters.
+        """Returns two optimizers: Muon for the matrices of the blocks, AdamW for everything else.
 
-        Both optimizers apply weight decay to matrices. Embeddings are also matrices, but if Muon
-        trains the embeddings, the loss is worse.
+        Both optimizers apply weight decay to matrices. The embeddings are also matrices, but the
+        loss is worse if Muon trains them, so AdamW trains the embeddings.
         """
         of_muon = [p for p in self.h.parameters() if p.dim() == 2]
         matrices = [self.wte.weight, self.wpe.weight]
-        # Vectors do not decay: biases are too few to overfit, and LayerNorms must not shrink.
+        # Biases and LayerNorms do not decay: they contain too few numbers to overfit, and decay
+        # would make a LayerNorm scale its channels toward 0.
         vectors = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             dict(params=matrices, weight_decay=weight_decay),
             dict(params=vectors, weight_decay=0.0),
         ]
-        # AdamW averages the gradients over about 10 steps (beta 0.9), and their squares over about
-        # 20 steps (beta 0.95). Then it divides the first average by the root of the second.
-        # eps avoids 0 / 0. fused=True: one kernel updates all parameters, instead of several
-        # kernels per parameter.
+        # AdamW averages the gradients over about 10 steps (beta1 is 0.9), and their squares over
+        # about 20 steps (beta2 is 0.95). The update is the first average divided by the square root
+        # of the second. eps avoids 0 / 0. With fused=True, one kernel updates all parameters;
+        # without it, each parameter needs several kernels.
         adamw = torch.optim.AdamW(groups, lr=max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
         return [Muon(of_muon, lr=max_lr), adamw]
 
@@ -297,20 +306,21 @@ def estimate_loss():
         x, y = loader.batch(position, min(batch_size, loader.length - position))
         with autocast:
             _, loss = raw_model(x, y)
-        total += loss * len(x)  # weighted by size: the last batch may be smaller
+        total += loss * len(x)  # weighted by the batch size: the last batch may be smaller
     return total.item() / loader.length
 
 
 def sample(max_new_tokens):
     """Returns the text generated from a fixed prompt, or, for GPT-2's tokens, a list of ids."""
-    # In shards of GPT-2's tokens, each document begins with the id 50256, <|endoftext|>.
+    # In shards of GPT-2's tokens, each document begins with the id 50256, <|endoftext|>, so this id
+    # is the prompt for a new document.
     prompt = list(b"MARLOW: ") if vocab_size == 256 else [50256]
     ids = raw_model.generate(torch.tensor([prompt], device=device), max_new_tokens)[0].tolist()
     return bytes(ids).decode(errors="replace") if vocab_size == 256 else ids
 
 
 def get_lr(step):
-    """Returns the learning rate of a step. It first rises linearly, and then falls linearly to 0.
+    """Returns the learning rate of a step, which first rises linearly, then falls linearly to 0.
 
     The first steps are small, because the initial weights are small and AdamW's running averages
     contain few gradients. The last steps are small, so that they do not jump over the minimum.
@@ -324,14 +334,14 @@ def save_checkpoint(steps_done):
     """Saves the parameters, the state of the optimizers, and the number of completed steps.
 
     The data loader has no state, because the number of a step and the seed determine the sequences.
-    Lesson 16 needs n_head. Settings such as max_lr are not saved: if you change them before you
-    resume, the losses differ, and the program does not warn you.
+    n_head is only for lesson 16. Settings such as max_lr are not saved: if you change them before
+    you resume, the losses differ, and the program does not warn you.
     """
     checkpoint = dict(model=raw_model.state_dict(), step=steps_done, n_head=n_head)
     checkpoint["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
     os.makedirs("log", exist_ok=True)
     torch.save(checkpoint, f"{path}.new")
-    os.replace(f"{path}.new", path)  # so the file at `path` is always complete
+    os.replace(f"{path}.new", path)  # at any time, the file at `path` is a complete checkpoint
 
 
 def load_checkpoint():
@@ -348,14 +358,14 @@ def load_checkpoint():
 
 
 raw_model = GPT().to(device)
-# torch.compile generates kernels for x of shape (B, T), which takes a minute. raw_model has the
-# same parameters as `model`, and is used for other shapes, such as in generate, where T grows.
+# torch.compile generates kernels for inputs of shape (B, T), which takes a minute. raw_model is the
+# same model without compilation. It is used for inputs of different shapes: in generate, T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
     # DDP averages the gradients over all processes, so all processes take the same step. DDP sends
     # the gradients of the last layers while backward still computes gradients of earlier layers.
-    # Call torch.compile before DDP. The model is compiled later, in the first step. The compiler
-    # then knows about DDP, and splits its kernels at the points where DDP sends gradients.
+    # torch.compile is called before DDP, but compiles in the first step, when DDP already wraps the
+    # model. The compiler then splits the graph at the points where DDP sends gradients.
     model = nn.parallel.DistributedDataParallel(model)
 optimizers = raw_model.configure_optimizers()
 loader = DataLoaderLite(load_tokens("train"), shuffle=True)
@@ -370,8 +380,8 @@ times = []
 for step in range(first_step, max_steps):
     began = time.perf_counter()
     position = step * n  # the first position of this step
-    # The ranks take micro-batches in turns: rank 0 the first, rank 1 the second, and so on.
-    # With 8 sequences per step, B = 2 and two processes, from position p:
+    # The micro-batches go to the ranks round-robin: the first to rank 0, the second to rank 1, ...
+    # With 8 sequences per step, B = 2 and two processes, the ranks read these positions:
     #   rank 0    p, p+1    p+4, p+5
     #   rank 1    p+2, p+3  p+6, p+7
     starts = range(position + rank * batch_size, position + n, world_size * batch_size)
@@ -379,8 +389,8 @@ for step in range(first_step, max_steps):
     for first in starts:
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
-            # Each process adds up its gradients. DDP averages the sums once per step, in the
-            # backward pass of the last micro-batch, for which this attribute is True.
+            # Each process adds up the gradients of its micro-batches. DDP averages the sums once
+            # per step, in the backward pass of the last micro-batch, for which this is True.
             model.require_backward_grad_sync = first == starts[-1]
         with autocast:  # backward will use the same dtypes as forward
             _, loss = model(x, y)
@@ -388,7 +398,7 @@ for step in range(first_step, max_steps):
         # adds up their gradients, so each loss is first divided by the number of micro-batches.
         loss = loss / len(starts)
         loss.backward()  # computes the gradient: how each parameter changes the loss
-        mean_loss += loss.detach()  # detach frees the memory of the graph
+        mean_loss += loss.detach()  # detach, because mean_loss needs no graph
     # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
     # very large gradient would otherwise stay in AdamW's running averages for many steps. All
     # processes now have the same gradients, so they all scale them by the same factor.
@@ -406,7 +416,8 @@ for step in range(first_step, max_steps):
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
     steps_done = step + 1  # steps are numbered from 0
-    # All ranks have the same model, so only rank 0 evaluates. Other ranks wait in the next step.
+    # All ranks have the same model, so only rank 0 evaluates it. The other ranks wait for rank 0 in
+    # the next step.
     if rank == 0 and (steps_done % 100 == 0 or steps_done == max_steps):
         save_checkpoint(steps_done)
         val_loss = estimate_loss()

@@ -35,11 +35,11 @@ def load_encoding():
     """Loads GPT-2's tokenizer from a file. tiktoken.get_encoding("gpt2") would need the network.
 
     The 50,257 tokens are 256 bytes, 50,000 merges of two tokens, and <|endoftext|>. OpenAI learned
-    the merges from a large amount of text: again and again, the most frequent pair of adjacent
-    tokens became a new token. To encode text, tiktoken first splits the text with the regular
-    expression pat_str into words (with the space before the word), numbers, punctuation and white
-    space. In each of these pieces, tiktoken then merges adjacent tokens, in the order in which
-    OpenAI learned the merges. The ids of the merged tokens are in the same order.
+    the merges from a large amount of text: the most frequent pair of adjacent tokens repeatedly
+    became a new token. To encode text, tiktoken first splits the text with the regular expression
+    pat_str into words (with the space before the word), numbers, punctuation and whitespace. In
+    each of these pieces, tiktoken then merges adjacent tokens, in the order in which OpenAI learned
+    the merges. The ids of the merged tokens are in the same order.
     """
     ids = {}
     with open("plaingpt/gpt2.tiktoken", "rb") as file:
@@ -51,9 +51,9 @@ def load_encoding():
     #    ?\p{L}+               letters, with an optional space before them: " boat"
     #    ?\p{N}+               digits, with an optional space before them: " 12"
     #    ?[^\s\p{L}\p{N}]+     other characters, with an optional space before them: " --"
-    #   \s+(?!\S)             white space except its last character, which may belong to a word:
-    #                         if three spaces precede "boat", the first two
-    #   \s+                   all other white space, such as a line break before a word
+    #   \s+(?!\S)             consecutive whitespace characters, without the last one if text
+    #                         follows: if three spaces precede "boat", the first two spaces
+    #   \s+                   all other whitespace, such as a line break before a word
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -65,9 +65,9 @@ def load_encoding():
 def ids_of_texts(paths):
     """Yields the ids of each text file: first the id of <|endoftext|>, then the ids of the text.
 
-    Training reads sequences from one long row of ids, so a sequence may contain parts of two text
-    files. <|endoftext|> tells the model that a new text begins. To generate a text from its start,
-    use <|endoftext|> as the prompt.
+    Training cuts sequences from one long array of ids, so a sequence may contain parts of two text
+    files. <|endoftext|> tells the model that a new text begins. To let the model generate a text
+    from its beginning, use <|endoftext|> as the prompt.
     """
     for path in paths:
         with open(path, encoding="utf-8", newline="") as file:
@@ -84,12 +84,12 @@ def write_shard(split, number, ids):
 
 encoding = load_encoding()
 os.makedirs(folder, exist_ok=True)
-written = []  # the paths of the shards
+written = []  # the paths of the shards that this run has written
 number = 1
 ids = []  # ids that are not in a shard yet
 for new in ids_of_texts(sys.argv[1:] or ["input.txt"]):
     ids += new
-    while len(ids) > 2 * shard_size:  # keep the last shard for validation
+    while len(ids) > 2 * shard_size:  # the rest becomes a training shard and a validation shard
         write_shard("train", number, ids[:shard_size])
         number += 1
         ids = ids[shard_size:]

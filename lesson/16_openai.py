@@ -126,9 +126,10 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # Flash attention computes the same result as lesson 8: is_causal=True applies the mask, and
-        # the scores are divided by sqrt(hs). The function computes the scores in tiles that fit
-        # into a small, fast memory, and never writes the (T, T) scores to the large, slow memory.
+        # This function divides the scores by sqrt(hs), masks later positions (is_causal=True), and
+        # returns the weighted means of the values. Flash attention computes the scores in tiles
+        # that fit into a small, fast memory. It never writes all T x T scores to the large, slow
+        # memory.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.c_proj(y)
@@ -143,7 +144,8 @@ class MLP(nn.Module):
         # Transformer used the factor 4, and nearly all later Transformers have kept this factor.
         self.c_fc = nn.Linear(n_embd, 4 * n_embd)  # fc means fully connected
         # GELU is a smooth version of max(0, x). GPT-2 approximates GELU with tanh. Without GELU,
-        # the two linear layers would equal one layer: the product of two matrices is a matrix.
+        # the two linear layers would be equivalent to one, because the product of two matrices is
+        # one matrix.
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * n_embd, n_embd)  # projects back to C channels
 
@@ -153,7 +155,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP. Both read the residual stream x through a LayerNorm, and add to x."""
+    """Attention and MLP. Each reads LayerNorm(x), and adds its output to x, the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -188,6 +190,7 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=0.8, top_k=50):
         """Samples one token at a time, and appends it: (1, T) -> (1, T + max_new_tokens).
+
         A temperature below 1 makes likely tokens more likely. Only the top_k most likely tokens can
         be sampled. Each of the other tokens is unlikely, but their total probability is not small.
         """
