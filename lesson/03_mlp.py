@@ -175,7 +175,7 @@ for step in range(max_steps):
     x, y = random_batch()  # (B, T) each
     _, loss = model(x, y)
     loss.backward()  # computes the gradient: how each parameter changes the loss
-    optimizer.step()  # moves each parameter a little, against its gradient
+    optimizer.step()  # moves each parameter a little, opposite to its gradient
     optimizer.zero_grad()  # resets all gradients, because backward adds to them
     loss = loss.item()
     times.append(time.perf_counter() - began)

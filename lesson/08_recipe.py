@@ -245,7 +245,7 @@ for step in range(max_steps):
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()  # moves each parameter a little, against its gradient
+    optimizer.step()  # moves each parameter a little, opposite to its gradient
     optimizer.zero_grad()  # resets all gradients, because backward adds to them
     loss = loss.item()
     times.append(time.perf_counter() - began)

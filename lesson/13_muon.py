@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         (group,) = self.param_groups  # there is only one group
         for p in group["params"]:
-            if not self.state[p]:  # a dict, which is empty in the first step
+            if not self.state[p]:  # the state of p is a dict, which is empty before the first step
                 self.state[p]["momentum"] = torch.zeros_like(p)
             # a.lerp(b, w) is a + w * (b - a). With w = 0.05, momentum is a running average of the
             # gradients of about the last 20 steps. The second lerp, Nesterov momentum, gives the
@@ -368,7 +368,7 @@ for step in range(max_steps):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()  # moves each parameter a little, against its gradient
+        optimizer.step()  # moves each parameter a little, opposite to its gradient
         optimizer.zero_grad()  # resets all gradients, because backward adds to them
     if world_size > 1:
         dist.all_reduce(mean_loss)  # mean_loss becomes the sum over the processes

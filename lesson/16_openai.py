@@ -197,7 +197,7 @@ class GPT(nn.Module):
         generator = torch.Generator(idx.device).manual_seed(seed)
         for _ in range(max_new_tokens):
             logits = self(idx[:, -block_size:])[:, -1] / temperature  # (1, vocab_size)
-            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the smallest logit of the top k
+            smallest = logits.topk(top_k).values[:, [-1]]  # (1, 1), the k-th largest logit
             logits = logits.masked_fill(logits < smallest, -math.inf)
             new = torch.multinomial(logits.softmax(dim=1), 1, generator=generator)  # (1, 1)
             idx = torch.cat([idx, new], dim=1)

@@ -1409,7 +1409,7 @@ def line_of(error, path):
 
 
 def place_of(error, path):
-    """Returns a sentence: the line of the answer that raised the error, and Python's message."""
+    """Returns a sentence that names the line of the answer that failed, and Python's message."""
     line = line_of(error, path)
     what = f"{type(error).__name__}: {error}".rstrip(".")
     if line is None:  # the error is in the check, which used the result of the answer
