@@ -1,7 +1,7 @@
-"""train_gpt2.py, or with --large train_large.py, with a GPT whose forward adds a second loss.
+"""Runs train_gpt2.py, or train_large.py with --large, on a GPT whose forward adds a second loss.
 
-Checks that splitting replaces no method or attribute of the model. FSDP wraps hidden: this is
-register_fsdp_forward_method.
+Also checks that splitting the model replaces none of its methods and attributes, except `hidden`,
+which PyTorch's register_fsdp_forward_method wraps.
 """
 
 from plaingpt.errors import run_program
@@ -28,7 +28,8 @@ def checked_split(model, *args):
     assert dict(vars(GPT)) == methods
     for module, attributes in before.items():
         for key, value in vars(module).items():
-            # PyTorch may add an attribute to a module, but none may hide a method of its class.
+            # PyTorch may add an attribute to a module, but this attribute must not hide a method of
+            # the module's class.
             hides = (module, key) != (model, "hidden") and (
                 key not in attributes and hasattr(type(module), key)
             )

@@ -1,4 +1,4 @@
-"""Chromium, which tests control through two pipes with its DevTools protocol."""
+"""Controls Chromium through two pipes, with its DevTools protocol."""
 
 import json
 import os
@@ -10,18 +10,19 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """A window of chromium without a network. `console` has its errors and messages."""
+    """A window of Chromium without a network. `console` contains its errors and messages."""
 
     def __init__(self, directory):
         read_end, its_output = os.pipe()
         its_input, write_end = os.pipe()
         flags = [
             "--headless",
-            "--no-sandbox",  # root has none
+            "--no-sandbox",  # Chromium's sandbox does not work for root
             "--disable-gpu",
             "--host-resolver-rules=MAP * ~NOTFOUND",
             f"--user-data-dir={directory}",
-            "--remote-debugging-pipe",  # it reads commands from 3, and writes answers to 4
+            # Chromium reads commands from file descriptor 3, and writes answers to 4.
+            "--remote-debugging-pipe",
         ]
         redirect = f'exec "$0" "$@" 3<&{its_input} 4>&{its_output}'
         self.process = subprocess.Popen(
@@ -34,7 +35,7 @@ class Browser:
         self.commands = os.fdopen(write_end, "wb", buffering=0)
         self.answers = read_end
         self.received = b""  # the beginning of the next message
-        self.n = 0  # commands so far
+        self.n = 0  # number of commands that were sent
         self.console = []
         self.session = {}
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -44,7 +45,7 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method, **params):
-        """Sends a command -> the answer."""
+        """Sends a command. Returns its result."""
         self.n += 1
         command = dict(id=self.n, method=method, params=params, **self.session)
         self.commands.write(json.dumps(command).encode() + b"\0")
@@ -67,19 +68,21 @@ class Browser:
         return message
 
     def open(self, path, fragment=""):
-        """Opens a page, and waits until it has run its script."""
-        self.send("Page.navigate", url="about:blank")  # a new fragment alone loads nothing
+        """Opens a page, and waits until its script has run."""
+        # If only the fragment changed, Chromium would not load the page again.
+        self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=f"{path.as_uri()}#{fragment}")
         while not self.run("location.href !== 'about:blank' && document.readyState === 'complete'"):
             time.sleep(0.02)
 
     def run(self, script):
-        """Runs a script in the page -> its value."""
+        """Runs a script in the page. Returns the script's value."""
         done = self.send("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     def close(self):
         command = dict(id=self.n + 1, method="Browser.close")
-        self.commands.write(json.dumps(command).encode() + b"\0")  # it may end before it answers
+        # This function reads no answer, because Chromium may exit before it answers.
+        self.commands.write(json.dumps(command).encode() + b"\0")
         self.process.wait(timeout=60)

@@ -1,4 +1,4 @@
-"""Shared by the tests: small data, a tiny training run, and programs in new processes."""
+"""What most tests share: small data, the flags of a tiny run, and functions that run programs."""
 
 import contextlib
 import json
@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from forked import Program, forking_python  # isort: skip  before torch: sets its threads
+# This import comes before torch, which reads the number of threads that forked.py sets.
+from forked import Program, forking_python  # isort: skip
 
 
 from plaingpt.data import open_splits
@@ -27,27 +28,29 @@ import torch
 from model import GPT, GPTConfig
 from train_gpt2 import DataLoaderLite
 
-torch.set_num_threads(1)  # two workers share the machine
-# A shell ignores these signals for a command in the background, and so would the programs.
+torch.set_num_threads(1)  # two pytest workers share the machine
+# If a shell starts pytest in the background or with nohup, pytest ignores SIGINT or SIGHUP. The
+# programs of the tests would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
-# The layouts of train_large.py. `spawn` runs train_large.py if the flags contain --large.
+# The flags of FSDP, TP and PP. If the flags contain --large, `spawn` starts train_large.py instead
+# of train_gpt2.py.
 FSDP, TP, PP = ["--large"], ["--large", "--tp", 2], ["--large", "--pp", 2]
-# A run of one second: 16 sequences of 32 tokens a step, bytes, two layers, float32, no samples.
-# AdamW, because Muon computes in bfloat16 if the CPU can.
+# The flags of a run of about one second. Each step reads 16 sequences of 32 bytes; the model has
+# two layers. The optimizer is AdamW, because Muon computes in bfloat16 if the CPU supports it.
 TINY = (
     "--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
     "--batch_size 8 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
     "--sample_every 0 --sample_tokens 4 --log_every 1 --dtype float32 --device cpu "
     "--optimizer adamw --max_lr 4e-3 --min_lr 4e-4 --schedule cosine"
 ).split()
-MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)  # of TINY
+# The model of a run with the flags TINY.
+MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
 CPU = torch.device("cpu")
 ALONE = Process(0, 1, CPU, torch.float32)
-ONE_BYTE_IDS = SimpleNamespace(
-    n_bytes_of_id=np.ones(256, np.int64)
-)  # in place of Data: ids are bytes
+# Replaces a Data object in a call of estimate_loss: each token id stands for one byte.
+ONE_BYTE_IDS = SimpleNamespace(n_bytes_of_id=np.ones(256, np.int64))
 TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
 WORDS = (
     "the old harbour bell rang twice and few in Wrenmouth's café had ever counted the "
@@ -55,7 +58,7 @@ WORDS = (
 ).split()
 
 
-STARTED = []  # the processes of a test
+STARTED = []  # the processes that the current test has started
 
 
 def spawn(
@@ -68,10 +71,10 @@ def spawn(
     env=None,
     **options,
 ):
-    """Starts a program in several processes with torchrun's environment -> list of Program.
+    """Starts a program in one or more processes, as torchrun does. Returns a list of Programs.
 
-    fresh: start a new Python interpreter and return a Popen. online: may use the hub.
-    options: of Program.
+    fresh: start a new Python interpreter instead, and return Popen objects. online: the program may
+    use the Hugging Face Hub. options: passed to Program.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -115,12 +118,15 @@ def spawn(
 
 
 def wait_for(process, words):
-    """Reads the program's output up to a line that starts with `words`."""
+    """Reads the program's output until a line starts with `words`.
+
+    Fails if the program exits before it prints such a line.
+    """
     assert any(line.startswith(words) for line in process.stdout), process.stderr.read()
 
 
 def program(*flags, cwd, status=0, **options):
-    """Runs a program to its end -> (stdout, stderr) of rank 0.
+    """Runs a program to its end. Returns (stdout, stderr) of rank 0.
 
     Every process must exit with `status`. options: passed to spawn.
     """
@@ -136,7 +142,10 @@ def train(*flags, cwd, **options):
 
 
 def read_log(directory):
-    """log.txt -> {(step, stream): value as written}, without times. Refuses duplicates."""
+    """Reads log.txt. Returns {(step, name): value as a string}, without the values of tok_s.
+
+    Fails if log.txt contains two values for the same step and name.
+    """
     numbers = {}
     for line in Path(directory, "log.txt").read_text().splitlines():
         step, stream, value = line.split()
@@ -151,7 +160,7 @@ def checkpoint(directory, step):
 
 
 def optimizer_values(saved):
-    """The optimizers in a checkpoint -> {"transformer.wte.weight.exp_avg": value}."""
+    """Returns the optimizer state of a checkpoint: {"transformer.wte.weight.exp_avg": value}."""
     values = {}
     for state in saved["optimizers"]:
         for group in state["param_groups"]:
@@ -162,24 +171,27 @@ def optimizer_values(saved):
 
 
 def forget_steps_after(directory, step):
-    """Deletes the later checkpoints, as if the run had been killed before it saved them."""
+    """Deletes all checkpoints after `step`, as if the run had been killed before it saved them."""
     for path in directory.glob("model_*.pt"):
         if path.name > f"model_{step:06d}.pt":
             path.unlink()
 
 
 def stopped_at(out):
-    """The step that a stopped run says it has saved."""
+    """Returns the step that a stopped run has saved, according to its output."""
     return int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
 
 
 def everything_in(directory):
-    """The contents of the files in a directory, without the empty file .lock."""
+    """Returns {name: content} of the files in a directory, except the empty file .lock."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
 
 
 def names(directory, pattern="*"):
-    """The sorted names of the files in a directory. changes.patch depends on the clone."""
+    """Returns the sorted names of the files in a directory, except .lock and changes.patch.
+
+    A run writes changes.patch only if this clone has uncommitted changes.
+    """
     left_out = ("changes.patch", ".lock")
     return sorted(path.name for path in directory.glob(pattern) if path.name not in left_out)
 
@@ -192,21 +204,22 @@ def assert_close_logs(a, b, rel):
 
 
 def text_batch(split, B, position=0, tokenizer="bytes", **options):
-    """B sequences of 32 tokens of input.txt -> x, y: (B, 32)."""
+    """Reads B sequences of 32 tokens from input.txt. Returns x and y, (B, 32) each."""
     train, val = open_splits(ROOT / "input.txt", get_tokenizer(tokenizer))
     tokens = train if split == "train" else val
     return DataLoaderLite([tokens], [1], 32, **options).batch(position, B, CPU)
 
 
 def fresh(config):
-    """The model that a run with seed 1337 starts from."""
+    """Returns the initialized model of a run with seed 1337."""
     return GPT(config, seed=1337)
 
 
 def randomise(model):
-    """Draws all parameters from a normal distribution.
+    """Draws all parameters from a normal distribution, including biases and gains.
 
-    Biases and gains, too: a missing one changes the output. A larger std gives more varied logits.
+    If biases were 0 and gains were 1, a test would not notice a missing bias or gain. With this
+    std, the logits differ more than those of GPT-2's initialization.
     """
     torch.manual_seed(0)
     for p in model.parameters():
@@ -215,7 +228,10 @@ def randomise(model):
 
 
 def overfit(model, rows, last, steps=40, lr=0.01):
-    """Trains a model to predict the `last` ids of each row: lists of ids."""
+    """Trains a model to predict the last tokens of each row.
+
+    rows: lists of ids. last: the number of ids to predict in each row.
+    """
     idx = torch.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])  # (B, T)
     at = torch.tensor([[len(row) - last + i for i in range(last)] for row in rows])  # (B, last)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
@@ -227,7 +243,10 @@ def overfit(model, rows, last, steps=40, lr=0.01):
 
 
 def as_training(model, config):
-    """What estimate_loss needs of a Training. config: TrainConfig."""
+    """Returns an object with the attributes of a Training that estimate_loss needs.
+
+    config: TrainConfig.
+    """
 
     def losses(x, y):
         return model.loss(model.hidden(x), y, reduction="none")
@@ -236,10 +255,10 @@ def as_training(model, config):
 
 
 def apply_patch(name, directory):
-    """Applies a patch of experiments/ to copies of this clone's files, edits included.
+    """Applies a patch of experiments/ to copies of this clone's files.
 
-    git merges it with edits near it. It takes the file that the patch was made from out of the
-    history of this clone.
+    The copies include uncommitted edits, and git merges the patch with edits near its lines. For
+    this merge, git reads the file from which the patch was made in the history of this clone.
     """
 
     def git(*command, cwd=directory):
@@ -256,13 +275,13 @@ def apply_patch(name, directory):
 
 
 def write_lines(path, records):
-    """Writes records as JSON lines -> path."""
+    """Writes records as JSON lines. Returns the path."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
 
 def write_bin(path, tokens):
-    """Writes a shard in the format of llm.c: uint16 for GPT-2, uint32 for Llama 3."""
+    """Writes a shard in llm.c's format: uint16 for GPT-2's token ids, uint32 for Llama 3's."""
     header = np.zeros(256, "<i4")
     header[:3] = *((20240801, 7) if tokens.dtype == np.uint32 else (20240520, 1)), len(tokens)
     path.write_bytes(header.tobytes() + tokens.tobytes())
@@ -270,9 +289,10 @@ def write_bin(path, tokens):
 
 @contextlib.contextmanager
 def small_disk(directory, size):
-    """Mounts a disk of `size` bytes as a directory -> limits for a Program.
+    """Mounts a disk of `size` bytes on a directory. Yields `limits` for a Program.
 
-    Without the right to mount, the limits restrict the size of each file instead.
+    If this process may not mount a disk, the limits restrict the size of each file to a third of
+    `size` instead.
     """
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory]
@@ -289,13 +309,16 @@ def small_disk(directory, size):
 
 
 def pytest_collection_modifyitems(items):
-    # Slow tests run first, so that no worker starts one at the end.
+    # Slow tests run first, so that no worker starts a slow test at the end.
     items.sort(key=lambda item: "slow" not in item.keywords)
 
 
 @pytest.fixture(autouse=True)
 def no_process_survives(request):
-    """A failed test leaves no program behind. A test that starts one must be marked slow."""
+    """Kills the programs that a failed test leaves behind.
+
+    Fails if a test starts a program and is not marked as slow.
+    """
     yield
     has_started = len(STARTED) > 0
     while STARTED:
@@ -307,19 +330,29 @@ def no_process_survives(request):
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """setup(..., "bfloat16") lowers the precision of float32 products until the process exits."""
+    """Makes float32 matrix multiplications exact again before each test.
+
+    An earlier test in this process may have called setup(..., "bfloat16"), which lowers their
+    precision.
+    """
     torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
-    """A test may have run a program that lets Ctrl-C end the process at once."""
+    """Restores Python's handler of SIGINT before each test.
+
+    An earlier test may have run a program that lets Ctrl-C end the process at once.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """A directory with three training shards of uneven length and one for validation, of bytes."""
+    """A directory of shards with byte tokens.
+
+    It contains three training shards of different lengths, and one validation shard.
+    """
     directory = tmp_path / "shards"
     directory.mkdir()
     rng = np.random.default_rng(0)
@@ -338,7 +371,7 @@ def shards(tmp_path):
 def whole(tmp_path_factory):
     """The directory of a run of ten steps without a fault, with checkpoints of steps 5 and 10.
 
-    Tests only read it. Those that change it take `copy`.
+    Tests only read this directory. A test that changes its files uses the fixture `copy`.
     """
     directory = tmp_path_factory.mktemp("whole")
     train("--log_dir", "run", "--save_every", 5, cwd=directory)
@@ -347,7 +380,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python():
-    """The path of a Python that forks its programs, so that they start fast."""
+    """The path of an executable that acts as Python, but forks programs. They start fast."""
     with forking_python() as path:
         yield path
 

@@ -1,11 +1,11 @@
-"""An edited copy of the program: the tests replace lines of its model.py, and train it."""
+"""Trains a copy of the program after a test has replaced lines of its model.py."""
 
 import shutil
 
 import pytest
 from conftest import FSDP, PP, ROOT, TINY, TP, checkpoint, program, read_log
 
-# Two micro-batches a step.
+# The flags of a run that takes two micro-batches per step on one process.
 SMALL = [
     *TINY,
     *(
@@ -19,19 +19,20 @@ WAYS = dict(tp=TP, pp=PP, fsdp=FSDP)
 
 
 def copy_program(directory):
-    """Copies what a run needs, without the git repository."""
+    """Copies the files that a run needs, without the git repository."""
     for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/**/*.py")):
         copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    # Each process of --tp has some of the targets: ids below 128, or larger ids, as in é.
+    # With --tp 2, one process has the logits of the ids below 128, and the other process has all
+    # others. Each letter é consists of two bytes above 128, so both processes have targets.
     text = (ROOT / "input.txt").read_text()[:20_000].replace("e", "é")
     (directory / "input.txt").write_text(text, "utf-8")
     (directory / "words.txt").write_text("The boat came home with the evening tide\nThe end\n")
 
 
 def run(directory, name, steps, *flags, **options):
-    """Trains with the copied program -> (stdout, stderr) of rank 0."""
+    """Trains with the copied program. Returns (stdout, stderr) of rank 0."""
     return program(
         *SMALL,
         "--log_dir",
@@ -46,7 +47,10 @@ def run(directory, name, steps, *flags, **options):
 
 
 def assert_split_run_matches(directory, way, whole, *flags):
-    """Two steps on two processes. whole: (log, stdout) of the run of one process."""
+    """Takes two steps on two processes, and compares them with a run on one process.
+
+    way: a key of WAYS. whole: (log, stdout) of the run on one process, whose log_dir is "run".
+    """
     out, _ = run(directory, way, 2, *WAYS[way], *flags, processes=2)
     for key, value in read_log(directory / way).items():
         assert float(value) == pytest.approx(float(whole[0][key]), rel=1e-5), (way, key)
@@ -54,17 +58,20 @@ def assert_split_run_matches(directory, way, whole, *flags):
         assert out[out.index("--- sample 0") : out.index("done:")].strip() in whole[1]
     split, one = (checkpoint(directory / name, 2) for name in (way, "run"))
     groups, expected = ([o["param_groups"] for o in each["optimizers"]] for each in (split, one))
-    assert groups == expected  # so either of them can resume the other
+    assert groups == expected  # so each of the two runs can resume the other run
     found, expected = split["model"], one["model"]
-    tolerance = 1e-3 if "muon" in flags else 1e-4  # Muon computes in bfloat16 if the CPU can
+    # Muon computes in bfloat16 if the CPU supports it.
+    tolerance = 1e-3 if "muon" in flags else 1e-4
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        # The gradient of a key's bias is only rounding error, of which an optimizer makes a step.
+        # The exact gradient of a key's bias is 0. The computed gradient is only rounding error,
+        # which an optimizer may scale up to a full step.
         if not name.endswith(("c_attn.bias", "c_k.bias")):
             assert (found[name] - tensor).norm() < tolerance * tensor.norm(), (way, name)
 
 
-# The mean id of the targets. It depends on the data alone, so the test can compute it.
+# This edit logs a metric, the mean id of the targets. The metric depends only on the data, so a
+# test can compute its value.
 OWN_FIGURE = (
     "        return None, self.loss(x, targets)\n",
     "        counted = targets != -100\n"
@@ -74,7 +81,10 @@ OWN_FIGURE = (
 
 
 def edit_model(directory, *changes):
-    """Replaces texts of the copied model.py. changes: (old, new); each old one occurs once."""
+    """Replaces strings in the copied model.py.
+
+    changes: pairs (old, new). Each old string must occur exactly once.
+    """
     path = directory / "model.py"
     text = path.read_text()
     for old, new in changes:
@@ -83,12 +93,13 @@ def edit_model(directory, *changes):
     path.write_text(text)
 
 
-# Two layers of the same shape, whose parameters are then in another order.
+# This edit swaps two layers of the same shape, which changes the order of the parameters. The
+# comment changes the size of the file, so that Python does not use its compiled old version.
 SWAPPED = (
     "        self.ln_1 = nn.LayerNorm(config.n_embd)\n"
     "        self.attn = CausalSelfAttention(config, index)\n"
     "        self.ln_2 = nn.LayerNorm(config.n_embd)\n",
-    "        self.ln_2 = nn.LayerNorm(config.n_embd)  # Python notices that the size has changed.\n"
+    "        self.ln_2 = nn.LayerNorm(config.n_embd)  # changes the size of the file\n"
     "        self.attn = CausalSelfAttention(config, index)\n"
     "        self.ln_1 = nn.LayerNorm(config.n_embd)\n",
 )

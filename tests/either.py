@@ -1,4 +1,4 @@
-"""For programs of tests that run train_gpt2.py, or train_large.py."""
+"""Chooses the program that a helper of the tests runs: train_gpt2.py or train_large.py."""
 
 import sys
 
@@ -7,7 +7,10 @@ import train_large
 
 
 def choose_main():
-    """Returns main of train_large.py if the flags contain --large, which it removes."""
+    """Returns main of train_large.py if the flags contain --large, or main of train_gpt2.py.
+
+    Removes --large from the flags.
+    """
     if "--large" in sys.argv:
         sys.argv.remove("--large")
         return train_large.main

@@ -1,6 +1,6 @@
-"""Runs train_gpt2.py, or with --large train_large.py, with a fault at a fixed moment.
+"""Runs train_gpt2.py, or train_large.py with --large, and causes a fault at a fixed moment.
 
-faulty.py MOMENT FLAGS…: Ctrl-C, or a gradient that is not finite.
+faulty.py MOMENT FLAGS. The fault is Ctrl-C, or a gradient that is not finite.
 """
 
 import math
@@ -16,12 +16,14 @@ import train_gpt2
 import train_large
 
 main = choose_main()
-MOMENTS = {  # the function during whose n-th call Ctrl-C is pressed
+# (object, name of its function, n): the fault happens in the n-th call of this function.
+MOMENTS = {
     "start": (train_gpt2.Training, "build", 1),
     "step": (train_gpt2.GPT, "forward", 6),  # a step of TINY has two micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
-    "save": (os, "fsync", 4),  # after log.txt, run.json and the first save
-    # The gradient of a block. With --pp, only one of the stages holds this block.
+    # The first three calls write log.txt, run.json and the first checkpoint.
+    "save": (os, "fsync", 4),
+    # Makes a gradient of one block NaN. With --pp, only one of the stages holds this block.
     "gradient": (train_gpt2.Training, "clip", 3),
     "sharded gradient": (train_large.ShardedTraining, "clip", 3),
 }
@@ -32,7 +34,7 @@ function, calls = getattr(owner, name), 0
 def interrupted(*args, **kwargs):
     global calls
     calls += 1
-    if calls == n and name == "clip":  # before the norm is measured
+    if calls == n and name == "clip":  # clip computes the gradient norm, so it must find the NaN
         for key, p in args[0].raw_model.named_parameters():
             if key == "transformer.h.1.ln_1.bias":
                 p.grad.fill_(math.nan)

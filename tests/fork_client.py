@@ -1,4 +1,7 @@
-"""Runs a program in the server of forked.py, as if this process ran it: ADDRESS PROGRAM FLAGS."""
+"""Lets the server of forked.py run a program, as if this process ran the program.
+
+fork_client.py ADDRESS PROGRAM FLAGS
+"""
 
 import json
 import os
@@ -10,7 +13,8 @@ address, *argv = sys.argv[1:]
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(address)
     request = json.dumps(dict(argv=argv, cwd=os.getcwd(), env=dict(os.environ)))
-    socket.send_fds(server, [request.encode()], [0, 1, 2])  # the program has these files, too
+    # The program uses these three files as stdin, stdout and stderr.
+    socket.send_fds(server, [request.encode()], [0, 1, 2])
     server.shutdown(socket.SHUT_WR)
     answer = server.makefile()
     pid = int(answer.readline())

@@ -1,8 +1,9 @@
-"""Starts programs fast: forks each from a process that has already imported torch.
+"""Starts programs fast, by forking a process that has already imported torch.
 
-Otherwise a program runs as from a shell: the file runs as __main__, in a process with its own
-directory, environment, output and exit status. A Program is used like a subprocess.Popen. A program
-that starts others with sys.executable can be given a Python that forks them, too.
+In all other respects, a program runs as from a shell: its file runs as __main__, in a process with
+its own directory, environment, output and exit status. A Program is used like a subprocess.Popen.
+If a program itself starts programs with sys.executable, forking_python provides an executable that
+forks them, too.
 """
 
 import contextlib
@@ -20,9 +21,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # Linux capabilities
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads this when it is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this when it is imported
+DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # numbers of Linux capabilities
 COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -46,9 +47,10 @@ CONTEXT.set_forkserver_preload(
 
 
 class Program:
-    """limits: {resource of setrlimit: bytes}. root: if False, file modes also apply to root.
+    """A program in a forked process, used like a subprocess.Popen.
 
-    executable: what the program finds as sys.executable.
+    limits: {resource of setrlimit: bytes}. root: if False, file modes apply even if the tests run
+    as root. executable: the value of sys.executable in the program.
     """
 
     def __init__(self, path, flags, cwd, env, limits=None, root=True, executable=sys.executable):
@@ -79,7 +81,10 @@ class Program:
         os.kill(self.pid, number)
 
     def communicate(self, timeout=None):
-        """-> (stdout, stderr). On a timeout, kills the process and raises TimeoutExpired."""
+        """Waits until the program ends. Returns (stdout, stderr).
+
+        On a timeout, kills the process and raises TimeoutExpired.
+        """
         pool = ThreadPoolExecutor(2)
         texts = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
         self.process.join(timeout)
@@ -113,10 +118,11 @@ def become(argv, cwd, env):
     sys.stderr = open(
         2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
     )
-    gc.freeze()  # the program's own gc.collect() need not search what the parent process imported
-    if sys.dont_write_bytecode:  # as in many containers: each program would compile all our files
+    gc.freeze()  # Python then never searches the objects of the imported modules for garbage
+    # Many containers set this, and each program would then compile all our files.
+    if sys.dont_write_bytecode:
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(COMPILED)
-    if env.get("HF_HUB_OFFLINE") == "0":  # the hub's package reads this when it is imported
+    if env.get("HF_HUB_OFFLINE") == "0":  # huggingface_hub reads this when it is imported
         for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
             del sys.modules[name]
     rest = [place for place in sys.path if "tests" not in place]
@@ -126,8 +132,11 @@ def become(argv, cwd, env):
 
 @contextlib.contextmanager
 def forking_python():
-    """Starts a server -> path of a program that acts as Python, but lets the server fork."""
-    with tempfile.TemporaryDirectory() as directory:  # the path of a socket must be short
+    """Starts a server. Yields the path of an executable that acts as Python.
+
+    The executable lets the server fork a process that runs the program.
+    """
+    with tempfile.TemporaryDirectory() as directory:  # the path of a Unix socket must be short
         path, address = Path(directory, "python"), f"{directory}/socket"
         client = Path(__file__).with_name("fork_client.py")
         path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{client}" {address} "$@"\n')
@@ -144,7 +153,7 @@ def forking_python():
 
 
 def serve(listener, executable):
-    """Forks a program for each connection. Ends ten minutes after the last one."""
+    """Forks a program for each connection. Ends ten minutes after the last connection."""
     sys.executable = executable
     listener.settimeout(600)
     while True:
@@ -156,7 +165,10 @@ def serve(listener, executable):
 
 
 def run_for_client(connection):
-    """Runs the program that a client asks for, with its files, and sends the exit status."""
+    """Runs the program that a client requests, and sends the exit status.
+
+    The program uses the client's stdin, stdout and stderr.
+    """
     request, files, *_ = socket.recv_fds(connection, 2**20, 3)
     while more := connection.recv(2**20):
         request += more
@@ -165,18 +177,18 @@ def run_for_client(connection):
         os.close(file)
     process = multiprocessing.get_context("fork").Process(target=become, kwargs=json.loads(request))
     process.start()
-    connection.sendall(f"{process.pid}\n".encode())  # the client passes signals on
+    connection.sendall(f"{process.pid}\n".encode())  # the client forwards signals to this process
     for number in range(3):
-        os.close(number)  # so that a reader of these files sees their end
+        os.close(number)  # so that a reader of these files sees their end when the program exits
     process.join()
     connection.sendall(str(process.exitcode).encode())
 
 
 def drop_override():
-    """Makes file modes apply to this process although it runs as root."""
+    """Makes file modes apply to this process, even if it runs as root."""
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())
-    for i in (0, 1):  # effective, permitted
+    for i in (0, 1):  # the effective and the permitted capabilities
         data[i] &= ~(1 << DAC_OVERRIDE | 1 << DAC_READ_SEARCH)
     assert libc.capset(header, data) == 0, os.strerror(ctypes.get_errno())

@@ -1,9 +1,8 @@
-"""train_gpt2.py, or with --large train_large.py.
+"""Runs train_gpt2.py, or train_large.py with --large, and measures the memory of each process.
 
-At the end, each process prints the memory that it took, in bytes per parameter.
-
-Prints "MEMORY", the maximum while the model got its weights, and the maximum of the whole run. Both
-are above what the process had before.
+At the end, each process prints "MEMORY" and two numbers, in bytes per parameter: the largest memory
+until the model had its weights, and the largest memory of the whole run. Both numbers exclude the
+memory that the process used before.
 """
 
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from plaingpt.errors import run_program
 
-# These imports come before memory is measured.
+# Imported here, so that the first measurement includes the memory of these modules.
 import torch._dynamo  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 from either import choose_main
@@ -20,11 +19,15 @@ import train_gpt2
 from train_gpt2 import Training
 
 make_training, numbers = Training.__init__, {}
-configure_optimizers = train_gpt2.GPT.configure_optimizers  # is called when there are weights
+# The trainer calls this method after it has loaded the weights.
+configure_optimizers = train_gpt2.GPT.configure_optimizers
 
 
 def memory(name):
-    """A number of /proc/self/status, in bytes. Not ru_maxrss, which includes the parent process."""
+    """Reads a field of /proc/self/status, in bytes.
+
+    ru_maxrss would also include the parent process.
+    """
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 

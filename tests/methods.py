@@ -1,6 +1,6 @@
 """Calls the methods of a GPT that is split over processes: methods.py TP PP FILE.
 
-Saves the results of rank R to FILE.R. Saves those of one process to FILE.0.
+Process R saves its results to FILE.R. If there is only one process, the GPT is not split.
 """
 
 import sys
@@ -28,7 +28,7 @@ torch.manual_seed(1)
 x, y = torch.randint(97, (2, 4, 16))  # (B, T) each
 micro_batches = [*zip(x.split(1), y.split(1))]
 found = {}
-for step in range(2):  # the second time with the weights after a step
+for step in range(2):  # the second iteration uses the weights after a training step
     model.eval()
     with torch.no_grad():
         h = model.hidden(x)  # (B, T, C)

@@ -1,4 +1,4 @@
-"""Two steps of Muon under DDP. Each process prints the FLOPs of its second optimizer step."""
+"""Takes two steps of Muon under DDP. Each process prints the FLOPs of Muon's second step."""
 
 from plaingpt.process import setup
 

@@ -1,4 +1,4 @@
-"""An edited copy of the program, whose model.py has another optimizer."""
+"""Trains an edited copy of the program, whose model.py uses a different optimizer."""
 
 import shutil
 
@@ -6,7 +6,7 @@ import torch
 from conftest import TINY, program
 from edited import copy_program, edit_model
 
-# What model.py has, and what a reader writes instead.
+# The lines of model.py that create AdamW. An edit replaces them with a value of OPTIMIZERS.
 ADAMW = (
     "        adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, "
     "fused=True)\n        optimizers.append(adamw)\n"
@@ -23,7 +23,7 @@ FLAGS = [
 
 
 SHAMPOO = """class Shampoo(torch.optim.Optimizer):
-    \"\"\"Lists, matrices of another shape, a number and None in the state.\"\"\"
+    \"\"\"Its state contains a list of square matrices, a bool tensor, a number and None.\"\"\"
 
     @torch.no_grad()
     def step(self):
@@ -50,9 +50,10 @@ class CausalSelfAttention("""
 
 
 SCHEDULE_FREE = """class ScheduleFree(torch.optim.Optimizer):
-    \"\"\"Numbers in the groups that steps change (Defazio et al. 2024, arXiv:2405.15682).
+    \"\"\"Each step changes numbers in the groups (Defazio et al. 2024, arXiv:2405.15682).
 
-    Also a number that belongs to no parameter and no group, as in MADGRAD (arXiv:2101.11075).
+    The state also contains a number that belongs to no parameter and no group, as in MADGRAD
+    (arXiv:2101.11075).
     \"\"\"
 
     @torch.no_grad()
@@ -73,7 +74,7 @@ class CausalSelfAttention("""
 
 
 LOOKAHEAD = """class Lookahead(torch.optim.AdamW):
-    \"\"\"The slow weights appear in the second step (Zhang et al. 2019, arXiv:1907.08610).\"\"\"
+    \"\"\"Adds the slow weights in the second step (Zhang et al. 2019, arXiv:1907.08610).\"\"\"
 
     @torch.no_grad()
     def step(self):
@@ -110,7 +111,7 @@ OPTIMIZERS = {
     "Lookahead": "        optimizers.append(Lookahead(groups, learning_rate))\n",
     "SGD for positions": (
         "        wpe = [p for name, p in self.named_parameters() if 'wpe' in name]\n"
-        "        # A later stage of a pipeline has none. PyTorch accepts an empty group.\n"
+        "        # Later pipeline stages have no wpe. PyTorch accepts an empty group.\n"
         "        sgd = torch.optim.SGD([dict(params=wpe)], learning_rate, momentum=0.9)\n"
         "        optimizers.append(sgd)\n"
         "        rest = [p for name, p in self.named_parameters() if 'wpe' not in name]\n"
@@ -126,7 +127,7 @@ OPTIMIZERS = {
 
 
 def copy_with(directory, name):
-    """Copies the program, with another optimizer in its model.py."""
+    """Copies the program, and replaces the optimizer in the copied model.py."""
     copy_program(directory)
     edit_model(directory, (ADAMW, OPTIMIZERS[name]))
     if name == "Shampoo":
@@ -159,7 +160,7 @@ def resume(directory, name, *flags, **options):
 
 
 def assert_equal(a, b, where):
-    """Compares values of a checkpoint: tensors, lists, dicts, numbers."""
+    """Checks that two values in a checkpoint are equal: tensors, dicts, lists or numbers."""
     if torch.is_tensor(a):
         assert a.dtype == b.dtype and torch.equal(a, b), where
     elif isinstance(a, dict):

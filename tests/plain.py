@@ -1,4 +1,4 @@
-"""Training without anything that makes it fast, to compare with."""
+"""The simplest training loop, without any optimization of its speed, as a reference for tests."""
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,10 @@ def text_step(step):
 
 
 def plain_curve(config, steps, batch=text_step):
-    """Losses and gradient norms of the simplest loop: eager, float32, all logits, nothing fused.
+    """Trains in eager mode and float32. Returns [(loss, gradient norm)], one pair for each step.
 
-    batch: step -> x, y, (B, T) each. Targets of -100 do not count.
+    The loop computes all logits at once, and nothing is fused. batch: a function that returns the x
+    and y of a step, (B, T) each. The loss ignores targets of -100.
     """
     model, curve = fresh(config), []
     decayed = [p for p in model.parameters() if p.dim() >= 2]

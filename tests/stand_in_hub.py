@@ -1,7 +1,7 @@
-"""A local stand-in for the Hugging Face hub.
+"""A local stand-in for the Hugging Face Hub.
 
-Serves the part of its HTTP interface that `datasets` and `huggingface_hub` use to download files,
-whole or by ranges.
+Serves the part of the hub's HTTP interface that `datasets` and `huggingface_hub` use to download
+whole files or byte ranges.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_tree(self, files, folder):
-        """The files and folders directly in a folder."""
+        """Sends a list of the files and folders that are directly in a folder."""
         folder, entries = folder + "/" * bool(folder), {}
         for path in (path for path in files if path.startswith(folder)):
             name, *deeper = path[len(folder) :].split("/")
@@ -87,7 +87,10 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def parquet(records, **options):
-    """Dicts -> the bytes of a .parquet file. options: of pyarrow's write_table."""
+    """Returns the bytes of a .parquet file with these records, which are dicts.
+
+    options: passed to pyarrow's write_table.
+    """
     file = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(records), file, **options)
     return file.getvalue().to_pybytes()
@@ -95,7 +98,10 @@ def parquet(records, **options):
 
 @contextmanager
 def stand_in_hub(repos, hub=Hub):
-    """Runs a hub with repos {"owner/name": {path: bytes}} -> (URL, list of requests so far)."""
+    """Runs a hub. Yields (URL, list of the requests so far).
+
+    repos: {"owner/name": {path: bytes}}.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
     server.repos, server.requests = repos, []
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The rules of layout and style that a machine can check. CONTRIBUTING.md lists them."""
+"""Checks the rules of layout and style in CONTRIBUTING.md that a program can check."""
 
 import ast
 import functools
@@ -8,8 +8,9 @@ from pathlib import Path
 
 from conftest import ROOT
 
-# The folders of plaingpt/. The files beside them are the core.
-ROOMS = {"scoring", "large", "lab", "look"}
+# The components that have a folder in plaingpt/. The files beside these folders belong to the
+# components core and data.
+COMPONENTS = {"scoring", "large", "lab", "look"}
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")
 PRODUCT = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in ROOT.glob(folder))
 DOCS = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -22,7 +23,10 @@ def parsed(path):
 
 
 def test_no_line_of_a_page_is_wider_than_100_columns():
-    """ruff checks the programs. Tables and addresses cannot be wrapped, and Chinese is wider."""
+    """Checks only the pages, because ruff checks the code.
+
+    The test skips tables and addresses, which cannot be wrapped, and the Chinese pages.
+    """
     for path in DOCS:
         if path.name.endswith(".zh.md"):
             continue
@@ -32,7 +36,10 @@ def test_no_line_of_a_page_is_wider_than_100_columns():
 
 
 def imports(path):
-    """Our modules that a file imports, also inside functions: "model", "plaingpt.flags"."""
+    """Returns our modules that a file imports, for example {"model", "plaingpt.flags"}.
+
+    Imports inside functions count, too.
+    """
     names = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -44,7 +51,7 @@ def imports(path):
 
 
 def test_requirements_name_every_package_that_is_imported():
-    """Also inside functions. A package that a program can do without is imported by `require`."""
+    """Imports inside functions count, too. Optional packages are loaded by `require` instead."""
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
     declared = {re.split(r"\W", line)[0] for line in lines}
     ours = {path.parts[0].removesuffix(".py") for path in PRODUCT}
@@ -65,29 +72,32 @@ def module_name(path):
     return ".".join(path.with_suffix("").parts)
 
 
-def rooms(names):
-    """The rooms of some modules: "look" for "plaingpt.look.page", none for "plaingpt.log"."""
+def components(names):
+    """Returns the components of modules: {"look"} for "plaingpt.look.page".
+
+    A module such as "plaingpt.log", which is in no folder of plaingpt/, adds no component.
+    """
     parts = [name.split(".") for name in names]
     return {part[1] for part in parts if part[0] == "plaingpt" and len(part) == 3}
 
 
-def test_all_rooms_are_known():
+def test_all_components_are_known():
     names = [module_name(path) for path in PRODUCT if path.parts[0] == "plaingpt"]
-    assert rooms(names) == ROOMS
+    assert components(names) == COMPONENTS
 
 
-def test_the_package_imports_no_program_and_the_core_no_room():
-    """look reads a text with the rows of scoring. No other room imports a room."""
+def test_the_package_imports_no_program_and_the_core_no_component():
+    """A component imports no other component, except that look imports scoring."""
     for path in [p for p in PRODUCT if p.parts[0] == "plaingpt"]:
         found = imports(path)
         assert not found & PROGRAMS, path
-        own = rooms([module_name(path)])
+        own = components([module_name(path)])
         allowed = own | {"scoring"} if own == {"look"} else own
-        assert rooms(found) <= allowed, path
+        assert components(found) <= allowed, path
 
 
 def test_a_training_run_imports_neither_large_nor_lab_nor_look():
-    """Also inside functions, and not through another file."""
+    """Indirect imports and imports inside functions count, too."""
     paths = {module_name(path): path for path in PRODUCT}
     found = {"train_gpt2"}
     waiting = ["train_gpt2"]
@@ -96,7 +106,7 @@ def test_a_training_run_imports_neither_large_nor_lab_nor_look():
         found |= new
         waiting += new
     assert "plaingpt.shards" in found
-    assert rooms(found) == {"scoring"}
+    assert components(found) == {"scoring"}
 
 
 def test_no_import_cycles():
@@ -108,9 +118,9 @@ def test_no_import_cycles():
 
 
 def test_nothing_of_pytorch_is_replaced_or_intercepted():
-    """look.py watches the calls of attention, and changes none."""
+    """look.py intercepts the calls of attention to record them, but changes none of them."""
     for path in PRODUCT:
-        of_torch = set()  # what this file calls torch, and what it imports from there
+        of_torch = set()  # the names in this file that refer to torch, or to something in torch
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 names = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
@@ -135,10 +145,11 @@ def test_nothing_of_pytorch_is_replaced_or_intercepted():
 
 
 def runs_at_import(statement):
-    """Whether a statement at module level could do more than compute a constant."""
+    """Returns whether a statement at module level could do more than compute a constant."""
     if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
         return False
-    if isinstance(statement, ast.Assign):  # x = ... names something; x[...] = ... changes it
+    # x = ... defines a name, but x[...] = ... and x.y = ... change an object.
+    if isinstance(statement, ast.Assign):
         return any(
             isinstance(target, (ast.Subscript, ast.Attribute)) for target in statement.targets
         )
@@ -156,7 +167,7 @@ def test_importing_a_file_does_nothing():
 
 
 def test_public_functions_have_docstrings():
-    """Functions at module level whose name does not say all: more than a few lines."""
+    """Checks all functions at module level with more than eight lines, except main."""
     for path in PRODUCT:
         for node in parsed(path).body:
             long = isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 8
