@@ -1,4 +1,4 @@
-"""The benchmark: what it times and what it prints."""
+"""bench.py: which steps it times, and what it prints."""
 
 import re
 import threading
@@ -15,7 +15,7 @@ from forked import CONTEXT
 import bench
 from model import GPT, GPTConfig
 
-pytestmark = pytest.mark.slow  # each test starts a program
+pytestmark = pytest.mark.slow  # most tests in this file start a program
 
 SMALL = [
     "--preset",
@@ -42,7 +42,7 @@ def test_peers_compute_the_same_loss():
     x, y = torch.randint(256, (2, 2, 16))  # (B, T) each
     state = ours.state_dict()
     plain.model.load_state_dict(state)
-    # Hugging Face keeps the matrices of the blocks transposed.
+    # Hugging Face stores the matrices of the blocks transposed.
     hf.model.load_state_dict({name: p.t() if ".h." in name else p for name, p in state.items()})
     torch.testing.assert_close(plain(x, y)[1], ours(x, y)[1])
     torch.testing.assert_close(hf(x, y)[1], ours(x, y)[1])
@@ -54,7 +54,7 @@ def test_peers_compute_the_same_loss():
     [
         ("muon", 1, ["--batch_size", 2, "--profile"]),
         ("adamw", 2, ["--batch_size", 2, "--optimizer", "adamw"]),
-        ("muon", 2, ["--large", "--pp", 2]),  # two micro-batches of the preset
+        ("muon", 2, ["--large", "--pp", 2]),  # a step consists of two micro-batches
     ],
     ids=["profile", "ddp", "pp"],
 )
@@ -67,7 +67,7 @@ def test_bench_prints_a_row(tmp_path, optimizer, processes, flags):
 
 @pytest.fixture
 def forks(monkeypatch):
-    """The processes of the models are forked from one that has imported torch."""
+    """Makes bench.py fork its workers from a process that has already imported torch."""
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: CONTEXT)
 
 
@@ -81,7 +81,7 @@ def test_peers_get_a_row_each(forks, capsys):
 
 
 def test_models_are_timed_in_turn(monkeypatch, capsys):
-    """Each has an untimed step and --steps timed ones in each of three rounds."""
+    """In each of three rounds, each model takes an untimed step, and then --steps timed steps."""
     made = []
 
     class Subject:

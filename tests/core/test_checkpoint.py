@@ -1,4 +1,4 @@
-"""Checkpoints: which are saved, what is in them, and how a run goes on from one."""
+"""Checkpoints: when a run saves them, what they contain, and how a run resumes from them."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ from train_gpt2 import TrainConfig, resume
 
 # Saving
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_what_a_run_writes(tmp_path):
     assert {*saved} == {*listed} - {"val"}  # val is only in model_best.pt
     assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
     model = GPT(GPTConfig(**saved["model_config"]))
-    model.load_state_dict(saved["model"])  # no prefixes
+    model.load_state_dict(saved["model"])  # the names have no prefixes, such as module.
     (adamw,) = model.configure_optimizers(0.1, 1e-3)
     adamw.load_state_dict(saved["optimizers"][0])
     values = [(name, key) for name, _ in model.named_parameters() for key in MOMENTS]
@@ -75,7 +75,10 @@ def test_what_a_run_writes(tmp_path):
 
 @pytest.mark.slow
 def test_saving_and_keeping(tmp_path):
-    """A resumed run saves at the same steps as a whole one, and deletes no file of the user."""
+    """A resumed run saves at the same steps as an uninterrupted run.
+
+    A run never deletes a file of the user, such as model_mine.pt.
+    """
     flags = ["--log_dir", "run", "--save_every", 5]
     train(*flags, "--keep", 0, "--max_steps", 5, cwd=tmp_path)
     (tmp_path / "run" / "model_mine.pt").write_text("a file of the user")
@@ -97,7 +100,8 @@ def test_a_resume_without_keep_deletes_no_older_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
-    # The model becomes too sure of a and b.
+    # The first 90 % of the text, the training split, contain only a and b. The rest also contains x
+    # and y, so the validation loss rises again when the model becomes too sure of a and b.
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
     flags = [
         "--data",
@@ -120,13 +124,13 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     program("--checkpoint", best, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     train("--log_dir", "run", cwd=tmp_path)  # a new run
     assert not best.exists() and (tmp_path / "run/old-1/model_best.pt").exists()
-    best.mkdir()  # so the file cannot be written; a resume then validates again
+    best.mkdir()  # a directory of this name makes the save fail; a resume then validates again
     train(*flags[2:5], "--resume", "--val_every", 12, "--max_steps", 12, cwd=tmp_path, status=2)
     assert (12, "val") not in read_log(tmp_path / "run")
 
 
 def test_the_best_loss_is_that_of_the_file(tmp_path):
-    """Without --keep_best, a run may have had a lower loss, which no file has."""
+    """log.txt may contain a lower loss, from a part of the run without --keep_best."""
     (tmp_path / "log.txt").write_text("0 val 1.0\n2 val 3.0\n4 val 2.0\n6 val 2.5\n8 val 2.1\n")
     assert read_best_val(tmp_path) == math.inf
     torch.save(dict(step=6, val=2.25), tmp_path / "model_best.pt")
@@ -155,7 +159,10 @@ def test_keep_best_first_given_at_a_resume(tmp_path):
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
-    """From step 1,000,000 on, a name has a digit more. Otherwise, --keep deletes the newest one."""
+    """From step 1,000,000 on, a name has seven digits.
+
+    If the checkpoints were in the order of their names, --keep would delete the newest one.
+    """
     checkpoints = [f"model_{step:06d}.pt" for step in (5, 999_000, 1_000_000)]
     for name in checkpoints:
         (tmp_path / name).touch()
@@ -164,7 +171,10 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 @pytest.mark.slow
 def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
-    """Not the latest time, because a clock may go backwards. Names of other kinds are ignored."""
+    """The time of a file does not matter, because a clock may go backwards.
+
+    Files whose names contain no step are ignored.
+    """
     shutil.copytree(whole, tmp_path / "log" / "run")
     os.utime(tmp_path / "log" / "run" / "model_000005.pt", (2e9, 2e9))
     (tmp_path / "log" / "run" / "model_².pt").write_text("")
@@ -205,7 +215,10 @@ def test_a_checkpoint_of_another_model_is_one_sentence(copy):
     ids=lambda flags: " ".join(map(str, flags)),
 )
 def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
-    """As if killed after step 3 was saved. More validations and samples change nothing."""
+    """Deleting the last checkpoint simulates a kill after step 3 was saved.
+
+    The second run also validates and samples more often, which must change nothing in training.
+    """
     flags = [*flags, *"--max_steps 6 --save_every 3 --keep 0 --val_tokens 128".split()]
     train("--log_dir", "whole", *flags, cwd=tmp_path)
     flags += ["--log_dir", "halves", "--val_every", 1, "--sample_every", 2]
@@ -223,7 +236,7 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
-    """test_parallel.py tests other layouts."""
+    """test_parallel.py resumes runs with FSDP, TP and PP."""
     (copy / "model_000010.pt").unlink()
     flags = ["--log_dir", "run", "--resume"]
     train(*flags, "--batch_size", 16, "--device", "auto", cwd=copy.parent)
@@ -235,7 +248,7 @@ def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
 
 
 def test_a_note_says_that_the_learning_rate_changes_when_a_run_is_extended(tmp_path, capsys):
-    """The numbers of docs/resume.md, without training."""
+    """Compares the learning rates with the numbers in docs/resume.md, without training."""
     linear = dict(max_lr=8e-3, min_lr=0.0, schedule="linear", warmup_steps=60)
     cosine = dict(max_lr=6e-4, min_lr=6e-5, schedule="cosine", warmup_steps=715)
     wsd = dict(linear, schedule="wsd")
@@ -268,7 +281,7 @@ def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
     flags = ["--schedule", "wsd", "--decay_steps", 4]
     train(*flags, "--log_dir", "long", "--max_steps", 14, cwd=tmp_path)
     train(*flags, "--log_dir", "run", "--save_every", 6, "--max_steps", 10, cwd=tmp_path)
-    (tmp_path / "run/model_000010.pt").unlink()  # continue before the decay
+    (tmp_path / "run/model_000010.pt").unlink()  # the next run resumes before the decay
     train(*flags, "--log_dir", "run", "--resume", "--max_steps", 14, cwd=tmp_path)
     long, run = (read_streams(tmp_path / name / "log.txt")["train"] for name in ("long", "run"))
     assert long == run and len(run) == 14
@@ -276,7 +289,7 @@ def test_a_wsd_run_goes_on_from_any_checkpoint_as_one_longer_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_best_model_survives_a_resume(tmp_path):
-    """Its validation was after the checkpoint from which the run continues."""
+    """model_best.pt is newer than the checkpoint from which the run resumes."""
     flags = [
         "--keep_best",
         "--val_every",
@@ -289,14 +302,14 @@ def test_the_best_model_survives_a_resume(tmp_path):
         0,
         "--min_lr",
         4e-3,
-    ]  # the rate is constant
+    ]  # the learning rate is constant: --min_lr equals --max_lr
     bad = ["--resume", "--max_lr", 0.06, "--min_lr", 0.06]
     train(*flags, "--max_steps", 20, cwd=tmp_path)
     train(*flags, "--max_steps", 21, *bad, cwd=tmp_path)
     log, best = read_log(tmp_path / "run"), tmp_path / "run" / "model_best.pt"
     assert float(log[21, "val"]) > float(log[20, "val"])
     assert torch.load(best, weights_only=True)["step"] == 20
-    for step in (20, 21):  # now the run continues from step 14
+    for step in (20, 21):  # the next run resumes from step 14
         (tmp_path / "run" / f"model_{step:06d}.pt").unlink()
     out, _ = train(*flags, "--max_steps", 16, *bad, cwd=tmp_path)
     assert "resumed from step 14 " in out
@@ -318,14 +331,15 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
         "run",
         "--max_steps",
     ]
-    for flag in ("--warmup_steps", "--val_every", "--min_lr"):  # without these and their values
+    # Removes these flags and their values.
+    for flag in ("--warmup_steps", "--val_every", "--min_lr"):
         del flags[flags.index(flag) : flags.index(flag) + 2]
 
     def found():
         config = json.loads((tmp_path / "run" / "run.json").read_text())["train_config"]
         return {name: config[name] for name in derived}
 
-    program(*flags, 20, "--max_minutes", 1e-9, cwd=tmp_path)  # stops after a step
+    program(*flags, 20, "--max_minutes", 1e-9, cwd=tmp_path)  # stops after one step
     assert found() == derived
     program(*flags, 100, "--resume", "--max_lr", 8e-3, "--max_minutes", 1e-9, cwd=tmp_path)
     assert found() == derived | {"min_lr": 8e-4}
@@ -336,9 +350,10 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
-    """tests/version-1.0.pt is from step 2 of a run. A later version may not write it.
+    """Version 1.0 or 2.0 wrote tests/version-{version}.pt at step 2 of a run.
 
-    Its validation loss is what version 2.1 logged at this step of both runs.
+    Never replace this file. The expected validation loss is the loss that version 2.1 logged at
+    step 2 of both runs.
     """
     (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
     (tmp_path / "run").mkdir()
@@ -364,7 +379,10 @@ def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
 
 @pytest.mark.slow
 def test_a_run_of_version_3_resumes_with_its_losses(tmp_path):
-    """tests/version-3.0.pt is from step 2 of a run of 5 steps. A later version may not write it."""
+    """Version 3.0 wrote tests/version-3.0.pt at step 2 of a run of 5 steps.
+
+    Never replace this file.
+    """
     (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
     (tmp_path / "run").mkdir()
     shutil.copy(ROOT / "tests/version-3.0.pt", tmp_path / "run/model_000002.pt")
@@ -412,7 +430,7 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32))
     save_gpt2(model, tmp_path / "hf", get_tokenizer("gpt2"))
-    (tmp_path / "hf" / "tokenizer.json").unlink()  # OpenAI's vocabulary is the default
+    (tmp_path / "hf" / "tokenizer.json").unlink()  # without this file, the tokenizer is GPT-2's
     (tmp_path / "my.txt").write_bytes((ROOT / "input.txt").read_bytes()[:20_000])
     flags = [
         *TINY,
@@ -447,7 +465,10 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
-    """A run that began with --init_from is resumed without that flag, and without its shape."""
+    """A run that began with --init_from resumes without this flag.
+
+    It does not need the flags for the sizes of the model either.
+    """
     flags = (
         "--total_batch_size 512 --val_tokens 1024 --device cpu --sample_tokens 1 "
         "--optimizer adamw --log_dir new --max_steps"
@@ -459,7 +480,8 @@ def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
 
 # A file of another version
 
-# tests/checkpoints/adamw.pt was written after 4 of 8 steps of these flags. Later versions read it.
+# A run with these flags wrote tests/checkpoints/adamw.pt after 4 of 8 steps. Later versions must be
+# able to resume from this file.
 STORED = ROOT / "tests/checkpoints/adamw.pt"
 FLAGS = [
     *TINY,
@@ -468,7 +490,7 @@ FLAGS = [
         "--val_every 0 --sample_tokens 1 --log_dir run"
     ).split(),
 ]
-# What this run logged later.
+# The training losses that this run logged in the remaining steps.
 LOSSES = {4: 5.3931274, 5: 5.3403149, 6: 5.3432436, 7: 5.3175859}
 
 
@@ -483,13 +505,14 @@ def test_a_run_goes_on_from_a_stored_file(tmp_path):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
 
 
-# Faults that would be silent. test_reliability.py changes a bit of a checkpoint, and
-# test_optimizers.py stores a number of NumPy.
+# Faults that would otherwise be silent. For two more of these faults, see other files:
+# test_reliability.py flips a bit of a checkpoint, and test_optimizers.py stores a NumPy number in
+# an optimizer.
 
 
 @pytest.mark.slow
 def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
-    """Both norms have the same shape, and PyTorch identifies parameters by their order alone."""
+    """Both LayerNorms have the same shape. PyTorch identifies parameters only by their order."""
     copy_program(tmp_path)
     options = dict(cwd=tmp_path, program=tmp_path / "train_gpt2.py")
     program(*FLAGS, "--max_steps", 4, **options)
@@ -506,16 +529,20 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
 
 @pytest.mark.slow
 def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
-    """Windows refuses to delete a mapped file, so a resumed run could not save any more."""
+    """Windows cannot delete a file that is mapped into memory.
+
+    With such a file, a resumed run could not delete its old checkpoints.
+    """
     monkeypatch.setattr("plaingpt.checkpoint.sys", SimpleNamespace(platform="win32"))
     path = shutil.copy(STORED, tmp_path / "model.pt")
     checkpoint = load_checkpoint(path, GPT)
-    path.write_bytes(bytes(path.stat().st_size))  # a map would now be all zeros
+    # If the file were mapped, all weights would now be 0.
+    path.write_bytes(bytes(path.stat().st_size))
     assert all(w.any() for name, w in checkpoint["model"].items() if "weight" in name)
 
 
 def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
-    """PyTorch cannot encode the name. The message names the file and the cause."""
+    """PyTorch cannot encode such a file name. The message names the file and the cause."""
     directory = tmp_path / os.fsdecode(b"r\xffn")
     directory.mkdir()
     shutil.copy(STORED, directory / "model_000004.pt")
@@ -524,9 +551,12 @@ def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
 
 
 def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypatch):
-    """Foreign files, and files that cannot be read now, may be the work of a user."""
-    torch.save(dict(model={}, model_args={}), tmp_path / "ckpt.pt")  # as nanoGPT
-    torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # as build-nanogpt
+    """The user may still need a file that another program wrote.
+
+    A file that cannot be read right now may be intact.
+    """
+    torch.save(dict(model={}, model_args={}), tmp_path / "ckpt.pt")  # in nanoGPT's format
+    torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # in build-nanogpt's format
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     for name in ("ckpt.pt", "pickle.pt", "model.safetensors"):
         with pytest.raises(
@@ -549,7 +579,7 @@ def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypat
 
 @contextlib.contextmanager
 def at_most_open(n):
-    """In the block, this process can open at most n files more."""
+    """In the block, this process can open at most n more files."""
     first = os.open(os.devnull, os.O_RDONLY)
     os.close(first)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -561,7 +591,7 @@ def at_most_open(n):
 
 
 def test_too_many_open_files_are_no_damage(tmp_path):
-    """The files are good, so nobody is told to delete one, or to make it again."""
+    """The files are intact, so the messages must not tell the user to delete or recreate them."""
     shutil.copy(STORED, tmp_path / "model_best.pt")
     np.save(tmp_path / "x_train_000000.npy", np.arange(9, dtype=np.uint16))
     (tmp_path / "run.json").write_text("{}")

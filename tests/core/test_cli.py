@@ -1,4 +1,4 @@
-"""The command line: one-sentence errors and tracebacks, flags, --help, output, names of files."""
+"""The command line: one-sentence errors, tracebacks, flags, --help, output, and file names."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ class Config:
 
 
 def run_source(source, cwd, status):
-    """Runs `source` as the body of a program's main() -> stderr."""
+    """Runs `source` as the body of a program's main(). Returns stderr."""
     lines = "\n    ".join(source.splitlines())
     (cwd / "prog.py").write_text(
         "from plaingpt.errors import UserError, explaining, require, run_program\n"
@@ -123,7 +123,7 @@ def test_a_name_that_is_too_long_for_the_system(capsys):
     ],
 )
 def test_flags(flags, expected):
-    """The dict has only the flags that were given, so that a preset can fill in the others."""
+    """The dict contains only flags that the user has given, so that a preset can set the others."""
     assert parse_flags("", Config, argv=flags.split()) == expected
 
 
@@ -189,7 +189,7 @@ def test_help_fits_80_columns(name, tmp_path):
     out, err = program("--help", cwd=tmp_path, program=name, env=dict(COLUMNS="80"))
     assert not err and out.startswith("usage: ") and "  --" in out
     assert [line for line in out.splitlines() if len(line) > 80] == []
-    assert not list(tmp_path.iterdir())  # --help makes no file
+    assert not list(tmp_path.iterdir())  # --help writes no file
 
 
 # Output and names
@@ -199,7 +199,7 @@ def test_help_fits_80_columns(name, tmp_path):
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
 def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     if redirection != "| head -1":
-        python = sys.executable  # whose end counts, too
+        python = sys.executable  # a real Python also flushes its output when it exits
     command = f"{python} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
@@ -216,7 +216,10 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     ],
 )
 def test_a_full_disk_under_the_output_is_an_error(command, whole, tmp_path, python):
-    """The results of these programs are their output. A file of --json is complete."""
+    """The printed lines are the results of these programs, so a full disk must be an error.
+
+    The file of --json must be complete.
+    """
     (tmp_path / "text.txt").write_text(TEXT)
     name, *flags = command.split()
     if name in ("generate.py", "wikitext.py"):
@@ -274,10 +277,10 @@ def test_names_that_are_not_utf8(tmp_path):
 
 
 def test_progress_bar_on_a_terminal(monkeypatch, capsys):
-    """Only parts of the line that fit are shown."""
+    """The progress bar shows only those parts of the line that fit into the terminal."""
     monkeypatch.setenv("COLUMNS", "60")
     show_progress(5, 10, "loss 1.2345 | 1m05s to go")
-    assert capsys.readouterr().out == ""  # no progress bar in a file
+    assert capsys.readouterr().out == ""  # stdout is not a terminal, so no progress bar is shown
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     show_progress(5, 10, "loss 1.2345 | 1m05s to go | " + "x" * 99)
     print0("a\tl\x1b[2Jine\x9b")
@@ -287,7 +290,10 @@ def test_progress_bar_on_a_terminal(monkeypatch, capsys):
 
 
 def test_names_cannot_change_a_terminal(tmp_path, monkeypatch, capsys):
-    """Each stream counts by itself: the other one may go to a file."""
+    """Control characters are escaped separately for stdout and stderr.
+
+    Only one of the two streams may be a terminal.
+    """
     monkeypatch.chdir(tmp_path)
     Path("\x1b[2J.jsonl").write_text('{"text": "a"}\n{"\\u001b[2J": 1}\n')
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

@@ -22,17 +22,20 @@ from train_large import LargeConfig
 
 
 def given_flags(*flags):
-    """These flags as a dict: {name: value}."""
+    """Parses flags. Returns {name: value}."""
     return parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
 
 
 def configs(*flags):
-    """The GPTConfig and the TrainConfig of these flags."""
+    """Returns the GPTConfig and the TrainConfig that these flags result in."""
     return resolved(*flags)
 
 
 def resolved(*flags, saved=None, process=ALONE):
-    """What `resolve` decides from these flags."""
+    """Returns the GPTConfig and the TrainConfig that `resolve` builds from these flags.
+
+    saved: the checkpoint from which the run resumes, or None.
+    """
     given = given_flags(*flags)
     with mock.patch("plaingpt.settings.load_newest", return_value=saved):
         start = find_start(given | dict(resume=saved is not None), GPT)
@@ -40,7 +43,7 @@ def resolved(*flags, saved=None, process=ALONE):
 
 
 def config_of(*flags):
-    """The TrainConfig of these flags."""
+    """Returns the TrainConfig that these flags result in."""
     return configs(*flags)[1]
 
 
@@ -53,7 +56,7 @@ def test_gpt2_preset_is_the_published_recipe(shards):
     assert (c.total_batch_size, c.max_steps, c.warmup_steps) == (2**19, 19073, 715)
     assert (c.max_lr, c.weight_decay, c.grad_clip) == (6e-4, 0.1, 1.0)
     assert c.min_lr == pytest.approx(6e-5) and (c.save_every, c.log_every) == (1000, 1)
-    # works on eight processes without flags
+    # The preset works on eight processes without more flags.
     assert c.total_batch_size % (c.batch_size * g.block_size * 8) == 0
 
 
@@ -69,7 +72,7 @@ def test_gpt2_preset_is_the_published_recipe(shards):
     ],
 )
 def test_presets_of_gpt3(preset, millions, shards):
-    """GPT-3 paper, table 2.1: names, batches of 0.5M, 1M or 2M tokens, at most 10B tokens here."""
+    """The sizes are from table 2.1 of the GPT-3 paper. Each preset trains on about 10B tokens."""
     gpt_config, config = configs("--preset", preset, "--data", shards, "--vocab_size", 50257)
     with torch.device("meta"):
         model = GPT(gpt_config)
@@ -95,13 +98,17 @@ def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
 
 
 def fake_shards(directory, tokens):
-    """Shards whose headers say that they have so many tokens, without taking the space."""
+    """Writes a training and a validation shard. Returns their directory.
+
+    tokens: the number of tokens in each shard. The files are sparse, so they need almost no disk
+    space.
+    """
     directory.mkdir()
     for split in ("val_000000", "train_000001"):
         with open(directory / f"a_{split}.bin", "wb") as file:
             file.write(struct.pack("<3i", 20240520, 1, tokens))
             file.seek(1024)
-            file.write(struct.pack("<H", 50256))  # bytes have no such id
+            file.write(struct.pack("<H", 50256))  # no byte has this id
             file.truncate(1024 + 2 * tokens)
     return directory
 
@@ -122,7 +129,7 @@ def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_p
 
 
 def test_a_text_beside_shards_is_not_encoded_to_choose_the_preset(monkeypatch, tmp_path):
-    """It is not even opened: encoding would fail."""
+    """choose_preset does not even open the text files: reading these two files would fail."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (tmp_path / "a.txt").write_bytes(b"\xff")
     (tmp_path / "a.jsonl").write_text("{broken")
@@ -195,7 +202,7 @@ def test_flags_that_contradict_others(flags, message):
 
 
 def test_mps_recomputes_no_dropout():
-    """PyTorch does not repeat the masks there."""
+    """When PyTorch recomputes a block on MPS, it draws different dropout masks."""
     process = replace(ALONE, device=torch.device("mps"))
     flags = ["--activation_checkpointing", "--dropout"]
     with pytest.raises(
@@ -217,7 +224,7 @@ def test_restarts_of_torchrun_need_resume(monkeypatch):
 
 
 def save_weights(directory, **train_config):
-    """Saves a checkpoint of a small model, as a run would. Returns it."""
+    """Saves a checkpoint of a small model, as a run does. Returns the dict of the checkpoint."""
     config = GPTConfig(n_layer=1, n_head=1, n_embd=32, block_size=32, vocab_size=256)
     saved = dict(
         model=GPT(config).state_dict(),
@@ -234,7 +241,7 @@ def save_weights(directory, **train_config):
 def test_weights_decide_the_shape_and_the_recipe(tmp_path):
     save_weights(tmp_path / "run")
     gpt_config, config = resolved("--init_from", tmp_path / "run", "--max_steps", 20)
-    assert gpt_config == GPTConfig(1, 1, 32, 32, 256, dropout=0.1)  # 0.1 is the preset's
+    assert gpt_config == GPTConfig(1, 1, 32, 32, 256, dropout=0.1)  # the preset sets dropout to 0.1
     assert (config.max_lr, config.max_steps) == (5e-5 * (768 / 32) ** 2, 20)
     assert config.val_every == 2  # a tenth of the steps
 
@@ -278,17 +285,18 @@ def test_schedules():
 
 def test_a_short_run_has_fewer_validations():
     found = {n: config_of("--max_steps", n).val_every for n in (5, 300, 2700, 19073)}
-    assert found == {5: 1, 300: 30, 2700: 270, 19073: 500}  # ten, or each 500 steps
+    # Ten validations, or one every 500 steps.
+    assert found == {5: 1, 300: 30, 2700: 270, 19073: 500}
 
 
 def sizes_of_steps(config, n_steps, T=64, world_size=1):
-    """Returns (n, B) of the first steps."""
+    """Returns (n, B), in sequences, for each of the first n_steps steps."""
     process = replace(ALONE, world_size=world_size)
     return [step_size(step, config, T, process) for step in range(n_steps)]
 
 
 def test_a_ramp_has_two_micro_batch_sizes():
-    """torch.compile compiles the step for each size, and fails after eight."""
+    """torch.compile compiles the step for each B, and fails after eight compilations."""
     config = TrainConfig(rampup_steps=100, rampup_batch_size=2**15)
     sizes = sizes_of_steps(config, 200, 1024, 8)
     assert {B for _, B in sizes[:100]} == {4} and {B for _, B in sizes[100:]} == {64}
@@ -299,8 +307,9 @@ def test_a_ramp_has_two_micro_batch_sizes():
     "settings, sizes",
     [
         (dict(batch_size=4), [(8, 4)]),
-        (dict(batch_size=8, pp=2), [(8, 4)]),  # every stage gets a micro-batch
-        # In a ramp, B is that of its first step, so that --batch_size may be larger.
+        (dict(batch_size=8, pp=2), [(8, 4)]),  # 1F1B needs at least one micro-batch per stage
+        # In the ramp-up, B must fit into the first step, which has one sequence. Therefore, B is
+        # smaller than --batch_size.
         (
             dict(batch_size=16, rampup_steps=4, rampup_batch_size=64),
             [(1, 1), (2, 1), (4, 1), (6, 1), (8, 8)],
@@ -308,7 +317,10 @@ def test_a_ramp_has_two_micro_batch_sizes():
     ],
 )
 def test_the_sizes_of_the_steps(settings, sizes):
-    """In sequences of 64 tokens: (n, B). After the ramp, a step has 8 of them."""
+    """sizes: (n, B) of the first steps, in sequences of 64 tokens.
+
+    After the ramp-up, a step consists of 8 sequences.
+    """
     config = LargeConfig(total_batch_size=512, **settings)
     check_step_size(config, 64, 10**6, ALONE, is_B_given=True)
     assert sizes_of_steps(config, len(sizes)) == sizes
@@ -343,7 +355,7 @@ def test_a_micro_batch_that_is_not_given_divides_the_step(batch_size, n, B):
             "--block_size 64 / 1 data-parallel processes); give a divisor of 8",
         ),
         (
-            dict(batch_size=3, pp=2),  # of train_large.py
+            dict(batch_size=3, pp=2),  # pp is a flag of train_large.py
             "--batch_size 3: each process has 8 sequences in a step (--total_batch_size 512 / "
             "--block_size 64 / 1 data-parallel processes); give a divisor of 8, at most 4",
         ),

@@ -1,4 +1,4 @@
-"""Devices and their errors, the search for a micro-batch, and the thread that prepares batches."""
+"""Devices, ranks, the search for a micro-batch size, and the thread that reads batches."""
 
 import json
 import re
@@ -29,7 +29,10 @@ from train_large import LargeConfig, ShardedTraining
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
-    """A driver too old for torch: is_available() only warns. A hidden GPU is no error."""
+    """If the driver is too old, torch only warns and finds no GPU. find_device must raise an error.
+
+    It is not an error if CUDA_VISIBLE_DEVICES hides the GPU.
+    """
     exists = Path.exists
 
     def ones(size, device):
@@ -44,7 +47,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
     with pytest.raises(UserError, match=r"cannot use it .*is too old\); try --device cpu$"):
         find_device("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert find_device("auto", world_size=2).type == "cpu"  # hidden
+    assert find_device("auto", world_size=2).type == "cpu"  # the GPU is hidden
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, local_rank in (("cuda:1", 0), ("cuda", 2), ("auto", 2)):
         with pytest.raises(
@@ -61,7 +64,7 @@ def test_compile_says_what_it_needs_and_that_it_takes_long(monkeypatch, capsys):
     monkeypatch.setenv("CC", "missing")
     with pytest.raises(UserError, match="needs g.. and .* or pass --no-compile$"):
         choose_compile(None, cuda)
-    monkeypatch.setattr(sys, "platform", "win32")  # torch has no Triton there
+    monkeypatch.setattr(sys, "platform", "win32")  # on Windows, torch has no Triton
     assert not choose_compile(None, cuda)
 
 
@@ -83,16 +86,18 @@ def test_out_of_memory_gives_a_one_sentence_error():
 
 @pytest.fixture
 def small_gpu(monkeypatch):
-    """Turns the CPU into a GPU with memory for a number of sequences -> (that number, sizes tried).
+    """Makes the CPU act as a GPU that has memory for most[0] sequences. Returns (most, tried).
 
-    The search runs the model on the CPU. Test and search use both lists.
+    A test can change most[0]. The list `tried` contains the micro-batch sizes that the search has
+    tried.
     """
     most, tried, forward = [4], [], GPT.forward
     has_memory, fit = batch_size.has_memory, train_gpt2.Training.fit_batch_size
 
     def limited(model, idx, targets=None):
         torch.rand(1)
-        if len(idx) > most[0] and model.lm_head.weight.grad is not None:  # in the second pass
+        # Memory runs out in the second forward pass, when gradients exist.
+        if len(idx) > most[0] and model.lm_head.weight.grad is not None:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
         return forward(model, idx, targets)
 
@@ -116,10 +121,10 @@ def small_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "n, B, first, most, tried",
     [
-        # The search with compiled code begins with the last size that eager code cannot run.
+        # In compiled mode, the search begins with the last size that does not fit in eager mode.
         (64, 16, 0, 4, [16, 8, 4, 8, 4]),
         (45, 15, 0, 8, [15, 5, 15, 5]),  # 7 and 6 do not divide 45
-        (16, 16, 6, 3, [16, 8, 4, 2, 4, 2]),  # with a ramp-up, whose first step has 6 sequences
+        (16, 16, 6, 3, [16, 8, 4, 2, 4, 2]),  # the first step of the ramp-up has 6 sequences
         (2, 2, 0, 0, [2, 1, 1]),
     ],
 )
@@ -141,7 +146,7 @@ def test_a_gpu_gets_the_largest_micro_batches_that_fit(small_gpu, n, B, first, m
 
 
 class Counting(GPT):
-    """Its buffers are a counter, and two caches: one grows, and one is made in the first call."""
+    """A GPT with three buffers: a counter, a growing cache, and a cache that is created later."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -178,7 +183,10 @@ def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, 
 
 
 def test_sums_of_one_process_stay_where_they_are():
-    """Benchmarks sum in float64, which MPS does not have."""
+    """Benchmarks sum in float64, which MPS does not support.
+
+    Therefore, a single process must not move these sums to its device.
+    """
     sums = torch.ones(3, dtype=torch.float64)
     assert Process(0, 1, torch.device("mps"), torch.float32).sum(sums) is sums
 
@@ -193,12 +201,13 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
     with pytest.raises(UserError, match="broke off"):
         for batch in prefetch(batches(), replace(ALONE, stop=stop)):
             taken.append(batch)
-            assert stop.requested == (batch == 4)  # before the run needs the next batch
+            # The error is known before the run needs the next batch.
+            assert stop.requested == (batch == 4)
     assert taken == [0, 1, 2, 3, 4] and str(stop.error) == "a shard broke off"
 
 
 def test_on_mps_only_the_main_thread_makes_batches():
-    """There, two threads at once may crash the process."""
+    """On MPS, two threads that use the GPU at the same time may crash the process."""
     batches = (threading.current_thread() for _ in range(2))
     process = Process(0, 1, torch.device("mps"), torch.float32)
     assert [*prefetch(batches, process)] == [threading.main_thread()] * 2
@@ -219,7 +228,7 @@ def test_on_mps_only_the_main_thread_makes_batches():
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
-    """Such a process would print nothing, and would train and save nothing."""
+    """Only rank 0 prints and saves. With a wrong rank, a process would train and save nothing."""
     for name in ("MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for variable in variables.split():
@@ -230,7 +239,7 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
 
 
 def test_a_restart_of_torchrun_sees_no_address_of_a_dead_process(monkeypatch):
-    """On one machine, torchrun --max_restarts gives all starts the same store."""
+    """On one machine, all restarts of torchrun --max_restarts share one store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 GROUP_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
     for variable in f"{variables} MASTER_PORT={server.port}".split():
@@ -277,7 +286,7 @@ def test_a_model_that_needs_more_processes(tp, pp, n):
 
 
 def test_ranks_that_fit(monkeypatch):
-    """Kubeflow sets no LOCAL_RANK. Each of its machines has one process."""
+    """Kubeflow runs one process on each machine, and does not set LOCAL_RANK."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert read_ranks() == (0, 0, 1)
@@ -288,7 +297,7 @@ def test_ranks_that_fit(monkeypatch):
     assert read_ranks() == (2, 1, 3)
 
 
-# Imports a program until it imports torch, and prints what torch would find.
+# Imports a program until it imports torch. Then prints whether numpy is already imported.
 UNTIL_TORCH = """
 import os, sys
 class Finder:
@@ -304,7 +313,7 @@ __import__(sys.argv[1])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_gpt2", "generate", "core"])
 def test_every_program_imports_numpy_before_torch(name):
-    """Otherwise, torch imports it, and ignores Ctrl-C while it does."""
+    """If torch imported numpy first, Ctrl-C would have no effect during this import."""
     done = subprocess.run(
         [sys.executable, "-c", UNTIL_TORCH, name],
         cwd=ROOT,
@@ -317,7 +326,7 @@ def test_every_program_imports_numpy_before_torch(name):
 
 @pytest.mark.slow
 def test_deterministic_runs_use_strict_algorithms(tmp_path):
-    """On a CPU, it changes no loss."""
+    """On a CPU, --deterministic changes no loss."""
     (tmp_path / "run.py").write_text(
         "import os, sys, torch\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"

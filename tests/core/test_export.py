@@ -1,4 +1,7 @@
-"""Exported directories in transformers: bytes, GPT-2's tokenizer and one's own vocabulary."""
+"""Loads exports with transformers.
+
+The models use bytes, GPT-2's tokens, or their own vocabulary.
+"""
 
 import importlib
 import json
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 
 from model import GPT, GPTConfig
 
-pytestmark = pytest.mark.slow  # each test starts a program
+pytestmark = pytest.mark.slow  # most tests in this file use programs that a fixture starts
 
 transformers = pytest.importorskip("transformers")
 KINDS = ("bytes", "gpt2", "own")
@@ -32,7 +35,7 @@ FILES = [
 PIECES = ["a", " ", "\n", "\r", "'ll", "1", "!", " .", " n't", "中", "\u3000", "é", "<|endoftext|"]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 TEXTS = UNICODE | st.lists(st.sampled_from(PIECES)).map("".join)
-# What a user of an exported directory runs. It imports nothing of plainGPT.
+# A user of an export may run this program, which imports nothing from plainGPT.
 USE = """
 import json, sys
 from transformers import pipeline
@@ -52,7 +55,10 @@ def export(*flags, **options):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A directory with the runs bytes/, gpt2/ and own/, and their exports bytes-hf/ ..."""
+    """A directory with the runs bytes, gpt2 and own, and their exports.
+
+    The exports are in bytes-hf, gpt2-hf and own-hf.
+    """
     d = tmp_path_factory.mktemp("export")
     plays = (ROOT / "input.txt").read_text()[:60_000]
     (d / "t.txt").write_text(plays + "中文 é 🙂 1234\n\n!" * 50)
@@ -69,7 +75,10 @@ def exported(tmp_path_factory):
 
 
 def test_pipeline_equals_generate(exported):
-    """The same greedy text in another process, offline: end_of_text is put before a prompt."""
+    """Greedy decoding yields the same text in another process, which is offline.
+
+    The pipeline of transformers must put end_of_text before a prompt, as generate.py does.
+    """
     (exported / "use.py").write_text(USE)
     out, _ = program(json.dumps(PROMPTS), *KINDS, cwd=exported, program=exported / "use.py")
     found = json.loads(out)
@@ -78,14 +87,18 @@ def test_pipeline_equals_generate(exported):
         for prompt, text in zip(PROMPTS, found[kind]):
             idx = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode(prompt)]])
             ids = model.eval().generate(idx, 12, temperature=0)[0, 1:].tolist()
-            if tokenizer.end_of_text in ids and tokenizer.special:  # transformers stops there
+            # Transformers stops at this token.
+            if tokenizer.end_of_text in ids and tokenizer.special:
                 ids = ids[: ids.index(tokenizer.end_of_text)]
             assert text == tokenizer.decode(ids), (kind, prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizer_is_the_same(exported, kind):
-    """On any Unicode and any ids, except for the name of end_of_text in a text."""
+    """Both tokenizers agree on any Unicode text and any ids.
+
+    The only exception is a text that contains the name of end_of_text.
+    """
     _, tokenizer = load_model(exported / kind, GPT)
     auto = transformers.AutoTokenizer.from_pretrained(exported / f"{kind}-hf")
     end = tokenizer.decode([tokenizer.end_of_text])
@@ -108,12 +121,16 @@ def test_tokenizer_is_the_same(exported, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_programs_read_an_export(exported, kind):
-    """The same tokenizer and the same weights, so the same texts, as one of them shows."""
+    """An export has the same tokenizer and weights as its checkpoint.
+
+    The generated text is therefore the same. The test generates text for only one of the
+    tokenizers.
+    """
     model, tokenizer = load_model(exported / kind, GPT)
     again, same = load_model(exported / f"{kind}-hf", GPT)
     assert same.name == tokenizer.name and same.end_of_text == tokenizer.end_of_text
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
-    # Other people of the machine may read all files or none.
+    # All files have the same permissions, so other users can read all of them, or none.
     assert len({path.stat().st_mode for path in (exported / f"{kind}-hf").iterdir()}) == 1
     if kind != "own":
         return
@@ -127,7 +144,7 @@ def test_our_programs_read_an_export(exported, kind):
 
 
 def test_bfloat16_model_card_and_a_second_export(exported):
-    """Files of others stay, an earlier export is replaced."""
+    """A second export replaces the first one, but keeps files that export.py did not write."""
     (exported / "own-hf" / "notes.txt").write_text("mine")
     export(
         "--checkpoint",
@@ -157,7 +174,7 @@ def test_bfloat16_model_card_and_a_second_export(exported):
 
 
 class Window(GPT):
-    """Each position reads itself and the 99 before it."""
+    """Each position attends to itself and to the 99 positions before it."""
 
     def hidden(self, idx, *more):
         near = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool).tril().triu(-99)
@@ -198,9 +215,9 @@ def test_a_checkpoint_without_run_json(exported):
     ],
 )
 def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, message):
-    """n_inner is the width of the MLP. GPT-2 has 4 n_embd."""
+    """n_inner is the width of the MLP, which is 4 n_embd in GPT-2."""
     shape = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=50257)
-    saved = settings | dict(n_head=2, n_positions=8)  # config.json has other values
+    saved = settings | dict(n_head=2, n_positions=8)  # config.json gets different values below
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape | saved))
     hf.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""plaingpt/files.py: an output replaces no input, and nothing that is not a file; locks."""
+"""plaingpt/files.py: checks of output paths, writing through links and pipes, and locks."""
 
 import errno
 import fcntl
@@ -16,7 +16,10 @@ import pytest
 @pytest.mark.parametrize("output", ["a.txt", "../d/a.txt", "link", "linked/a.txt", "sub/b.txt"])
 @pytest.mark.parametrize("given", ["a.txt", "link", "../d", "linked", "."])
 def test_an_output_is_no_input(tmp_path, monkeypatch, output, given):
-    """An input may be a directory. Both may be links, or lead through links."""
+    """The input may be a directory.
+
+    The paths of input and output may be symbolic links, or contain symbolic links.
+    """
     directory = tmp_path / "d"
     (directory / "sub").mkdir(parents=True)
     (directory / "a.txt").touch()
@@ -52,7 +55,10 @@ def test_a_link_stays_a_link(tmp_path):
 
 @pytest.mark.parametrize("name", [f"{'x' * 250}.json", f"{chr(0x4E2D) * 83}.json"])
 def test_an_output_may_have_the_longest_name(tmp_path, name):
-    """Which has 255 bytes. What check_output allows must not fail after the work."""
+    """The longest name has 255 bytes.
+
+    If check_output accepts a name at the start, writing the file at the end must not fail.
+    """
     check_output("--json", tmp_path / name)
     write_json(tmp_path / name, 1)
     assert os.listdir(tmp_path) == [name]
@@ -62,7 +68,7 @@ def test_an_output_may_have_the_longest_name(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["pipe", "link"])
 def test_an_output_may_be_a_pipe(tmp_path, name):
-    """So /dev/null stays a device, also for root."""
+    """Writing to a pipe or a device must not replace it with a file: root could lose /dev/null."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
@@ -73,7 +79,7 @@ def test_an_output_may_be_a_pipe(tmp_path, name):
 
 
 def test_the_files_of_a_model(tmp_path, monkeypatch):
-    """Those of its run or export, but no scores or pages beside them."""
+    """list_model_files lists the files of a run or an export, but not scores.json or look.html."""
     for name in ("model_000005.pt", "model_best.pt", "run.json", "scores.json", "look.html"):
         (tmp_path / name).touch()
     (tmp_path / "hf").mkdir()
@@ -88,11 +94,14 @@ def test_the_files_of_a_model(tmp_path, monkeypatch):
 
 
 def test_another_machine_sees_the_lock_on_nfs(tmp_path, monkeypatch):
-    """NFS locks no directory for other machines, and no file that is open for reading only."""
+    """On NFS, other machines see the lock of a file, but not the lock of a directory.
+
+    The file must be open for writing.
+    """
 
     def flock_of_nfs(descriptor, operation):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            return  # only processes of this machine would see this lock
+            return  # only processes on this machine would see this lock
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, "Bad file descriptor")
         flock(descriptor, operation)

@@ -1,4 +1,4 @@
-"""Flags: annotations that `from __future__ import annotations` makes texts, lists, and ~."""
+"""Flags: postponed annotations, repeated lists, line breaks, and ~ in paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Postponed:
     n: int = flag(1, "a number", above=0)
     rates: list[float] | None = flag(None, "numbers", at_least=0)
     kind: Literal["adamw", "muon"] = flag("adamw", "a choice")
-    # It has the name of a type, as in experiment.py.
+    # Like a field of experiment.py, this field has the name of a type.
     list: bool = flag(False, "a switch", either=True)
     name: str | None = flag(None, "a text", empty=True)
     stop: str | None = flag(None, "a text", line_breaks=True)
@@ -94,7 +94,10 @@ def test_values_of_a_repeated_list_add_up():
 
 
 def test_a_tilde_at_the_start_of_a_path_is_the_home_directory(monkeypatch):
-    """A shell expands it neither after --data= nor in NAME=~/file."""
+    """A shell does not expand the tilde in --data=~/a.
+
+    In NAME=~/a,NAME=~/b, bash expands only the first tilde.
+    """
     monkeypatch.setenv("HOME", "/home/ann")
     for text, expected in (
         ("~/a.txt", "/home/ann/a.txt"),

@@ -19,7 +19,7 @@ from model import GPT, GPTConfig
 
 
 def generate_json(*flags, cwd):
-    """Returns what --json writes."""
+    """Runs generate.py. Returns the content of the file of --json."""
     program("--device", "cpu", *flags, "--json", "out.json", cwd=cwd, program="generate.py")
     return json.loads((cwd / "out.json").read_text(encoding="utf-8"))
 
@@ -33,9 +33,10 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
-    """Also beyond the context of 32 bytes, where the window slides.
+    """The texts are longer than the context of 32 bytes, so the window slides.
 
-    The file has a byte order mark. The last prompt has a separator of lines that ends no prompt.
+    The file begins with a byte order mark. The last prompt contains a Unicode line separator, which
+    must not end the prompt.
     """
     prompts = ["MARLOW: ", "", "A longer prompt, 30 bytes long", "é\u2028b"]
     (trained / "many.txt").write_text("\n".join(prompts) + "\n", "utf-8-sig")
@@ -81,7 +82,7 @@ def test_a_stopped_program_writes_the_texts_so_far(stop, trained, monkeypatch, t
     real = generate.write_texts
 
     def write_texts(model, tokenizer, ids, *args):
-        if len(ids) == 3:  # the third prompt
+        if len(ids) == 3:  # the third prompt, "cc"
             raise stop
         return real(model, tokenizer, ids, *args)
 
@@ -119,10 +120,14 @@ def test_json_replaces_no_input(output, tmp_path, monkeypatch):
 
 
 def script(monkeypatch, *rows):
-    """A model whose new tokens are fixed: those of each row, one after the other."""
+    """Returns a model for generate.py that always generates the tokens in `rows`.
+
+    rows: the ids of each sample, in the order in which they are generated.
+    """
 
     def tokens(model, idx, n, **options):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # a plan for each length would be slow
+        # cuDNN would prepare a plan for each length, which is slow.
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         for column in list(zip(*rows))[:n]:
             yield torch.tensor(column)[:, None]
 
@@ -139,7 +144,7 @@ def script(monkeypatch, *rows):
         ("Aé中🙂B", dict(stop="中!"), ["A", "é", "中", "🙂B\n"], "Aé中🙂B"),
         ("Aé中🙂B", dict(stop="é"), ["A"], "A"),
         ("aaab", dict(stop="aab"), ["a\n"], "a"),
-        ([0x41, 0xE4, 0xB8], {}, ["A", "\ufffd\n"], "A\ufffd"),  # half a character at the end
+        ([0x41, 0xE4, 0xB8], {}, ["A", "\ufffd\n"], "A\ufffd"),  # the text ends within a character
     ],
 )
 def test_characters_appear_whole_and_stop_ends_a_text(ids, flags, parts, whole, monkeypatch):
@@ -189,7 +194,7 @@ def test_interactive_mode_reads_prompts_until_the_end(trained, python):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, tmp_path):
-    """As a signal would: in the middle of a text, and at the prompt."""
+    """The test raises KeyboardInterrupt, as Ctrl-C does, during a text and at the prompt."""
     real, prompts = generate.generate_tokens, iter(["a", KeyboardInterrupt(), "a", EOFError()])
 
     def interrupted(*args, **options):
@@ -209,11 +214,11 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, tmp_path):
     generate.main(flags)
     texts = [result["texts"][0] for result in json.loads((tmp_path / "chat.json").read_text())]
     assert [text[0] for text in texts] == ["a", "a"] and len(texts[0]) > 1
-    assert texts[0] != texts[1]  # another seed
+    assert texts[0] != texts[1]  # each prompt uses a different seed
 
 
 def test_the_first_token_in_bfloat16_equals_transformers(tmp_path):
-    """Later ones may differ by rounding. test_export.py compares whole texts in float32."""
+    """Later tokens may differ by rounding. test_export.py compares whole texts in float32."""
     transformers = pytest.importorskip("transformers")
     model = randomise(GPT(GPTConfig(2, 2, 32, block_size=64, vocab_size=300)))
     save_gpt2(model, tmp_path, get_tokenizer("bytes"))

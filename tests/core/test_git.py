@@ -1,4 +1,4 @@
-"""plaingpt/source_code.py: what it says does not depend on the user's settings."""
+"""plaingpt/source_code.py: works with all git settings of a user, and in unusual clones."""
 
 import re
 
@@ -8,8 +8,8 @@ from plaingpt.source_code import diff_since, read_git, run_git
 
 import pytest
 
-# The value of diff.external and of the drivers is a program. These settings are the user's own, and
-# git has still others that only change how a difference looks.
+# Git settings of a user that could change a patch, or how git applies it. The values of external,
+# driver and textconv are programs.
 SETTINGS = dict(
     color="color.ui=always",
     prefix="diff.noprefix=true",
@@ -29,7 +29,7 @@ SETTINGS = dict(
 
 
 def make_repository(directory):
-    """Makes a repository in a directory, and commits its files."""
+    """Creates a git repository in a directory, and commits the files of the directory."""
     run_git("init", place=directory)
     run_git("add", ".", place=directory)
     user = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -38,7 +38,7 @@ def make_repository(directory):
 
 @pytest.mark.parametrize("setting", [*SETTINGS.values(), "all"])
 def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, setting):
-    """diff_since gives a patch of the whole clone, which `git apply` accepts as it is."""
+    """diff_since returns a patch of the whole clone, which `git apply` must accept unchanged."""
     clone = tmp_path
     monkeypatch.setattr("plaingpt.source_code.CLONE", clone)
     settings = SETTINGS.values() if setting == "all" else [setting]
@@ -62,7 +62,10 @@ def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, s
 
 
 def test_copies_leave_the_worktrees_of_a_user_alone(tmp_path, monkeypatch):
-    """Also one whose disk is away. Its index has a file that is in no commit."""
+    """A worktree of the user is on a disk that is not mounted at the moment.
+
+    The index of this worktree contains a file that is in no commit.
+    """
     (tmp_path / "clone").mkdir()
     monkeypatch.setattr("plaingpt.source_code.CLONE", tmp_path / "clone")
     run_git("init")
@@ -80,7 +83,10 @@ def test_copies_leave_the_worktrees_of_a_user_alone(tmp_path, monkeypatch):
 
 
 def test_a_copy_without_git_inside_a_repository(tmp_path, monkeypatch):
-    """A run there records nothing of the other repository, and no experiment changes it."""
+    """plainGPT was copied into a user's own repository, without its .git directory.
+
+    A run must not record the state of the user's repository, and git commands must fail.
+    """
     (tmp_path / "diary.txt").write_text("public")
     make_repository(tmp_path)
     (tmp_path / "diary.txt").write_text("secret")
@@ -92,7 +98,7 @@ def test_a_copy_without_git_inside_a_repository(tmp_path, monkeypatch):
 
 
 def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):
-    """Also in a hook of another repository, which sets these variables, and for another user."""
+    """A hook of a different repository sets GIT_DIR. A different user may own the clone."""
     for name in ("clone", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("1\n")
@@ -104,7 +110,8 @@ def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other/.git/index"))
-    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git then refuses what it finds
+    # With this variable, git behaves as if a different user owned the repository.
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert read_git() == found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-# The components that have a folder in plaingpt/. The files beside these folders belong to the
+# The components that have a folder in plaingpt/. The other files of plaingpt/ belong to the
 # components core and data.
 COMPONENTS = {"scoring", "large", "lab", "look"}
 FOLDERS = ("*.py", "plaingpt/**/*.py", "experiments/*.py", "docs/*.py")

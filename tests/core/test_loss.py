@@ -1,4 +1,4 @@
-"""plaingpt/loss.py: compared with the loss of all logits, and with manual calculations."""
+"""Compares plaingpt/loss.py with a loss of all logits at once, and with manual calculations."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,10 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 
 
 def test_the_memory_of_the_logits_on_the_pages():
-    """docs/hardware.md and the docstring: 4 bytes for each logit of GPT-2, in float32."""
+    """Two texts state this memory: docs/hardware.md and the docstring of plaingpt/loss.py.
+
+    Each float32 logit of GPT-2 needs 4 bytes.
+    """
     page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
     for N in (64 * 1024, CHUNK_SIZE["cuda"]):
         size = f"{N * 50257 * 4 / 1e9:.1f} GB"
@@ -27,7 +30,7 @@ def test_the_memory_of_the_logits_on_the_pages():
 
 
 def naive_loss(model, idx, targets):
-    """The loss from all logits at once."""
+    """Computes the loss from all logits at once."""
     logits = F.linear(model.hidden(idx), model.lm_head.weight)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -36,7 +39,7 @@ def naive_loss(model, idx, targets):
 @pytest.mark.parametrize("ignored", [0, 7, 29])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
 def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, ignored, dtype, tolerance):
-    """The first targets are -100, which do not count: neither in the loss nor in a gradient."""
+    """The first `ignored` targets are -100. They affect neither the loss nor a gradient."""
     monkeypatch.setitem(CHUNK_SIZE, "cpu", rows)
     model, (idx, targets) = randomise(GPT(SMALL)), torch.randint(200, (2, 2, 15))
     targets.view(-1)[:ignored] = -100
@@ -45,7 +48,7 @@ def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, ignored, dt
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         _, loss = model(idx, targets)
         with torch.no_grad():
-            # validation computes the same loss without gradients
+            # Validation computes the same loss without gradients.
             assert model(idx, targets)[1] == loss
     # The factor 3 must reach the gradients.
     for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):
@@ -53,7 +56,10 @@ def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, ignored, dt
 
 
 def test_float16_keeps_the_small_gradients():
-    """Tokens that do not occur have gradients of 1/1000 of 1/4096: two bits in unscaled float16."""
+    """The smallest gradients are 1/1000 of 1/4096, for tokens that never occur as a target.
+
+    Without a loss scale, float16 would keep only two bits of these gradients.
+    """
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, vocab_size=1000))
     idx, targets = torch.randint(1000, (8, 512)), torch.zeros(8, 512, dtype=torch.long)
     gradients = []
@@ -61,7 +67,7 @@ def test_float16_keeps_the_small_gradients():
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             x = model.hidden(idx).detach().float()
             loss = model.loss(x, targets)
-        # scaled as by a gradient scaler
+        # The factor 65536 scales the loss, as a gradient scaler does.
         gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])
     assert (gradients[1] - gradients[0]).norm() < 0.002 * gradients[0].norm()
 
@@ -72,7 +78,7 @@ def test_extreme_logits_give_the_exact_loss():
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.fill_(1)
         model.lm_head.weight.zero_()
-        # logits 1000, -1000 and 198 of 0
+        # One logit is 1000, one is -1000, and the other 198 are 0.
         model.lm_head.weight[:2] = torch.tensor([[1000.0], [-1000.0]]) / SMALL.n_embd
         _, loss = model(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 2]]))
     assert loss == pytest.approx((0 + 2000 + 1000) / 3, rel=1e-6)
@@ -139,7 +145,7 @@ def test_the_compiled_loss_of_a_function():
 
 
 class Largest(TorchDispatchMode):
-    """Records the largest number of elements that any operator returned."""
+    """Records the number of elements of the largest tensor that an operator has returned."""
 
     numbers = 0
 
@@ -159,18 +165,23 @@ def test_all_logits_are_never_in_memory(kind, grad):
         _, loss = model(idx, idx)
         if grad:
             loss.backward()
-    # a chunk of 384 positions of 4 x 512; the fused loss pads the vocabulary to 1024
+    # The largest tensor contains the logits of a chunk: 384 of the 4 x 512 positions. If the head
+    # is a weight, the loss pads the vocabulary to 1024 ids.
     assert largest.numbers == 384 * (1024 if kind is GPT else 1000)
 
 
 @pytest.mark.slow
 def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
-    """The generated code for two chunks: no float32 logits, and one buffer for all chunks."""
+    """The generated code for two chunks has one bfloat16 buffer for the logits of both chunks.
+
+    The code has no buffer for float32 logits.
+    """
     import torch._inductor.config as inductor
     import torch._inductor.ir as ir
     from torch._inductor.utils import run_and_get_code
 
-    # On a CPU, Inductor stores results of exp that are used twice. On a GPU it does not.
+    # On a CPU, Inductor stores a result of exp that is used twice, but not on a GPU. This patch
+    # selects the code for a GPU.
     monkeypatch.setattr(ir, "is_cpu", lambda device: False)
     torch.manual_seed(0)
     head = torch.nn.Linear(32, 1000, bias=False)
@@ -189,21 +200,25 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 
     expected = run(loss_fn, 256)
     with inductor.patch(fx_graph_cache=False):
-        found, code = run_and_get_code(lambda: run(compiled, 64))  # 4 x 64 if compiled
+        # A compiled chunk has 4 x 64 positions.
+        found, code = run_and_get_code(lambda: run(compiled, 64))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert buffers(code) == ["torch.bfloat16"]
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of a validation
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as in a validation
             _, code = run_and_get_code(lambda: compiled(x, y, w))
         assert buffers(code) == ["torch.bfloat16"]
 
 
 def buffers(code):
-    """The dtypes of the buffers for logits of 4 x 64 positions in Inductor's code."""
+    """Returns the dtypes of the logit buffers in code that Inductor has generated.
+
+    A buffer contains one chunk: 4 x 64 positions, and 1000 ids that the loss pads to 1024.
+    """
     return re.findall(r"empty_strided_cpu\(\(256, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
 
 
 def test_second_derivatives_raise():
-    """The gradients are computed in forward, so they cannot be differentiated again."""
+    """The forward pass computes the gradients, so autograd cannot differentiate them again."""
     x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     loss = ChunkedCrossEntropy(9)(x, torch.randint(9, (2, 5)), w)
     with pytest.raises(RuntimeError, match="has no second derivative; use all logits"):
@@ -220,7 +235,7 @@ def test_losses_of_positions_have_no_gradient_and_say_so():
 
 
 def test_float16_does_not_overflow_if_all_positions_have_one_target(monkeypatch):
-    """16,384 rows of 8 would add up to 131,072; float16 ends at 65,504."""
+    """The sum of 16,384 rows of 8 is 131,072, but the largest float16 number is 65,504."""
     monkeypatch.setitem(CHUNK_SIZE, "cpu", 16384)
     x, w = torch.full((1, 16384, 4), 8.0), torch.zeros(300, 4, requires_grad=True)
     y = torch.zeros(1, 16384, dtype=torch.long)

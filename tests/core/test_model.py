@@ -1,4 +1,4 @@
-"""Compares the model with transformers, with manual calculations and with the GPT-2 paper."""
+"""Compares the model with Hugging Face's GPT-2, with manual calculations, and with the paper."""
 
 import json
 import math
@@ -50,7 +50,10 @@ def test_initialization(gpt2):
 
 
 def test_the_type_of_a_layer_decides_its_initialization():
-    """A linear layer of any name is initialized. A layer of another type keeps its values."""
+    """Linear layers are initialized, whatever their name is.
+
+    A layer of a different type keeps the initialization of its constructor.
+    """
     model = GPT(SMALL)
     model.conv = torch.nn.Conv1d(64, 64, 3)
     model.gate = torch.nn.Linear(64, 64)
@@ -62,7 +65,7 @@ def test_the_type_of_a_layer_decides_its_initialization():
 
 
 def load_gpt2(directory):
-    """Loads a GPT-2 of transformers, which may have no tokenizer."""
+    """Loads a GPT-2 in Hugging Face format, even if the directory contains no tokenizer."""
     config, weights = read_gpt2(directory, GPT)
     model = GPT(config)
     model.load_state_dict(weights)
@@ -116,7 +119,7 @@ def test_other_architectures_and_missing_weights_are_refused(tmp_path, change, m
 
 
 def by_hand(model, idx, n, seed, **sampling):
-    """Generates without a cache: the model runs on the whole window for every token."""
+    """Generates without a cache: for every token, the model runs on the whole window again."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(n):
         with torch.no_grad():
@@ -151,7 +154,7 @@ def test_generate_has_its_own_random_state():
 
 
 def test_the_residual_stream_is_float32_on_a_cpu():
-    """Also with products in bfloat16. test_gpu.py tests CUDA."""
+    """The stream is float32 even if matrix multiplications use bfloat16. test_gpu.py tests CUDA."""
     model, dtypes = GPT(SMALL), []
     for block in model.transformer.h:
         block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
@@ -179,10 +182,14 @@ def test_sample_top_k_and_top_p_by_hand():
 
 @pytest.mark.parametrize("has_bfloat16, tolerance", [(True, 0), (False, 5e-5)])
 def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bfloat16, tolerance):
-    """In bfloat16 as torch.optim.Muon, bit for bit; in float32 up to rounding of the update."""
+    """In bfloat16, the update equals the update of torch.optim.Muon bit for bit.
+
+    If the CPU has no instructions for bfloat16, Muon uses float32, and the updates differ by
+    rounding.
+    """
     monkeypatch.setattr("plaingpt.muon.has_bfloat16", lambda device: has_bfloat16)
     model = randomise(GPT(SMALL))
-    model.transformer.h[0].attn.scale = torch.nn.Parameter(torch.ones(2, 1, 1))  # no matrix
+    model.transformer.h[0].attn.scale = torch.nn.Parameter(torch.ones(2, 1, 1))  # not a matrix
     muon, adamw = model.configure_optimizers(0.1, 1e-3, "muon", 2e-3)
     assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
     names_of = {p: name for name, p in model.named_parameters()}
@@ -196,7 +203,7 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
     p = model.transformer.h[0].mlp.c_fc.weight
     q = torch.nn.Parameter(p.detach().clone())
     p.grad = q.grad = torch.randn(128, 32)
-    # Query, key and value are three matrices, also if one layer has them.
+    # Query, key and value are three matrices, even if one layer computes all of them.
     c_attn = model.transformer.h[0].attn.c_attn.weight
     qkv = [torch.nn.Parameter(part.clone()) for part in c_attn.detach().chunk(3)]
     c_attn.grad = torch.randn(96, 32)
@@ -222,7 +229,7 @@ def test_a_gradient_scaler_unscales_for_muon():
 
 
 def test_groups_of_muon():
-    """Each group has its own learning rate, decay and momentum, although both share a stack."""
+    """Each parameter group has its own learning rate, weight decay and momentum."""
     torch.manual_seed(0)
     first, second, a, b = (torch.nn.Parameter(torch.randn(32, 48)) for _ in range(4))
     a.data, b.data = first.detach().clone(), second.detach().clone()
@@ -237,9 +244,10 @@ def test_groups_of_muon():
 
 
 def test_one_layer_of_query_key_and_value_that_differ_in_size():
-    """Muon would cut it in the wrong places."""
+    """Muon would split the layer into three matrices of equal size."""
     model = GPT(SMALL)
-    model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 2 heads, 1 of keys and values
+    # Two heads of queries share one head of keys and values.
+    model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)
     model.configure_optimizers(0.1, 1e-3, "adamw")
     message = "transformer.h.1.attn.c_attn.weight has 64 rows .*three separate layers"
     with pytest.raises(ValueError, match=message):
@@ -247,7 +255,7 @@ def test_one_layer_of_query_key_and_value_that_differ_in_size():
 
 
 def test_two_layers_with_one_parameter():
-    """TP would give each of them parameters of its own."""
+    """With TP, each of the two layers would get its own parameter."""
     model = GPT(SMALL)
     check_shared(model, LargeConfig(tp=2))
     block = model.transformer.h[0]
@@ -258,7 +266,7 @@ def test_two_layers_with_one_parameter():
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
-    """The masks of dropout are the same when a block runs again."""
+    """When a block is recomputed, its dropout masks are the same."""
     model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
 
     def run():
@@ -273,13 +281,13 @@ def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
     kept, gradients = run()
     model.activation_checkpointing = True
     kept_little, again = run()
-    # A block saves only its input, B x T x C, instead of 24 times as much (and the weights).
+    # With checkpointing, a block saves only its input, (B, T, C), and no other activations.
     assert kept_little < kept / 3
     assert all(torch.equal(a, b) for a, b in zip(gradients, again))
 
 
 def test_activation_checkpointing_repeats_the_random_numbers_of_an_edit(monkeypatch):
-    """A block may draw its own, even if the model has no dropout."""
+    """A block may draw its own random numbers, even if the model has no dropout."""
     plain = model_module.MLP.forward
 
     def forward(self, x):
@@ -328,7 +336,7 @@ def test_dropout_is_active_in_training_only():
 
 
 def test_dropout_is_in_the_same_places_as_in_gpt2(monkeypatch):
-    """On the embeddings, the attention weights, and both projections into the residual stream."""
+    """Dropout applies to embeddings, attention weights, and both projections of each block."""
     model, idx = GPT(DROPOUT), torch.randint(200, (2, 16))
     shapes, weights, real = [], [], F.scaled_dot_product_attention
     for module in model.modules():

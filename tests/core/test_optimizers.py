@@ -1,4 +1,4 @@
-"""Optimizers of any kind: their state is saved, and a resumed run equals one without a break."""
+"""Optimizers of all kinds: checkpoints contain their state, and a resumed run is bit-identical."""
 
 from plaingpt.optimizers import load_optimizer
 
@@ -40,7 +40,10 @@ def test_a_state_of_another_shape_is_whole_with_ddp(tmp_path, name):
 
 
 class Wrapper(torch.optim.SGD):
-    """As torch_optimizer's Lookahead, whose state_dict contains the inner optimizer's state."""
+    """An optimizer whose state_dict contains the state of an inner optimizer.
+
+    The Lookahead of the package torch_optimizer does the same.
+    """
 
     def state_dict(self):
         return dict(slow=super().state_dict(), fast=dict(k=3))
@@ -51,7 +54,7 @@ class Wrapper(torch.optim.SGD):
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own(monkeypatch):
-    """Its own methods save and load the state."""
+    """The optimizer's own methods save and load its state."""
 
     def make():
         monkeypatch.setattr(
@@ -82,7 +85,7 @@ def test_another_optimizer_does_not_take_the_state(tmp_path):
 )
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path, value, kind, step):
-    """When a checkpoint is saved: torch.load reads no file with a number of NumPy."""
+    """torch.load refuses a file that contains an object, or a NumPy number, so the save fails."""
     copy_with(tmp_path, "Lookahead")
     edit_model(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Plots have the numbers of the log."""
+"""Plots show the numbers in the log."""
 
 import re
 
@@ -16,7 +16,10 @@ BABY = ROOT / "log/records/baby"
 
 
 def lines_of(*directories, x="steps"):
-    """{axis title: {label: (x, y)}} of all lines except faint ones and reference scores."""
+    """Returns the lines of a plot: {axis title: {label: (x, y)}}.
+
+    Omits faint lines and published scores.
+    """
     figure = plot.draw({path.name: plot.read_run(path) for path in directories}, x)
     return {
         axes.get_ylabel(): {
@@ -38,7 +41,7 @@ def test_the_plot_shows_the_log():
         assert drawn == {step: value for (step, name), value in log.items() if name == stream}
     x, y = lines["loss (nats per token)"]["baby, training"]
     losses = [float(log[step, "train"]) for step in range(2700)]
-    assert y[2000] == pytest.approx(np.mean(losses[1974:2001]))  # 27 steps
+    assert y[2000] == pytest.approx(np.mean(losses[1974:2001]))  # a mean of 27 steps
     assert y[3] == pytest.approx(np.mean(losses[:4]))
 
 
@@ -53,7 +56,7 @@ def test_only_the_wanted_panels_are_drawn():
 
 @pytest.mark.slow
 def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
-    """The interval by hand: 0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
+    """Calculated by hand, the interval is -0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
     for name, final in (
         ("base-1", 1.0),
         ("base-2", 1.1),
@@ -75,25 +78,28 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
         ["new", "3", "100", "0.9000 ± 0.1000", "-0.2000", "-0.4267 to +0.0267"],
         ["new.3", "1", "100", "0.5000", "-0.6000"],  # one run has no variance
     ]
-    assert len(plot.group_runs(dict.fromkeys(["lr-1e-3", "lr-1e-2"], ({}, {})))) == 2  # a sweep
+    # Runs with different learning rates are not a group.
+    assert len(plot.group_runs(dict.fromkeys(["lr-1e-3", "lr-1e-2"], ({}, {})))) == 2
     widths = {f"w-{n}": ({}, {"model_config": {"n_embd": n}}) for n in (64, 128)}
     seeds = {f"w-{n}": ({}, {"train_config": {"seed": n, "log_dir": n}}) for n in (1, 2)}
     assert [*plot.group_runs(widths | seeds)] == ["w-64", "w-128", "w"]
     assert [*plot.group_runs(seeds | {"w": ({}, {})})] == ["w-1, w-2", "w"]
     programs = {f"w-{n}": ({}, {"program": n // 2}) for n in (1, 2, 3)}
-    assert [*plot.group_runs(programs)] == ["w-1", "w"]  # one mean of two programs would be false
-    plot.draw({"a-1": ({"val": {0: 1.0}}, {}), "a-2": ({"val": {9: 1.0}}, {})}, "steps")  # no line
+    assert [*plot.group_runs(programs)] == ["w-1", "w"]  # a mean over two programs would be wrong
+    # These two runs have no common step, so there is no line to draw.
+    plot.draw({"a-1": ({"val": {0: 1.0}}, {}), "a-2": ({"val": {9: 1.0}}, {})}, "steps")
     figure = plot.draw({path.name: plot.read_run(path) for path in paths}, "steps")
     loss, mine = figure.axes
     assert mine.get_ylabel() == "mine"
     assert [line.get_ydata()[-1] for line in loss.lines] == pytest.approx([1.1, 0.9, 0.5])
     spread = mine.collections[0].get_paths()[0].vertices[:, 1]  # the band of "base"
     assert spread.min() == pytest.approx(1.0) and spread.max() == 7
-    assert loss.get_ylim()[0] < 0.5 and 2 < loss.get_ylim()[1] < 2.2  # without step 0
+    # Step 0 does not affect the limits.
+    assert loss.get_ylim()[0] < 0.5 and 2 < loss.get_ylim()[1] < 2.2
 
 
 def run_with(loss, tokenizer="bytes", split="9 tokens", **settings):
-    """Returns a run as read_run does, with one validation loss."""
+    """Returns a run in the format of read_run, with one validation loss."""
     facts = dict(
         tokenizer=tokenizer,
         model_config=dict(block_size=settings.pop("block_size", 64)),
@@ -125,7 +131,7 @@ def test_losses_are_compared_if_the_validation_is_the_same(settings, difference)
 
 
 def test_runs_of_other_data_are_no_group():
-    """The file of --data may have changed between them."""
+    """The file of --data may have changed between the runs."""
     runs = {"a-1": run_with(1.0), "a-2": run_with(1.5), "a-3": run_with(2.0, split="8 tokens")}
     assert [*plot.group_runs(runs)] == ["a", "a-3"]
 
@@ -139,7 +145,7 @@ def test_streams_that_differ_in_their_last_number_share_a_panel():
 
 
 def test_published_scores_are_drawn():
-    """Those of the loss are only for FineWeb-Edu."""
+    """The published losses are drawn only if all runs train on FineWeb-Edu."""
     streams = {name: {0: 1.0, 1: 1.0} for name in ("val", "hella", "lambada", "story", "wikitext")}
     figure = plot.draw({"run": (streams, {})}, "steps")
     assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [
@@ -162,7 +168,7 @@ def test_published_scores_are_those_of_the_page():
 
 
 def test_a_year_is_no_layer():
-    """Each data set has a panel of its own, whatever number its name ends with."""
+    """Each data set has its own panel, even if its name ends with a number."""
     names = ["val_wiki_2023", "val_wiki_2024", "bpb_part_1", "bpb_part_900", "score_2024"]
     streams = {name: {0: 2.0, 1: 1.0} for name in names}
     panels = plot.draw({"run": (streams | {"val": {0: 2}}, {})}, "steps").axes

@@ -1,4 +1,4 @@
-"""What a run tells its user: its directory, log.txt, notes, TensorBoard and Weights & Biases."""
+"""The outputs of a run: its directory, log.txt, notes, TensorBoard, and Weights & Biases."""
 
 import json
 import os
@@ -39,7 +39,7 @@ import train_gpt2
 
 
 def open_log(**settings):
-    """The RunLog of a run of five steps."""
+    """Returns the RunLog of a run of five steps."""
     training = SimpleNamespace(
         config=train_gpt2.TrainConfig(max_steps=5, **settings),
         gpt_config=conftest.MODEL,
@@ -68,7 +68,7 @@ def test_resume_without_a_run_starts_a_new_run_and_new_runs_move_old_ones(tmp_pa
 
 @pytest.mark.slow
 def test_a_run_directory_that_is_a_mount_point(tmp_path):
-    """Old runs stay on its disk, also if --log_dir is a link."""
+    """Old runs stay on the mounted disk, even if --log_dir is a symbolic link."""
     with small_disk(tmp_path / "run", 2**23):
         train("--log_dir", "run", "--max_steps", 2, cwd=tmp_path)
         (tmp_path / "link").symlink_to("run")
@@ -80,7 +80,7 @@ def test_a_run_directory_that_is_a_mount_point(tmp_path):
 
 
 def test_an_old_run_moves_whole_or_not_at_all(tmp_path, monkeypatch):
-    """On Windows, a file that another program has opened cannot be moved."""
+    """On Windows, a run cannot move a file that another program has opened."""
     run = tmp_path / "run"
     run.mkdir()
     for name in ("log.txt", "run.json", "model_000001.pt", "model_000002.pt", "mine.txt"):
@@ -105,7 +105,7 @@ def test_an_old_run_moves_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_an_old_run_is_not_the_newest_model(tmp_path):
-    """A new run may have no checkpoint yet. An old run can be named."""
+    """A new run may have no checkpoint yet. A user can still give the directory of an old run."""
     old = tmp_path / "log/baby/old-1"
     old.mkdir(parents=True)
     (old / "model_000001.pt").touch()
@@ -123,7 +123,7 @@ def test_an_old_run_is_not_the_newest_model(tmp_path):
 
 @pytest.mark.slow
 def test_the_log_is_utf8_in_every_locale(tmp_path):
-    """Windows has other encodings by default. The names of data sets are in the log."""
+    """The log contains names of data sets. On Windows, the default encoding is not UTF-8."""
     code = r"""
 import sys
 sys.path[:0] = sys.argv[1:]
@@ -154,11 +154,14 @@ def test_printed_steps(tmp_path):
 
 @pytest.mark.parametrize("flags", [[], ["--tensorboard"]])
 def test_after_a_full_disk_a_notebook_starts_the_next_run(tmp_path, monkeypatch, flags):
-    """One sentence, and the directory is unlocked, although the first error still exists."""
+    """The error is one sentence. The run unlocks its directory.
+
+    In a notebook, the exception still exists when the next run starts.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     train_step = train_gpt2.train_step
 
-    def fill_disk(*args):  # in the third step, no file may become larger than 600 bytes
+    def fill_disk(*args):  # simulates a full disk: no file may become larger than 600 bytes
         if (tmp_path / "log.txt").stat().st_size > 200:
             resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
         return train_step(*args)
@@ -176,7 +179,7 @@ def test_after_a_full_disk_a_notebook_starts_the_next_run(tmp_path, monkeypatch,
 
 
 def test_the_clock_stands_while_evaluating_and_saving(tmp_path, monkeypatch):
-    """A step takes 1 s, logging a step 2 s, and a validation, samples or a checkpoint 100 s."""
+    """A step takes 1 s, logging takes 2 s, and a validation, samples or a checkpoint take 100 s."""
     now = [0.0]
 
     def slow(function, seconds):
@@ -199,12 +202,12 @@ def test_the_clock_stands_while_evaluating_and_saving(tmp_path, monkeypatch):
     train_gpt2.main([*TINY, *flags, str(tmp_path)])
     speeds = read_streams(tmp_path / "log.txt")["tok_s"]
     seconds = [512 / speed for _, speed in sorted(speeds.items())]
-    # The log of a step is written between this step and the next step.
+    # A step is logged before the next step, whose time includes the logging.
     assert seconds == pytest.approx([1, 3, 3, 3])
 
 
 def test_the_time_to_go_in_a_ramp(tmp_path, capsys):
-    """The steps take 1, 2, 3, 4 and 4 seconds."""
+    """The batch grows in the first steps, so the five steps take 1, 2, 3, 4 and 4 seconds."""
     log = open_log(rampup_steps=3, log_dir=str(tmp_path))
     for step, n in enumerate((1, 2, 3, 4, 4)):
         log.write_step(step, n * 2**17, n, dict(train=5.0, lr=1e-3, norm=1.0, tok_s=1.0))
@@ -240,7 +243,10 @@ def test_a_step_on_a_gpu_says_how_much_memory_is_reserved(tmp_path, monkeypatch,
 
 
 def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):
-    """A stream of the user's, written after the figures of a step, belongs to the training step."""
+    """The training step writes "train" first, and the user's own metrics after it.
+
+    At its first step, a resumed run writes these metrics again, so their old lines are removed.
+    """
     step_3 = "3 val 2.0\n3 lambada 0.1\n"
     earlier = "2 train 3.0\n2 mine 7\n" + step_3
     (tmp_path / "log.txt").write_text(f"{earlier}3 train 2.9\n3 lr 0.1\n3 mine 8\n4 train 2.8\n")
@@ -265,7 +271,7 @@ def test_small_data_get_a_note_each(tmp_path):
 
 @pytest.mark.slow
 def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
-    """Kills a run between checkpoints and resumes it. Checks numbers, samples, configuration."""
+    """Kills a run between two checkpoints, and resumes it. Checks numbers and samples."""
     flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
     (process,) = spawn(*flags, "--max_steps", 12, cwd=tmp_path)
     wait_for(process, "step     7/")
@@ -290,15 +296,18 @@ def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
 
 
 def wandb_records(data):
-    """Yields the records of a .wandb file: 7 bytes, then a log of LevelDB (doc/log_format.md)."""
+    """Yields the records of a .wandb file: 7 bytes, then a log in LevelDB's format.
+
+    See doc/log_format.md of LevelDB.
+    """
     at, record = 7, b""
     while at < len(data):
-        if 2**15 - at % 2**15 < 7:  # the rest of a block of 32 kB is empty
+        if 2**15 - at % 2**15 < 7:  # the rest of a block of 32 KiB is padding
             at += 2**15 - at % 2**15
-        length, kind = struct.unpack("<4xHB", data[at : at + 7])  # after 4 bytes of checksum
+        length, kind = struct.unpack("<4xHB", data[at : at + 7])  # after a checksum of 4 bytes
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # the whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
 
@@ -323,7 +332,7 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
             }
             samples |= {row["_step"] for name in row if name.startswith("sample 0")}
             for stream in row.keys() & {"train", "val", "bpb", "lr", "norm", "tokens"}:
-                number = pytest.approx(row[stream], rel=1e-7)  # log.txt has 8 digits
+                number = pytest.approx(row[stream], rel=1e-7)  # log.txt contains 8 digits
                 assert found.setdefault((row["_step"], stream), row[stream]) == number
     assert len(ids) == 1 and settings == ["6", "12"] and samples == {5, 6, 10, 12}
     log = {key: float(value) for key, value in read_log(tmp_path / "run").items()}
@@ -331,7 +340,7 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
 
 
 def test_the_run_of_wandb_that_goes_on(tmp_path):
-    """The newest one, online or not. Its id may have dashes, as WANDB_RUN_ID can give it."""
+    """The newest W&B run continues, online or offline. An id may contain dashes."""
     assert find_wandb_id(tmp_path) is None
     for name in (
         "offline-run-20260102_101010-my-2-run-9",
@@ -358,7 +367,7 @@ def test_wandb_without_a_login_is_one_sentence(tmp_path):
 
 
 def test_a_run_records_the_changes_of_its_clone(tmp_path, monkeypatch):
-    """A changed file that is not UTF-8, and a new file that git does not know yet."""
+    """The clone contains a changed file, which is not UTF-8, and new files that are not in git."""
     package = tmp_path / "clone/plaingpt"
     package.mkdir(parents=True)
     (package / "git.py").write_text("")

@@ -1,4 +1,4 @@
-"""What a program does not import, because it takes seconds and helps nobody."""
+"""Checks that programs import only what they need, and that a run needs no docstrings."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from conftest import ROOT, TINY, program
 
 
 def imported_by(source, **options):
-    """Runs Python code in a new process -> the names of all modules that it has imported."""
+    """Runs Python code in a new process. Returns the names of all modules that it has imported."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{source}\nprint(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, **options)
@@ -23,7 +23,10 @@ def test_programs_that_compute_nothing_import_no_torch(program):
 
 @pytest.mark.slow
 def test_a_run_needs_no_docstrings_and_no_asserts(tmp_path):
-    """As with python -OO, which would also compile all of PyTorch again."""
+    """Compiles our files without docstrings and asserts, as python -OO does.
+
+    python -OO itself would also compile all of PyTorch again.
+    """
     (tmp_path / "run.py").write_text(
         "import sys\nfrom importlib.machinery import SourceFileLoader\n"
         f"sys.path.insert(0, {str(ROOT)!r})\nsys.pycache_prefix = 'compiled'\n"

@@ -1,4 +1,4 @@
-"""A training step: compared with a plain loop, with several processes and compiled."""
+"""Training steps: compared with a plain loop, compiled, in float16, and with Muon."""
 
 import math
 from dataclasses import replace
@@ -43,10 +43,10 @@ from train_gpt2 import (
 
 @pytest.mark.slow
 def test_the_compiled_step_matches_a_plain_loop(tmp_path):
-    """6 steps of two micro-steps each. With fullgraph, a graph break is an error.
+    """Takes 6 steps of two micro-batches each. With fullgraph, a graph break raises an error.
 
-    A validation and a benchmark are between steps. Three graphs are compiled, each once: the
-    training step, and the hidden states and the loss of a validation.
+    The run also validates and runs a benchmark. Exactly three graphs are compiled: the training
+    step, and the hidden states and the loss of a validation.
     """
     torch._dynamo.reset()
     counters.clear()
@@ -66,7 +66,10 @@ def test_a_step_in_bfloat16_is_close_to_a_plain_loop(tmp_path):
 
 
 def assert_plain_curve(run, tolerance):
-    """Compares the log of 6 steps with a plain loop, and the first validation with an eager one."""
+    """Compares the log of 6 steps with a plain loop.
+
+    Compares the first validation with a validation in eager mode.
+    """
     config, log = replace(MODEL, n_layer=1), read_log(run)
     for step, (loss, norm) in enumerate(plain_curve(config, 6)):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=tolerance), step
@@ -86,11 +89,11 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path, whole):
     assert saved["scaler"]["scale"] >= 2**10 and checkpoint(whole, 10)["scaler"] == {}
     half, full = read_log(tmp_path / "half"), read_log(whole)
     assert half.keys() == full.keys() and half != full
-    # Gradients are unscaled before clipping: the norms are the same.
+    # Gradients are unscaled before clipping, so both runs have nearly the same norms.
     assert float(half[10, "val"]) == pytest.approx(float(full[10, "val"]), rel=5e-3)
     assert float(half[9, "norm"]) == pytest.approx(float(full[9, "norm"]), rel=5e-2)
 
-    saved["scaler"]["scale"] = 2.0**40  # The next steps overflow until the scale is small enough.
+    saved["scaler"]["scale"] = 2.0**40  # the next steps overflow until the scale is small enough
     torch.save(saved, tmp_path / "half" / "model_000010.pt")
     out, _ = train(*flags, "--resume", "--max_steps", 12, "--val_tokens", 128, cwd=tmp_path)
     assert " | 1 skipped | " in out and "loss nan" not in out
@@ -99,7 +102,7 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path, whole):
 
 @pytest.mark.parametrize("counts", [[2, 0], [3, 5], [0, 0]])
 def test_targets_have_the_same_weight_in_a_step(counts):
-    """On eight processes, of which seven have no targets."""
+    """The test simulates eight processes. Seven of them have no targets."""
     training = SimpleNamespace(process=SimpleNamespace(sum=lambda total: total, world_size=8))
     x = torch.zeros(2, 3, dtype=torch.long)
     micro_batches = []
@@ -115,7 +118,7 @@ def test_targets_have_the_same_weight_in_a_step(counts):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
-    """Counts the transfers from the device to Python in a step of three micro-steps."""
+    """Counts the transfers from the device to Python in a step of three micro-batches."""
     process = Process(0, 1, CPU, dtype)
     training = Training(MODEL, TrainConfig(optimizer=optimizer), process)
     x = torch.randint(256, (2, 16))
@@ -144,13 +147,13 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
         calls.clear()
         with Waits():
             metrics = train_step(training, [(x, x)] * 3)
-        # All optimizers have their work before Python waits.
+        # Python has queued the work of all optimizers before it waits.
         assert calls == [*["step"] * len(training.optimizers), "tolist"]
         assert all(map(math.isfinite, metrics.values()))
 
 
 class Counting(torch.optim.AdamW):
-    """A subclass whose step does more than the one of PyTorch, which knows found_inf."""
+    """The step of AdamW reads found_inf, but the rest of this step does not."""
 
     @torch.no_grad()
     def step(self):
@@ -163,7 +166,7 @@ class Counting(torch.optim.AdamW):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_parameters_of_no_optimizer_do_not_count(monkeypatch, dtype):
-    """They keep their values, and the others train as if requires_grad of these were False."""
+    """Training is the same as if these parameters had requires_grad = False."""
     x = torch.randint(256, (2, 16))
     norms = []
     for is_frozen in (False, True):
@@ -192,7 +195,10 @@ OWN_OPTIMIZERS = {
 @pytest.mark.parametrize("name", ["adamw", "muon", *OWN_OPTIMIZERS])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, value):
-    """Weights, moments and step counts. test_reliability.py tests several processes."""
+    """Weights, moments and step counts stay the same.
+
+    test_reliability.py tests several processes.
+    """
     if make := OWN_OPTIMIZERS.get(name):
         monkeypatch.setattr(
             GPT, "configure_optimizers", lambda self, *_: [make([*self.parameters()])]
@@ -221,7 +227,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, 
         for a, b in zip(before, after, strict=True)
         if not (torch.equal(a, b) if torch.is_tensor(a) else a == b)
     ]
-    # Only float16's scaler has changed: the number of steps since its last change.
+    # Only the float16 scaler may change: it counts the steps since its scale last changed.
     assert len(differ) <= (dtype == torch.float16)
     monkeypatch.setattr(training, "clip", clip)
     train_step(training, [(x, x)] * 2)
@@ -233,7 +239,10 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, 
 
 @pytest.mark.slow
 def test_muon_on_two_processes(tmp_path):
-    """Muon computes in bfloat16, so rounding differences grow to 1/256. The tolerance is larger."""
+    """The tolerance is larger than usual, because Muon may compute in bfloat16.
+
+    Its rounding errors are up to 1/256.
+    """
     for n in (1, 2):
         train("--optimizer", "muon", "--log_dir", n, "--max_steps", 4, cwd=tmp_path, processes=n)
     assert_close_logs(tmp_path / "1", tmp_path / "2", rel=2e-3)

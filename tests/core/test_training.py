@@ -40,9 +40,10 @@ from train_gpt2 import TrainConfig, get_lr
 
 @pytest.mark.slow
 def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
-    """27 sequences, always computed as 64. Two processes have 8 of a step, even if B is larger.
+    """Validation reads 27 sequences, evenly spaced over the whole held-out text.
 
-    They are evenly spaced over the whole held-out text, up to a multiple of 32 tokens.
+    A batch always contains --batch_size sequences; the surplus is ignored. In the last run, 64
+    sequences are even more than the 8 sequences that a process reads in a training step.
     """
     model, shapes = fresh(MODEL), set()
     model.loss_fn.register_forward_pre_hook(lambda _, args: shapes.add(tuple(args[1].shape)))
@@ -50,7 +51,7 @@ def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     config = TrainConfig(val_tokens=32 * 27)
     loader = train_gpt2.make_val_loader(val, 32, config)
     found, _ = train_gpt2.estimate_loss(as_training(model, config), loader, ONE_BYTE_IDS)
-    assert shapes == {(64, 32)}  # torch.compile would compile a second one
+    assert shapes == {(64, 32)}  # torch.compile would compile the loss again for a second shape
     total = (len(val) - 1) // 32  # sequences
     starts = [int(i * total / 27) * 32 for i in range(27)]
     assert starts[-1] > 0.95 * len(val)
@@ -88,7 +89,10 @@ def test_the_batch_grows_also_if_a_run_resumes_with_fewer_processes(tmp_path):
 
 @pytest.mark.slow
 def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
-    """The second process has another text, rate, or log_dir, without the checkpoint."""
+    """The second process has a different text, learning rate or run directory.
+
+    The different run directory contains no checkpoint.
+    """
     (tmp_path / "my.txt").write_text(TEXT * 9)
     (tmp_path / "train.py").write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -122,7 +126,7 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
 
 @pytest.mark.slow
 def test_one_process_checks_a_checkpoint(tmp_path):
-    """It reads the file from end to end."""
+    """The check reads the whole file, so only one process runs it."""
     train("--max_steps", 4, "--val_every", 2, "--keep_best", "--log_dir", "run", cwd=tmp_path)
     (tmp_path / "train.py").write_text(
         f"import os, sys, zipfile; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -159,7 +163,7 @@ def test_shuffle_and_seed_change_the_curve(tmp_path):
 
 @pytest.mark.slow
 def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
-    """Every step and process has the same sequence, so only the masks change the losses."""
+    """All steps and processes read the same sequence, so only dropout masks change the losses."""
     text = (ROOT / "input.txt").read_bytes()[:33]
     (tmp_path / "one.txt").write_bytes(text * 1000)
     flags = [
@@ -187,7 +191,7 @@ def test_dropout_differs_between_steps_seeds_and_ranks(tmp_path):
         log[step, "train"] for name, log in logs.items() if name != "none" for step in range(3)
     ]
     assert len({*losses}) == 9
-    assert logs["a"][0, "val"] == logs["none"][0, "val"]  # evaluation has no dropout
+    assert logs["a"][0, "val"] == logs["none"][0, "val"]  # validation uses no dropout
 
 
 # Stopping early
@@ -210,7 +214,7 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
 
 
 def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys):
-    """The last step is saved at once. A resume then does the validation."""
+    """The run saves the last step at once. The resumed run does the missing validation."""
 
     def interrupted(step, config):
         if step == 1:
@@ -241,7 +245,10 @@ def test_main_returns_the_last_figures(tmp_path):
 
 
 def test_main_in_a_thread(tmp_path):
-    """As in a program with a window. Only the main thread can take signals."""
+    """A program with a window may call main in a thread.
+
+    Only the main thread can handle signals.
+    """
     with ThreadPoolExecutor() as pool:
         run = pool.submit(train_gpt2.main, [*TINY, "--log_dir", str(tmp_path / "run")])
         assert run.result().keys() >= {"val", "train"}
@@ -250,7 +257,10 @@ def test_main_in_a_thread(tmp_path):
 
 @pytest.mark.slow
 def test_main_twice_in_one_process(tmp_path, capsys):
-    """As in a notebook: the lock is free again, and the signal handlers are the old ones."""
+    """A notebook may call main twice.
+
+    After each call, the directory is unlocked, and Python's signal handlers are restored.
+    """
     flags = [*TINY, "--log_dir", str(tmp_path / "run"), "--max_steps"]
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     train_gpt2.main([*flags, "2"])
@@ -268,13 +278,17 @@ def test_main_again_reads_files_that_have_changed(tmp_path):
     for name in ("a", "b"):
         train_gpt2.main([*flags, str(tmp_path / name)])
         seen.append(json.loads((tmp_path / name / "run.json").read_text())["fingerprints"])
-        (tmp_path / "my.txt").write_text(TEXT.replace("text", "page"))  # as many bytes
+        # The new text has the same number of bytes.
+        (tmp_path / "my.txt").write_text(TEXT.replace("text", "page"))
     assert seen[0] != seen[1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
-    """The file may be deleted in the run. Its disk space must then be free."""
+    """The run may delete the checkpoint.
+
+    If the file were still open, its disk space would stay in use.
+    """
     flags = [*TINY, "--save_every", "2", "--log_dir", str(tmp_path), "--max_steps"]
     train_gpt2.main([*flags, "2"])
     mapped = []
@@ -290,7 +304,10 @@ def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_job_that_starts_while_the_last_one_saves(tmp_path, monkeypatch):
-    """It has read the checkpoint before. It would go on from there, and delete what was saved."""
+    """The second job has read a checkpoint before the first job saves a newer one.
+
+    If the second job did not stop, it would repeat the steps of the first job.
+    """
     flags = [*TINY, "--save_every", "2", "--log_dir", str(tmp_path), "--max_steps"]
     train_gpt2.main([*flags, "2"])
     check_loss = train_gpt2.check_loss
@@ -308,7 +325,7 @@ def test_a_job_that_starts_while_the_last_one_saves(tmp_path, monkeypatch):
 
 
 def test_a_notebook_resumes_after_an_error(tmp_path, monkeypatch):
-    """It keeps the traceback of the error, and with it all objects of the run."""
+    """A notebook keeps the traceback of an error, and therefore all objects of the failed run."""
     flags = [*TINY, "--log_dir", str(tmp_path), "--max_steps", "2", "--resume"]
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt2, "train_step", None)

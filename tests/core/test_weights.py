@@ -1,4 +1,4 @@
-"""Weights that a file has, and that the model cannot have: they are refused, not half loaded."""
+"""Weights that do not fit the model: two values of a tied matrix, missing names, too few ids."""
 
 from dataclasses import asdict, replace
 
@@ -20,14 +20,20 @@ WTE = "transformer.wte.weight"
 
 
 def save_checkpoint(path, config=MODEL, tokenizer="bytes", **changes):
-    """Writes a checkpoint with other values of some weights -> path."""
+    """Writes a checkpoint. Returns its path.
+
+    changes: tensors that replace some of the weights, as name=tensor.
+    """
     weights = fresh(config).state_dict() | changes
     torch.save(dict(model=weights, model_config=asdict(config), tokenizer=tokenizer), path)
     return path
 
 
 def save_huggingface(path, **changes):
-    """Writes a directory of transformers with other values of some weights, or without some."""
+    """Writes a GPT-2 in Hugging Face format. Returns its directory.
+
+    changes: tensors that replace some of the weights, as name=tensor; None removes a weight.
+    """
     safetensors = pytest.importorskip("safetensors.torch")
     save_gpt2(fresh(MODEL), path, get_tokenizer("bytes"))
     weights = safetensors.load_file(path / "model.safetensors") | changes
@@ -37,7 +43,10 @@ def save_huggingface(path, **changes):
 
 
 def save_nanogpt(path, **changes):
-    """Writes a checkpoint as nanoGPT does, with other values of some weights -> path."""
+    """Writes a checkpoint in nanoGPT's format. Returns its path.
+
+    changes: tensors that replace some of the weights, as name=tensor.
+    """
     weights = fresh(replace(MODEL, vocab_size=50257)).state_dict()
     arguments = {name: value for name, value in asdict(MODEL).items() if name != "dropout"}
     arguments["vocab_size"] = 50257
@@ -47,7 +56,10 @@ def save_nanogpt(path, **changes):
 
 @pytest.mark.parametrize("save, n", [(save_nanogpt, 50257), (save_huggingface, 256)])
 def test_a_tied_matrix_with_two_values_is_refused(save, n, tmp_path):
-    """As of a model whose head has its own weights. One of the two would win without a word."""
+    """If a model does not tie its head to the embedding, its file contains two different matrices.
+
+    If this file were loaded, one of the two matrices would be lost without a message.
+    """
     pytest.importorskip("transformers")
     wte = fresh(replace(MODEL, vocab_size=n)).state_dict()[WTE]
     with pytest.raises(UserError, match=f"{WTE} and {HEAD} have different values, but the model"):
@@ -57,7 +69,7 @@ def test_a_tied_matrix_with_two_values_is_refused(save, n, tmp_path):
 
 
 def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
-    """transformers writes a tied matrix once, and may choose this name."""
+    """transformers writes a tied matrix only once, possibly under the name of the head."""
     pytest.importorskip("transformers")
     wte = fresh(MODEL).state_dict()[WTE]
     model, _ = load_model(save_huggingface(tmp_path / "hf", **{HEAD: wte, WTE: None}), GPT)
@@ -65,7 +77,7 @@ def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
 
 
 def test_a_dropout_of_an_edit_is_off_in_a_loaded_model(tmp_path, monkeypatch):
-    """So that export.py, which compares logits, accepts it: it is GPT-2 outside training."""
+    """Outside training, this edited model is GPT-2, so export.py must accept its logits."""
     plain = model_module.MLP.forward
 
     def forward(self, x):
@@ -78,7 +90,7 @@ def test_a_dropout_of_an_edit_is_off_in_a_loaded_model(tmp_path, monkeypatch):
 
 
 def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatch):
-    """Also if the data have none of the missing ids: a sample begins with end_of_text."""
+    """The data contain none of the missing ids, but each sample begins with end_of_text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("A boat came home. " * 999)
     flags = [*TINY, "--data", "t.txt", "--tokenizer", "gpt2", "--vocab_size", "50256"]
