@@ -1,4 +1,4 @@
-"""What users of nanoGPT, build-nanogpt, llm.c and `datasets` bring: tokens and checkpoints."""
+"""Tokens and checkpoints of nanoGPT, build-nanogpt and llm.c, and data sets of `datasets`."""
 
 import dataclasses
 import sys
@@ -41,7 +41,7 @@ def test_ids_of_nanogpt_with_more_than_16_bits(tmp_path, dtype, first):
 
 
 def test_ids_of_characters_are_not_gpt2s(tmp_path):
-    """nanoGPT's meta.pkl was not copied."""
+    """nanoGPT's meta.pkl, which would show that the ids are characters, was not copied."""
     np.arange(65, dtype="<u2").tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="its ids are below 256, like ids of bytes or characters"):
         Sources([str(tmp_path)])
@@ -50,7 +50,7 @@ def test_ids_of_characters_are_not_gpt2s(tmp_path):
 
 @pytest.fixture
 def theirs():
-    """A GPT without biases, and its weights as nanoGPT and build-nanogpt name them."""
+    """A GPT whose biases are 0, and its weights with the names of nanoGPT and build-nanogpt."""
     model = randomise(GPT(GPTConfig(vocab_size=50257, **SHAPE)))
     weights = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -60,7 +60,7 @@ def theirs():
             weights[f"_orig_mod.{name}"] = torch.cat([p, torch.ones(47, p.shape[1])]).detach()
         else:
             weights[f"_orig_mod.{name}"] = p.detach()
-    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # their causal mask
+    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # nanoGPT's causal mask
     return model, weights
 
 
@@ -91,7 +91,7 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
 
 
 def test_only_biases_may_be_missing(theirs, tmp_path):
-    """Otherwise, a changed or damaged model would be loaded with zeros."""
+    """Otherwise, missing weights of a changed or damaged model would become zeros."""
     _, weights = theirs
     del weights["_orig_mod.transformer.h.1.mlp.c_fc.weight"]
     torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")

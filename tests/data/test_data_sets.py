@@ -33,7 +33,7 @@ GPT2 = get_tokenizer("gpt2")
 
 
 def write_megatron(prefix, documents, dtype, code):
-    """Writes X.bin and X.idx as Megatron-LM does: a sequence for each document."""
+    """Writes X.bin and X.idx in Megatron-LM's format, with one sequence per document."""
     lengths = [len(document) for document in documents]
     starts = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
     data = [np.array(document, dtype).tobytes() for document in documents]
@@ -49,7 +49,10 @@ def write_megatron(prefix, documents, dtype, code):
 
 @pytest.fixture
 def documents():
-    """Ids of 300 documents that end with end-of-text, as Megatron's --append-eod writes them."""
+    """The token ids of 300 documents.
+
+    Each ends with end_of_text, as with Megatron's --append-eod.
+    """
     rng = np.random.default_rng(0)
     return [[*rng.integers(0, 50256, rng.integers(0, 90)).tolist(), 50256] for _ in range(300)]
 
@@ -59,7 +62,7 @@ def flat(lists):
 
 
 def splits(place, val_fraction=None, tokenizer=GPT2):
-    """All training tokens and all validation tokens, as lists."""
+    """Returns [training tokens, validation tokens] of a data set, as lists."""
     return [
         tokens.read(0, len(tokens)).tolist()
         for tokens in open_splits(place, tokenizer, val_fraction)
@@ -76,7 +79,7 @@ def test_megatrons_files_give_the_tokens_of_npy(documents, tmp_path, dtype, code
     assert sum(expected, []) == flat(documents)
     for place in ("m", "m/x_text_document", "m/x_text_document.bin", "m/x_text_document.idx"):
         assert splits(tmp_path / place) == expected, place
-    # several files, of both types, and validation data of their own
+    # The directory may contain several files, with both dtypes, and its own validation data.
     write_megatron(tmp_path / "m/x_valid_text_document", documents[:3], dtype, code)
     write_megatron(tmp_path / "m/y_text_document", documents[:7], "<u2", 8)
     assert splits(tmp_path / "m") == [flat(documents + documents[:7]), flat(documents[:3])]
@@ -108,7 +111,7 @@ def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix,
     "kind", ["x_text_document.idx", "x_train_000000.bin", "x_train_000000.npy"]
 )
 def test_a_file_with_more_tokens_than_are_described(documents, tmp_path, kind):
-    """Such as Megatron's .idx of an earlier, shorter .bin."""
+    """For example, Megatron's .idx may belong to an earlier, shorter .bin."""
     ids = np.array(flat(documents), np.uint16)
     path = tmp_path / kind
     if path.suffix == ".idx":
@@ -132,14 +135,17 @@ def test_a_file_with_more_tokens_than_are_described(documents, tmp_path, kind):
 def test_large_ids_are_refused(tmp_path):
     for id, shown, name in ((65536, "65536", "x.idx"), (-1, "4294967295", "x.bin")):
         write_megatron(tmp_path / "x", [[1] * 500, [id] * 500], "<i4", 4)
-        assert Sources([str(tmp_path / name)]).tokenizer is GPT2  # these files name none
+        assert Sources([str(tmp_path / name)]).tokenizer is GPT2  # these files name no tokenizer
         _, err = program(*TINY, "--data", name, cwd=tmp_path, status=2)
         assert f" id {shown} is outside the vocabulary; check --tokenizer and --vocab_size\n" in err
 
 
 @pytest.mark.parametrize("fraction, of_text", [(None, 101), (0.1, 101), (0.07, 71)])
 def test_the_end_of_the_data_is_for_validation(tmp_path, fraction, of_text):
-    """From the first document that begins in the last hundredth, or --val_fraction."""
+    """Validation data of shards begin with the first document in the last hundredth of the tokens.
+
+    The last tenth of a text file is for validation. --val_fraction changes both fractions.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 200, 30_000).astype(np.uint16)
     tokens[rng.integers(0, len(tokens), 300)] = 50256
@@ -164,7 +170,7 @@ def test_a_document_without_an_end_is_cut(tmp_path):
 )
 @pytest.mark.parametrize("more", ["", "<|endoftext|>", "<|endoftext|>\n"])
 def test_a_text_with_marks_has_the_ids_of_its_shards(tmp_path, text, more):
-    """A text without them has the ids of version 1.0: end_of_text is not in it."""
+    """A text without marks contains no end_of_text, so its ids are the same as in version 1.0."""
     path = tmp_path / "a.txt"
     path.write_bytes(codecs.BOM_UTF8 + f"{text}{more}".encode())
     fineweb.main(["--input", str(path), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
@@ -225,7 +231,7 @@ def sets(tmp_path):
 
 
 def plain_mixture(rows, shares, T, seed):
-    """The sequences of a mixture by a plain loop, which counts the sequences of each set."""
+    """Yields the sequences of a mixture. A plain loop counts the sequences of each data set."""
     counts, n = [0] * len(rows), 0
     while True:
         n += 1
@@ -246,7 +252,7 @@ def test_a_mixture_equals_a_plain_loop(sets, weights):
     rows = [np.load(sets / name / "x_train_000000.npy").tolist() for name in "abc"]
     plain = plain_mixture(rows, data.shares, 32, seed=7)
     expected = [next(plain) for _ in range(500)]  # several epochs of each set, several periods
-    for i in reversed(range(500)):  # a position alone decides
+    for i in reversed(range(500)):  # a sequence depends only on its position
         x, y = loader.sequence(i)
         assert [*x, y[-1]] == expected[i], i
 
@@ -276,7 +282,10 @@ def test_a_mixture_trains_the_same_on_any_number_of_processes_and_resumed(sets):
 
 
 def test_the_log_can_have_the_name_of_every_file():
-    """A name may be Latin-1, which is no UTF-8. A resumed run finds the same name in the log."""
+    """A file name may be Latin-1, which is not valid UTF-8.
+
+    A resumed run must find the same name in the log.
+    """
     names = log_names(["caf\udce9 au lait.txt", "a/mole.txt"])
     assert names == ["caf\\udce9_au_lait.txt", "mole.txt"]
     for name in names + log_names(["a\udce9/x y", "b/x y"]):

@@ -1,6 +1,6 @@
-"""Text to shards: compares every format with tiktoken, and tests damaged input.
+"""From text to shards: compares every input format with a reference, and tests damaged input.
 
-test_reliability.py has other faults: kills, a full disk, files of the user.
+test_reliability.py tests more faults: kills, a full disk, files of the user.
 """
 
 import functools
@@ -52,7 +52,7 @@ HARD = [
 
 @pytest.fixture(scope="session")
 def documents():
-    """Some 500 documents: English, and between them texts that are hard for tokenizers."""
+    """More than 500 documents: English texts, and texts that are hard for tokenizers."""
     rng, english = random.Random(0), (ROOT / "input.txt").read_text()
     documents = []
     for _ in range(500):
@@ -69,7 +69,7 @@ def encoded(documents):
 
 
 def reference(documents, shard_size=SHARD, val_shards=1):
-    """The shards of build-nanogpt: {end of the file name: content}."""
+    """Returns the shards that build-nanogpt would write: {end of the file name: content}."""
     tokens, files = encoded(tuple(documents)), {}
     for i in range(0, len(tokens), shard_size):
         file, index = io.BytesIO(), i // shard_size
@@ -133,7 +133,7 @@ def fine(*flags, directory, shard_size=SHARD, num_proc=2):
 
 
 def fineweb_py(*flags, directory="out", shard_size=SHARD, **options):
-    """Runs the real program in a new process -> (stdout, stderr)."""
+    """Runs fineweb.py in a new process. Returns (stdout, stderr)."""
     return program(
         "--output_dir",
         directory,
@@ -192,7 +192,7 @@ def test_every_format_gives_the_reference_shards(documents, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("num_proc", [1, 3])
 def test_several_files_and_threads(documents, tmp_path, num_proc):
-    """The order of the flags is the order of the documents."""
+    """The documents keep the order of the files after --input."""
     a, b = len(documents) // 3, 2 * len(documents) // 3
     write(tmp_path / "table.parquet", documents[:a])
     write(tmp_path / "jsonl.jsonl", documents[a:b])
@@ -203,7 +203,7 @@ def test_several_files_and_threads(documents, tmp_path, num_proc):
 
 
 def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch):
-    """It is cut for GPT-2, where a cut cannot change its tokens, and for no other tokenizer."""
+    """The document is cut only for GPT-2's tokenizer, whose tokens do not change at a cut."""
     monkeypatch.setattr("plaingpt.documents.BLOCK", 2000)
     rng, path = random.Random(1), tmp_path / "text.txt"
     large = " ".join(rng.choices([d for d in documents if "<|" not in d], k=2000))
@@ -228,7 +228,7 @@ def test_a_text_may_begin_or_end_with_a_separator(tmp_path, monkeypatch):
             assert numbers == [1, 2, 3]
     path.write_text(f"{end}\n")
     assert list(read_documents([path])) == []
-    # A document that is cut has all of its white space.
+    # The pieces of a cut document contain all of its white space.
     monkeypatch.setattr("plaingpt.documents.BLOCK", 50)
     text = "word " * 100 + "\n" * 100
     for data in (text, f"{end}{text}", f"{text}{end}"):
@@ -258,7 +258,7 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
 
 
 def test_the_tokenizer_is_written_once(documents, tmp_path):
-    """A training that begins before all shards are there reads it whole."""
+    """A training run may start before all shards exist. It must read a complete tokenizer.json."""
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
     library = build_library([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
     library.save(str(tmp_path / "t.json"))
@@ -274,7 +274,7 @@ def test_the_tokenizer_is_written_once(documents, tmp_path):
 
 
 def test_a_mistake_unlocks_the_directory(tmp_path):
-    """Even while its traceback exists, as in a notebook."""
+    """The directory is unlocked even while the traceback exists, as in a notebook."""
     path, out = write(tmp_path / "jsonl.jsonl", ["a"]), tmp_path / "out"
     fine("--input", path, directory=out)
     with pytest.raises(UserError, match="files of a different shard_size") as error:
@@ -341,7 +341,8 @@ def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
         ),
         ("b.parquet", "record 2: 'text' is not a string, but a NoneType"),
     ]
-    # Of a document that is cut, only the damaged piece is skipped. The rest stays together.
+    # If a piece of a cut document is damaged, only this piece is skipped, and the rest remains one
+    # document.
     monkeypatch.setattr("plaingpt.documents.BLOCK", 1000)
     words = " ".join(["word"] * 3000).encode()
     for i, data in enumerate([b"\xff" + words, words[:9000] + b"\xff" + words]):
@@ -398,7 +399,7 @@ def test_which_edits_the_checksum_of_places_finds(tmp_path):
     path.write_bytes(data)
     before = checksum_of_places([path])
     found = []
-    last = 2**23 - 2**16  # the start of the last place; 63 others lie evenly before it
+    last = 2**23 - 2**16  # the start of the last of 64 evenly spaced places
     for place in (0, last * 32 // 63, 2**23 - 1, 2**16):
         path.write_bytes(data[:place] + b"1" + data[place + 1 :])
         found.append(checksum_of_places([path]) != before)
@@ -421,9 +422,10 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path):
-    """Serves FineWeb-Edu, whose files a test adds -> (run, files, requests so far).
+    """Serves a stand-in for FineWeb-Edu. Yields (run, files, requests so far).
 
-    run: runs fineweb.py several times in one process, and then statements, -> (stdout, stderr).
+    run: a function that runs fineweb.py several times in one process, then executes statements, and
+    returns (stdout, stderr). files: {path: bytes}, to which a test adds files.
     """
     configs = dict(default="data", **{"sample-10BT": "sample/10BT"})
     readme = "".join(f"- config_name: {k}\n  data_files: {v}/*\n" for k, v in configs.items())
@@ -470,7 +472,10 @@ def add_documents(files, documents, cut):
 
 @pytest.mark.slow
 def test_reads_a_dataset_from_the_hub_by_ranges(documents, tmp_path, hub):
-    """The real `datasets` with a local hub: a named configuration. No text is stored."""
+    """The package `datasets` reads a named configuration from a local hub.
+
+    The cache of `datasets` must contain no text.
+    """
     run, files, requests = hub
     add_documents(files, documents[:500], 200)
     out, err = run(["out"], ["b", "--name", "nosuch"], ["b", "--text_key", "body"])
@@ -527,6 +532,6 @@ def test_the_cache_of_version_2_serves_without_a_network(documents, tmp_path, hu
     assert shards_in(tmp_path / "out") == reference(documents[:500])
     assert everything_in(tmp_path / "offline") == everything_in(tmp_path / "whole")
     assert re.search(r"^error: a/b: cannot be loaded \(Couldn't reach", out, re.M)
-    run(["online"])  # what is in the cache is not downloaded again
+    run(["online"])  # the cached data set is not downloaded again
     assert shards_in(tmp_path / "online") == reference(documents[:500])
     assert not ranges_of(requests)

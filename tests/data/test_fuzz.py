@@ -26,7 +26,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from train_gpt2 import DataLoaderLite
 from train_large import LargeConfig
 
-# Keeps its Unicode tables out of the repository.
+# Keeps the Unicode tables of hypothesis out of the repository.
 set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))
 
 
@@ -90,7 +90,10 @@ SEEDS, SMALL = st.integers(0, 2**32 - 1), st.integers(1, 4)
 
 
 def write_shards(directory, lengths):
-    """Writes shards of these lengths in both formats -> all their tokens, which are distinct."""
+    """Writes shards of these lengths, in both formats.
+
+    Returns their tokens, which are all different.
+    """
     tokens = np.arange(60_000, 60_000 + sum(lengths), dtype=np.uint16)
     for i, part in enumerate(np.split(tokens, np.cumsum(lengths)[:-1])):
         path = Path(directory, f"x_train_{i:06d}.npy")
@@ -118,7 +121,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
     assume(n > 0)
 
     def numbers(x, y):
-        """Compares every token with the shards -> the indices of the sequences."""
+        """Compares every token with the shards. Returns the indices of the sequences."""
         found = [(row[0] - 60_000) // T for row in x.tolist()]
         assert x.tolist() == [tokens[i * T : (i + 1) * T] for i in found]
         assert y.tolist() == [tokens[i * T + 1 : (i + 1) * T + 1] for i in found]
@@ -197,7 +200,7 @@ FILES = st.builds(
 
 
 def text_of(line):
-    """The text of a line of JSON, or None. A lone surrogate becomes U+FFFD."""
+    """Returns the text of a line of JSON, or None. A lone surrogate becomes U+FFFD."""
     try:
         text = json.loads(line.removeprefix(BOM).decode())["text"]
         return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -21,7 +21,10 @@ T = 16
 
 
 def open_tokens(data, split="train", vocab_size=256, tokenizer="bytes"):
-    """The Tokens of a split. Shards without validation data get some."""
+    """Opens a split of the data. Returns its Tokens.
+
+    Adds a validation shard to a directory that contains none.
+    """
     if data.is_dir() and not list(data.glob("*_val_*")):
         np.save(data / "x_val_000000.npy", np.zeros(100, np.uint16))
     train, val = open_splits(data, get_tokenizer(tokenizer), vocab_size=vocab_size)
@@ -33,13 +36,16 @@ def open_loader(data, T=T, seed=1337, shuffle=True, **options):
 
 
 def measured(val, **settings):
-    """Where the measured sequences begin in a validation split, whose ids are 10, 11, 12, ..."""
+    """Returns where the sequences begin that a validation measures, as numbers of tokens.
+
+    The ids of the validation split must be 10, 11, 12, and so on.
+    """
     loader = make_val_loader(val, T, TrainConfig(val_tokens=5 * T, **settings))
     return (loader.batch(0, 5, CPU)[0][:, 0] - 10).tolist()
 
 
 def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
-    """Also of pairs. A val split on disk is measured from its start."""
+    """Pairs are held out, too. A val split on disk is measured from its start."""
     ids = np.zeros(2000, np.uint16)
     ids[-200:] = np.arange(10, 210)  # 12 sequences of 16 are held out, and 5 are read
     np.save(tmp_path / "x_train_000000.npy", ids)
@@ -57,7 +63,7 @@ def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
-    """And the same fingerprint. Ids above 65,535 keep all their bits."""
+    """The fingerprints are the same, too. Ids above 65,535 keep all their bits."""
     for name in ("npy", "bin"):
         (tmp_path / name).mkdir()
     for p in shards.glob("*.npy"):
@@ -74,18 +80,22 @@ def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
 
 
 def test_the_order_of_the_data_never_changes(tmp_path):
-    """Seed 1337, 8 sequences, epochs 0 and 1. Another order would change all published curves."""
+    """The seed is 1337. The 8 sequences are read in epochs 0 and 1.
+
+    A different order would change all published curves.
+    """
     np.save(tmp_path / "x_train_000000.npy", np.arange(8 * T + 1, dtype=np.uint16))
     x, _ = open_loader(tmp_path).batch(0, 16, CPU)
     assert (x[:, 0] // T).tolist() == [5, 0, 3, 1, 2, 6, 7, 4] + [1, 6, 2, 7, 4, 5, 0, 3]
 
 
 def test_permute_is_uniform():
-    """Chi-squared of (position, image) over many epochs, and of the distance of neighbors."""
+    """Chi-squared tests of (position, image) and of the distances of neighbors in many epochs."""
     n, epochs = 30, 3000
     orders = np.array([[permute(i, n, 0, epoch) for i in range(n)] for epoch in range(epochs)])
     counts = np.stack([np.bincount(column, minlength=n) for column in orders.T])
-    steps = np.bincount((np.diff(orders) % n).ravel(), minlength=n)[1:]  # 0 does not occur
+    # A distance of 0 does not occur.
+    steps = np.bincount((np.diff(orders) % n).ravel(), minlength=n)[1:]
     for found, degrees in ((counts, (n - 1) ** 2), (steps, n - 2)):
         expected = found.sum() / found.size
         chi = ((found - expected) ** 2 / expected).sum()
@@ -93,7 +103,7 @@ def test_permute_is_uniform():
 
 
 def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatch):
-    """On MPS, the copy would read memory that is free by then."""
+    """On MPS, a copy in the background might read memory that has been freed."""
     (tmp_path / "t.txt").write_bytes(b"text\n" * 200)
     loader, seen = open_loader(tmp_path / "t.txt"), {}
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch)
@@ -109,7 +119,7 @@ def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
-    """Also if the tokenizer is of a checkpoint."""
+    """The text is encoded once, even if the tokenizer comes from a checkpoint."""
     text, encoded, real = "Hello, I'm a language model. " * 400, [], Tokenizer.encode_documents
     monkeypatch.setattr(
         Tokenizer, "encode_documents", lambda *args: encoded.extend(args[1]) or real(*args)
@@ -125,7 +135,7 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
 
 
 GOOD = np.arange(200, dtype=np.uint16)
-REFUSED = {  # other damage is in test_reliability.py and test_fuzz.py
+REFUSED = {  # test_reliability.py and test_fuzz.py test more kinds of damage
     "int32": (lambda p: np.save(p, GOOD.astype(np.int32)), "int32 .*, not uint16 or uint32"),
     "two dimensions": (lambda p: np.save(p, GOOD.reshape(2, 100)), r"\(2, 100\), not uint16 or u"),
     "empty file": (lambda p: p.write_bytes(b""), "not a shard"),
@@ -153,9 +163,9 @@ def test_refuses_invalid_shards(tmp_path, case):
     ],
 )
 def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
-    """One may be missing, or have other tokens, or be there without meta.json knowing of it.
+    """A shard may be missing or different, or meta.json may not count it.
 
-    Without its val shard, a run would validate on tokens that other runs train on.
+    Without the val shard, a run would validate on tokens on which other runs train.
     """
     (shards / "meta.json").write_text('{"tokenizer": "bytes", "tokens": 4081}')
     _, val = open_splits(shards, get_tokenizer("bytes"))
@@ -175,7 +185,7 @@ def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
 
 
 def test_a_shard_in_two_formats_is_refused(shards):
-    """Its tokens would be trained on twice."""
+    """A run would train on the tokens of this shard twice."""
     write_bin(shards / "a_train_000002.bin", np.load(shards / "a_train_000002.npy"))
     sentence = "a_train_000002.bin and a_train_000002.npy are the same shard; move one of them away"
     with pytest.raises(UserError, match=sentence):
@@ -187,7 +197,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 
 
 @pytest.mark.parametrize("name", ["x_train_000000.npy", "x_train_000000.bin", "train.bin", "x.idx"])
 def test_a_pointer_of_git_lfs_is_no_shard(tmp_path, name):
-    """nanoGPT's train.bin has no header, so the pointer would be ids."""
+    """nanoGPT's train.bin has no header, so a run would read the pointer as token ids."""
     (tmp_path / name).write_bytes(POINTER)
     sentence = f"{name}: is a pointer of Git LFS instead of the file; run git lfs pull$"
     with pytest.raises(UserError, match=sentence):
@@ -196,7 +206,7 @@ def test_a_pointer_of_git_lfs_is_no_shard(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["x.bin", "a.txt"])
 def test_a_pointer_of_git_lfs_is_no_data(tmp_path, name):
-    """Megatron's .idx may be in Git itself."""
+    """Git LFS may replace Megatron's .bin file with a pointer, but not its small .idx file."""
     write_megatron(tmp_path / "x", [[1] * 500], "<u2", 8)
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(UserError, match=f"{name}: is a pointer of Git LFS instead of the file; ru"):
@@ -207,7 +217,7 @@ SHARD_NAMES = ["x_train_000001.npy", "x_train_000001.bin", "train.bin", "x.idx"]
 
 
 def write_shard(directory, name, ids):
-    """Writes ids as a shard of any kind."""
+    """Writes a shard in the format that its name selects."""
     if name == "x.idx":
         write_megatron(directory / "x", [ids], "<u2", 8)
     elif name == "train.bin":
@@ -221,9 +231,9 @@ def write_shard(directory, name, ids):
 @pytest.mark.parametrize("name", SHARD_NAMES)
 @pytest.mark.parametrize("id", [0, 50256])
 def test_a_shard_that_one_id_fills_to_its_end(tmp_path, name, id):
-    """Such as a download that reserved the size of the file, then stopped: the rest is NUL."""
+    """A download may reserve the size of the file, then stop. The rest of the file is then 0."""
     ids = np.random.default_rng(0).integers(1, 50256, 20_000).astype(np.uint16)
-    ids[18_100:] = id  # less than a tenth
+    ids[18_100:] = id  # fewer than a tenth of the ids
     write_shard(tmp_path, name, ids)
     fingerprint(tmp_path, vocab_size=50257, tokenizer="gpt2")
     open_shard.cache_clear()
@@ -277,7 +287,7 @@ def test_fingerprint(shards, tmp_path):
     ],
 )
 def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
-    """A change of token i."""
+    """Changes token i. The fingerprint changes only if this token is near an end of the shard."""
     tokens = np.arange(3 * ENDS, dtype=np.uint32).astype(np.uint16)
     tokens[i] ^= 1
     np.save(tmp_path / "x_train_000000.npy", tokens)

@@ -47,7 +47,7 @@ def letters(rng, least, most):
 
 @pytest.fixture
 def pairs(tmp_path):
-    """A file of 400 pairs of many lengths, so that micro-batches have different weights."""
+    """A file of 400 pairs of different lengths, so that micro-batches have different weights."""
     rng = random.Random(0)
     return write_pairs(
         tmp_path / "pairs.jsonl", [(letters(rng, 0, 15), letters(rng, 1, 15)) for _ in range(400)]
@@ -61,7 +61,7 @@ def open_loader(items, split="train", **options):
 
 
 def test_layout(tmp_path):
-    """Each pair is in one sequence. The response and the end after it count, nothing else."""
+    """Each pair is in one sequence. Only the response and the end_of_text after it are targets."""
     given = [("ab", "c"), ("", "de"), ("fgh", "ij"), ("k", "l"), ("mnopq", "rs"), ("tuvw", "xyzz")]
     path = write_pairs(tmp_path / "p.jsonl", given)
     (ids, counted), (val_ids, val_counted) = read_pairs(path, BYTES, 8, 0.5)
@@ -73,19 +73,22 @@ def test_layout(tmp_path):
     assert np.array_equal(train_set.read(0, len(train_set)), ids)
     expected = [-100, -100, 99, 10, -100, 108, 10, -100]
     assert np.array_equal(val.read_sequence(0, 8)[1], expected)
-    given[1] = ("d", "e")  # the ids stay, but not what counts
+    given[1] = ("d", "e")  # the ids stay the same, but not the targets
     other = open_pairs(write_pairs(tmp_path / "q.jsonl", given), BYTES, 8, val_fraction=0.5)
     assert other[0].fingerprint() != train_set.fingerprint()
     assert other[1].fingerprint() == val.fingerprint()
 
 
 def prompts_of(tokens, tokenizer):
-    """The prompts of a split of pairs, each of which is a number."""
+    """Returns the prompts of a split of pairs. Each prompt is a number."""
     return set(re.findall(r"\d+", tokenizer.decode(tokens.read(0, len(tokens)).tolist())))
 
 
 def test_a_response_may_end_with_the_mark(tmp_path):
-    """In training and in answers.py. Elsewhere, the mark is text."""
+    """Training and answers.py remove <|endoftext|> at the end of a response.
+
+    At other places, <|endoftext|> is ordinary text.
+    """
     mark = "<|endoftext|>"
     found = []
     for end in ("", mark):
@@ -102,7 +105,10 @@ def test_a_response_may_end_with_the_mark(tmp_path):
 
 
 def test_validation_pairs_are_training_pairs_of_no_other_run(tmp_path):
-    """Not for another --block_size or tokenizer, although long pairs are left out."""
+    """With a different --block_size or tokenizer, a run may skip different pairs.
+
+    The split into training and validation pairs stays the same.
+    """
     rng = random.Random(2)
     path = write_pairs(tmp_path / "p.jsonl", [(f"{n}", letters(rng, 1, 90)) for n in range(500)])
     trained, validated = set(), set()
@@ -117,7 +123,7 @@ def test_validation_pairs_are_training_pairs_of_no_other_run(tmp_path):
 
 
 def test_files_of_pairs(tmp_path):
-    """Every format gives the same pairs."""
+    """All formats yield the same pairs."""
     given = [("2+2=", "4"), ("a", "b")] * 5
     path = write_pairs(tmp_path / "a.jsonl", given)
     (tmp_path / "a.JSONL.gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -129,14 +135,17 @@ def test_files_of_pairs(tmp_path):
 
 WAYS = {  # test_edits.py tests FSDP, TP and PP
     "2": (1, ["--batch_size", 2]),
-    "mixture": (2, []),  # with DDP
+    "mixture": (2, []),  # uses DDP
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, way):
-    """The same losses and norms as in a plain loop, which has one batch of 16 sequences a step."""
+    """Compares losses and norms with a plain loop.
+
+    The plain loop reads one batch of 16 sequences per step.
+    """
     (processes, layout), items = WAYS[way], [pairs]
     if way == "mixture":
         items = [f"{pairs}=0.25", f"{shards}=0.75"]
@@ -150,19 +159,22 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
 
 
 def test_losses_equal_those_of_transformers(pairs):
-    """A label of -100 does not count there, either. Validation is over the responses only."""
+    """Hugging Face's GPT-2 also ignores labels of -100.
+
+    A validation measures only the responses.
+    """
     loader, model = open_loader([pairs], "val", shuffle=False), fresh(MODEL).eval()
     hf = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=256, n_positions=32)
     ).eval()
-    assert same_logits(model, hf)  # and hf has the weights of the model now
+    assert same_logits(model, hf)  # this call also copies the weights of the model into hf
     n = loader.lengths[0]
     x, y = loader.batch(0, n, CPU)  # (B, T) each
     loss = F.cross_entropy(model(x)[0][y != -100], y[y != -100]).item()
     config = TrainConfig(batch_size=3, val_tokens=32 * n)
     val, bpb = estimate_loss(as_training(model, config), loader, ONE_BYTE_IDS)
     assert val == pytest.approx(loss, rel=1e-5) == pytest.approx(bpb * math.log(2), rel=1e-5)
-    y[:, -1] = -100  # transformers shifts the labels, and has no label for the last position
+    y[:, -1] = -100  # transformers shifts the labels, so it ignores the label of the last position
     expected = hf(x, labels=F.pad(y[:, :-1], (1, 0), value=-100)).loss
     torch.testing.assert_close(model(x, y)[1], expected, rtol=1e-5, atol=0)
     _, loss = model(x, torch.full_like(y, -100))
@@ -172,7 +184,7 @@ def test_losses_equal_those_of_transformers(pairs):
 
 @pytest.mark.slow
 def test_only_the_responses_are_learned(tmp_path):
-    """No model can know random prompts. So the loss is 0 only if they do not count."""
+    """Random prompts cannot be predicted, so the loss is near 0 only if prompts are ignored."""
     rng = random.Random(1)
     write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
     flags = "--max_steps 60 --max_lr 0.01 --batch_size 16 --eval_every 60 --log_dir run"
@@ -195,15 +207,18 @@ def test_only_the_responses_are_learned(tmp_path):
     program("--checkpoint", "run", "--output", "hf", cwd=tmp_path, program="export.py")
     hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     ids = hf.generate(torch.tensor([[*b"\nabc"]]), do_sample=False, max_length=32)
-    assert bytes(ids[0].tolist()) == b"\nabcyes\n"  # it stops there, too
-    # The last response has half of a surrogate pair, which is no UTF-8.
+    assert bytes(ids[0].tolist()) == b"\nabcyes\n"  # transformers also stops at the line break
+    # The last response contains half of a surrogate pair, which is not valid UTF-8.
     write_pairs(tmp_path / "q.jsonl", [("abc", r) for r in ("yes", "ye", "yes!", "yes\ud83d")])
     out, _ = program("--data", "q.jsonl", "--checkpoint", "run", cwd=tmp_path, program="answers.py")
     assert "acc                0.2500 ± 0.2165" in out
 
 
 def test_only_pairs_end_at_a_line_break(pairs):
-    """The data decide this, not the weights of --init_from, which may be from other data."""
+    """The data decide whether a line break ends a text.
+
+    The weights of --init_from do not decide this, because they may come from different data.
+    """
     for path, source in ((pairs, "lines"), (ROOT / "input.txt", "bytes")):
         for before in ("bytes", "lines"):
             data = Data(Sources([str(path)]), get_tokenizer(before), MODEL)

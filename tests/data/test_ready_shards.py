@@ -18,7 +18,7 @@ import fineweb
 N = 2**19 + 100  # tokens of a shard
 VAL = "edu_fineweb_val_000000.bin"
 TRAIN = ["edu_fineweb_train_000001.bin", "edu_fineweb_train_000002.bin"]
-HALF = 400_001  # bytes; the half of a shard, in the middle of an id
+HALF = 400_001  # bytes: a part of a shard that ends in the middle of an id
 OTHERS = ["a_train_000001.npy", "edufineweb_val_000000.npy", "train.bin", "meta.json", "x.idx"]
 
 
@@ -60,14 +60,14 @@ def files(tmp_path_factory):
 
 
 def start(url, n, directory, run=program, **options):
-    """Runs fineweb.py --ready n -> (stdout, stderr)."""
+    """Runs fineweb.py --ready n. Returns the result of `run`, by default (stdout, stderr)."""
     env = dict(HF_ENDPOINT=url, HF_HOME=str(directory / "home"), HF_TOKEN="hf_secret")
     options = dict(cwd=directory, program="fineweb.py", online=True, env=env) | options
     return run("--ready", n, **options)
 
 
 def ranges(requests):
-    """The requests for bytes of files: [(name, value of Range)]."""
+    """Returns the requests for bytes of files: [(file name, value of the header Range)]."""
     found = [(path, headers) for _, path, headers in requests if "/resolve/" in path]
     assert all(headers["authorization"] == "Bearer hf_secret" for _, headers in found)
     return [(path.split("/")[-1], headers["range"]) for path, headers in found]
@@ -130,7 +130,7 @@ def test_goes_on_after_a_broken_connection(files, tmp_path):
     with stand_in_hub({REPO: files}) as (url, requests):
         _, err = start(url, 1, tmp_path)
         assert ranges(requests) == [(VAL, f"bytes={n}-"), (TRAIN[0], "bytes=0-")]
-        assert f"| {n / 1e3:.0f}k/2.10M [" in err  # the bar begins with what is already there
+        assert f"| {n / 1e3:.0f}k/2.10M [" in err  # the progress bar begins at n bytes
     assert everything_in(out) == {name: files[name] for name in (VAL, TRAIN[0])}
 
 
@@ -158,8 +158,8 @@ def test_goes_on_after_a_kill(files, tmp_path, signal):
 def test_a_file_counts_only_when_it_is_whole(files, tmp_path):
     out = tmp_path / "edu_fineweb10B"
     out.mkdir()
-    (out / TRAIN[0]).write_bytes(files[TRAIN[0]][:HALF])  # of another program
-    (out / f"{VAL}.incomplete").write_bytes(files[VAL])  # killed before it was renamed
+    (out / TRAIN[0]).write_bytes(files[TRAIN[0]][:HALF])  # an incomplete file of another program
+    (out / f"{VAL}.incomplete").write_bytes(files[VAL])  # complete, but not yet renamed
     (out / f"{TRAIN[1]}.incomplete").write_bytes(files[TRAIN[1]][:HALF])
     with stand_in_hub({REPO: files}, WithoutRanges) as (url, _):
         _, err = start(url, 2, tmp_path, status=2)

@@ -1,4 +1,4 @@
-"""Records of others: damaged rows, other layouts, and the files of other programs."""
+"""Files that other people or programs wrote: many formats, unusual layouts, damaged records."""
 
 import codecs
 import csv
@@ -33,7 +33,10 @@ import wikitext
 
 
 def documents_of(path, text_key="text"):
-    """Returns [(where without the directory, text or problem)] of a file."""
+    """Reads a file. Returns [(place, text or problem)] of its documents.
+
+    A place is, for example, "record 1".
+    """
     found = []
     for document in read_documents([path], text_key):
         where = document.where.removeprefix(f"{path}, ")
@@ -59,7 +62,7 @@ def test_csv_equals_pythons_reader(tmp_path):
     assert places == [f"{path}, record {n}" for n in range(1, 301)]
 
 
-LONG = "long " * 50_000  # above the limit of Python's module csv
+LONG = "long " * 50_000  # longer than the default limit of Python's module csv
 CSV = f'text,author\none,Ada\n"two\nlines",Bob\n{LONG},Bob\n\nthree,,\n'
 TEXTS = [("record 1", "one"), ("record 2", "two\nlines"), ("record 3", LONG), ("record 4", "three")]
 
@@ -147,7 +150,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_skipping_documents_changes_nothing_else(tmp_path, kind):
-    """In two files, whose row groups end at other places than the skipped documents."""
+    """Skipping may end in the second file, or in the middle of a row group."""
     paths = [tmp_path / f"{i}{kind}" for i in range(2)]
     for i, path in enumerate(paths):
         texts = [f"text {i} {n}" for n in range(700)]
@@ -173,12 +176,12 @@ def test_skipping_documents_changes_nothing_else(tmp_path, kind):
 
 
 def test_all_programs_read_the_same_bytes_of_a_text(tmp_path):
-    """With the line ends of Windows. A byte order mark is no text."""
+    """The text has Windows line endings. A byte order mark is not a part of the text."""
     path = tmp_path / "a.txt"
     text = b"One line.\r\nTwo \r lines.\r\n"
     path.write_bytes(codecs.BOM_UTF8 + text)
     tokenizer = get_tokenizer("bytes")
-    assert encode_text(path, tokenizer).tobytes() == text  # as a run
+    assert encode_text(path, tokenizer).tobytes() == text  # as a training run reads it
     assert bytes(look.read_text(str(path), tokenizer, 99).ids[1:]) == text
     assert [document.text.encode() for document in read_documents([path])] == [text]
     (example,) = load_examples(wikitext.BENCHMARK, path)
@@ -202,7 +205,7 @@ def test_a_json_array(tmp_path):
 
 @pytest.mark.parametrize("kind", [".jsonl", ".ndjson", ".JSONLINES", ".csv", ".tsv"])
 def test_every_kind_of_a_file_of_pairs(tmp_path, kind):
-    """Training, benchmarks and fineweb.py read it. None of them takes it for a text."""
+    """Training, benchmarks and fineweb.py read these files as pairs, and not as plain text."""
     end = "" if kind == ".tsv" else "\t"
     pairs = [dict(prompt=f"{i}, {i}+{i}=", response=f'"{2 * i}"{end}') for i in range(20)]
     path = tmp_path / f"a{kind}"
@@ -258,7 +261,7 @@ def test_a_record_may_have_lists_and_the_first_one_may_be_damaged(tmp_path):
 
 
 def test_gzip_with_zeros_at_its_end(tmp_path):
-    """Tapes and block devices fill a file with zeros."""
+    """Tapes and block devices pad a file with zeros."""
     path = tmp_path / "a.jsonl.gz"
     data = gzip.compress(b'{"text": "one"}\n')
     path.write_bytes(data + bytes(512))
@@ -270,13 +273,13 @@ def test_gzip_with_zeros_at_its_end(tmp_path):
 
 
 def test_tables_decode_only_the_columns_that_are_needed(tmp_path):
-    """Another column may be damaged, or have a type that cannot be decoded."""
+    """A column that is not needed may be damaged, or have a type that cannot be decoded."""
     path = tmp_path / "a.parquet"
     table = pa.table(dict(picture=[b"\xff" * 999, b"\xfe" * 999], text=["one", "two"]))
     pq.write_table(table, path, compression="none", use_dictionary=False)
     chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
     data = bytearray(path.read_bytes())
-    data[chunk.data_page_offset : chunk.data_page_offset + 20] = bytes(20)  # a page header
+    data[chunk.data_page_offset : chunk.data_page_offset + 20] = bytes(20)  # destroys a page header
     path.write_bytes(data)
     assert documents_of(path) == [("record 1", "one"), ("record 2", "two")]
     with pytest.raises(UserError, match="cannot be read"):
@@ -324,7 +327,10 @@ def test_an_existing_path_is_no_glob(tmp_path):
 
 
 def test_hidden_files_are_no_shards(tmp_path):
-    """macOS writes such a file beside each file on some disks, and rsync while it copies."""
+    """On some disks, macOS writes a hidden file next to each file.
+
+    rsync writes one while it copies.
+    """
     for name in ("x_train_000001.npy", "._x_train_000001.npy", ".x_train_000002.npy.Ab3dEf"):
         (tmp_path / name).touch()
     for name in ("y.idx", "._y.idx", "._train.bin"):
@@ -351,7 +357,7 @@ def test_a_date_out_of_range_in_a_table(tmp_path):
 
 @pytest.mark.parametrize("benchmark", [answers, hellaswag, lambada, wikitext])
 def test_benchmarks_read_only_the_columns_that_they_use(tmp_path, benchmark):
-    """The others may have a date after the year 9999, which Python has not."""
+    """An unused column may contain a date after the year 9999, which Python cannot represent."""
     row = dict(text="a b", prompt="a", response="b", ctx="a", endings=["b", "c"], label=1)
     day = pa.array([10**15], pa.timestamp("s"))
     path = tmp_path / "a.parquet"
@@ -362,7 +368,7 @@ def test_benchmarks_read_only_the_columns_that_they_use(tmp_path, benchmark):
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
-    """One of them would be lost. Columns that nobody reads may have one name."""
+    """One of the two columns would be lost. Columns that nobody reads may have the same name."""
     path = tmp_path / "a.csv"
     path.write_text("text,text\na,b\n")
     with pytest.raises(UserError, match="two columns are named 'text'"):

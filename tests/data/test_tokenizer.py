@@ -1,4 +1,7 @@
-"""Compares the tokenizers with known ids. test_vocabulary.py compares them with a library."""
+"""Compares the tokenizers with known ids.
+
+test_vocabulary.py compares them with the package tokenizers.
+"""
 
 from plaingpt.documents import make_document
 from plaingpt.errors import UserError
@@ -22,7 +25,7 @@ def test_gpt2_known_ids():
 
 
 def test_a_million_spaces():
-    """tiktoken's regex would overflow its stack."""
+    """This text would make tiktoken's regular expression overflow its stack."""
     text = "a" + " " * 1_000_000
     with pytest.raises(UserError, match="500,000 or more white spaces in a row; remove") as error:
         get_tokenizer("gpt2").encode(text)

@@ -1,6 +1,7 @@
-"""What a tokenizer.json may do to a text: change it, lose a part of it, or read an end in it.
+"""A tokenizer.json may change a text, omit a part of it, or find an end-of-text token in it.
 
-Each vocabulary has other settings. The package tokenizers builds it, and says what is right.
+Each vocabulary has different settings. The package tokenizers builds the vocabulary, and provides
+the expected ids.
 """
 
 import json
@@ -32,7 +33,10 @@ END = "<|endoftext|>"
 
 
 def byte_level(letters=LETTERS, **options):
-    """A byte-level BPE of the letters of bytes, and some merges of them."""
+    """Returns a byte-level BPE.
+
+    Its tokens are `letters`, each of which means a byte, and some merges.
+    """
     library = hf.Tokenizer(hf.models.BPE(**options))
     library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = hf.decoders.ByteLevel()
@@ -47,7 +51,10 @@ def byte_level(letters=LETTERS, **options):
 
 
 def load(library, **changes):
-    """The Tokenizer of a tokenizers.Tokenizer. changes: {name of a field: its contents}."""
+    """Converts a tokenizers.Tokenizer to a Tokenizer.
+
+    changes: fields that replace fields of its JSON, as name=contents.
+    """
     return get_tokenizer(json.dumps(json.loads(library.to_str()) | changes))
 
 
@@ -76,7 +83,7 @@ PARTS = {
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_bits_per_byte_are_right_or_not_there(kind, capsys):
-    """The bytes of the ids of a text are those of the text, or no id has any."""
+    """Either the ids of a text have as many bytes as the text, or all ids have 0 bytes."""
     library = byte_level()
     for name, part in PARTS[kind].items():
         setattr(library, name, part)
@@ -90,7 +97,7 @@ def test_bits_per_byte_are_right_or_not_there(kind, capsys):
 
 
 def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
-    """The bytes of such a token are not those of the text."""
+    """The token replaces spaces, too, so its bytes are not the bytes of the text."""
     library = byte_level()
     library.add_tokens([hf.AddedToken("clock", lstrip=True, normalized=False)])
     tokenizer = load(library)
@@ -99,7 +106,10 @@ def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
 
 
 def test_a_unigram_without_an_unknown_token():
-    """The package cannot encode any other text, but this text can be trained on."""
+    """The package tokenizers can encode the letter a, but raises an error for the letter b.
+
+    A model can be trained on texts without b.
+    """
     tokenizer = load(hf.Tokenizer(hf.models.Unigram([("</s>", 0.0), ("a", -1.0)])))
     assert tokenizer.encode("aa") == [1, 1] and tokenizer.text_bytes(2).tolist() == [0, 0]
     with pytest.raises(UserError, match="^tokenizer.json: not usable .*; give another file$"):
@@ -108,12 +118,13 @@ def test_a_unigram_without_an_unknown_token():
 
 def test_the_letters_of_an_added_token_stand_for_no_bytes():
     library = byte_level()
-    library.add_tokens(["\u0120\xe9"])  # in the vocabulary, these are a space and the byte 0xE9
+    # In other tokens, these letters mean a space and the byte 0xE9.
+    library.add_tokens(["\u0120\xe9"])
     assert load(library).token_bytes[-1] == "\u0120\xe9".encode()
 
 
 def test_a_line_break_that_ends_a_text_is_text():
-    """As in "bytes": it may be inside a text, and then it is a byte of it."""
+    """The end-of-text token is a line break, as in "bytes". It may also occur within a text."""
     tokenizer = load(byte_level(), end_of_text="Ċ")
     ids = tokenizer.encode("a\nb")
     assert tokenizer.decode(ids) == "a\nb" and tokenizer.end_of_text == ids[1]
@@ -121,20 +132,20 @@ def test_a_line_break_that_ends_a_text_is_text():
 
 
 def byte_letters(text):
-    """The letters that a byte-level vocabulary needs for the bytes of a text."""
+    """Returns the letters that a byte-level vocabulary needs for the bytes of a text."""
     pieces = hf.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
     return set("".join(piece for piece, _ in pieces))
 
 
 def characters(**options):
-    """A BPE of a few characters, with or without an unknown token."""
+    """Returns a BPE of a few characters, with or without an unknown token."""
     names = ["<|endoftext|>", *"Theboats. ", options.get("unk_token", "x")]
     vocab = {name: i for i, name in enumerate(names)}
     return hf.Tokenizer(hf.models.BPE(vocab, [], **options))
 
 
 def test_a_vocabulary_that_leaves_text_out_is_noted(capsys):
-    """The package leaves out characters, or bytes, without a word."""
+    """The package tokenizers omits unknown characters or bytes without a message."""
     text = "The boats. 中文文本没有空格。"
     for library in (byte_level(byte_letters("The boats.")), characters()):
         tokenizer = load(library)
@@ -155,7 +166,7 @@ def test_a_vocabulary_that_leaves_text_out_is_noted(capsys):
 
 
 def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
-    """Of a text or of pairs for training, of shards, of a prompt, and of the examples to score."""
+    """The notes are about a training text, pairs, shards, a prompt, and examples to score."""
     characters(unk_token="[UNK]").save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(tmp_path / "t.json")
     (tmp_path / "t.txt").write_text("The boats. 中文" * 200, "utf-8")
@@ -169,7 +180,7 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     out = str(tmp_path / "s")
     flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1301"]
     fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])
-    # An end of text comes before the document, in the first shard.
+    # In the first shard, end_of_text precedes the document.
     expected = [
         f"{text.format(share)}{out}/s_{name}.npy"
         for share, name in ((200 / 1301, "val_000000"), (200 / 1300, "train_000001"))
@@ -183,14 +194,14 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
 
 
 def test_text_that_is_left_out_does_not_keep_its_neighbours_apart():
-    """The ids are those of the package: after "中" is lost, "a" and "b" merge."""
+    """After "中" is omitted, "a" and "b" merge, as in the package tokenizers."""
     vocab = {END: 0, "a": 1, "b": 2, "ab": 3}
     library = hf.Tokenizer(hf.models.BPE(vocab, [("a", "b")]))
     assert load(library).encode("a中b") == library.encode("a中b").ids == [3]
 
 
 def test_an_unknown_token_is_counted(capsys):
-    """A complete set of bytes has no unknown text, with or without such a token."""
+    """If the vocabulary contains all bytes, no text is unknown."""
     fallback = {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     for vocab, note in (({}, "50.0% of it\n"), (fallback, ""), ({**fallback, "<0xE4>": 999}, "")):
         vocab = {"<unk>": 0, "</s>": 1, **vocab, "a": 300}
@@ -198,7 +209,7 @@ def test_an_unknown_token_is_counted(capsys):
         tokenizer = load(hf.Tokenizer(model))
         note_unknown(tokenizer, [tokenizer.encode("a中"), tokenizer.encode("a文")], "it")
         assert capsys.readouterr().out.removeprefix("note: the tokenizer does not know ") == note
-    tokenizer = load(byte_level(unk_token=END))  # the end of text is never unknown text
+    tokenizer = load(byte_level(unk_token=END))  # end_of_text is never an unknown token
     assert tokenizer.unknown is None and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
@@ -214,7 +225,10 @@ def test_end_of_text_may_not_be_the_unknown_token():
 
 
 def with_end(kind):
-    """A vocabulary in which the end token can also be a part of a text -> its library."""
+    """Returns a tokenizers.Tokenizer.
+
+    Its end-of-text token can also be a part of a text.
+    """
     pieces = ["<unk>", "a", "b", "<", "/", "s", ">", " ", "</s>", "s>", "</"]
     ids = {piece: i for i, piece in enumerate(pieces)}
     if kind == "unigram":
@@ -239,7 +253,10 @@ def with_end(kind):
     "kind", ["unigram", "words", "merges", "not special", "special", "ignore_merges"]
 )
 def test_the_name_of_end_of_text_in_a_text_is_no_end(kind):
-    """It is encoded like any other word. Texts without it have the ids of the package."""
+    """The name is encoded like any other word.
+
+    A text without the name has the same ids as in the package tokenizers.
+    """
     library = with_end(kind)
     tokenizer = load(library)
     end = library.token_to_id("</s>")
@@ -255,7 +272,7 @@ def test_the_name_of_end_of_text_in_a_text_is_no_end(kind):
 
 
 def test_dropout_is_off():
-    """Each pass over the same text gives the same ids, also if the file asks for dropout."""
+    """A text has the same ids in each pass, even if the tokenizer.json asks for dropout."""
     library = byte_level()
     expected = library.encode(TEXT).ids
     library.model.dropout = 0.9
@@ -277,7 +294,7 @@ def test_a_refused_vocabulary_is_one_sentence(tmp_path):
 
 
 def superwords():
-    """A BPE of characters that merges "red hat", with its space, into one token."""
+    """Returns a BPE of characters that merges "red hat", with its space, into one token."""
     vocab = {letter: i for i, letter in enumerate(["<|endoftext|>", *"redhat "])}
     merges, last = [], "r"
     for letter in "ed hat":
@@ -289,7 +306,7 @@ def superwords():
 
 @pytest.mark.parametrize("name", ["harness", "answers", "core"])
 def test_an_ending_without_tokens_of_its_own_is_refused(name):
-    """Otherwise, every token of it is the likeliest one, for any model: an accuracy of 100 %."""
+    """For an ending without tokens, the accuracy of every model would be 100 %."""
     lost = Example(["red"], ["中文"], kind="language_modeling")
     prompt_ids = dict(harness=harness_ids, answers=answers.prompt_ids, core=core.prompt_ids)[name]
     config = GPTConfig(block_size=16)
@@ -297,7 +314,7 @@ def test_an_ending_without_tokens_of_its_own_is_refused(name):
         UserError, match="the ending '中文' after 'red' adds no tokens to the context; "
     ):
         make_rows([lost], load(characters()), config, prompt_ids)
-    # "red hat" is one token, as "red" is.
+    # "red hat" is one token, and so is "red".
     joined = Example(["red"], [" hat"], kind="language_modeling")
     if name == "harness":
         with pytest.raises(UserError, match="the ending ' hat' after 'red' adds no tokens"):
@@ -308,7 +325,7 @@ def test_an_ending_without_tokens_of_its_own_is_refused(name):
 
 
 def test_evals_of_a_run_skip_a_benchmark_that_the_tokenizer_cannot_score(capsys, monkeypatch):
-    """Its data come from the hub, so they are no mistake of the user."""
+    """The data of the benchmark come from the hub, so the user has made no mistake."""
     benchmark = replace(lambada.BENCHMARK, load=lambda *_: [Example(["red"], ["中文"])])
     monkeypatch.setattr(lambada, "BENCHMARK", benchmark)
     config = TrainConfig(evals=["lambada"])

@@ -1,4 +1,4 @@
-"""Vocabularies of one's own, from a text to scores, compared with packages of Hugging Face."""
+"""A user's own vocabulary, from a text to scores, compared with Hugging Face's packages."""
 
 import functools
 import gzip
@@ -39,7 +39,7 @@ PIECES = ["a", " ", "\n", "\r", "'ll", "1", "!", "中", "\u3000", "<|endoftext|>
 
 @functools.cache
 def library_of(name):
-    """The package's tokenizer for "gpt2" or "bytes"."""
+    """Returns the tokenizers.Tokenizer that corresponds to "gpt2" or "bytes"."""
     known = get_tokenizer(name)
     library = hf.Tokenizer.from_str(build_library(known.token_bytes, known.special).to_str())
     library.encode_special_tokens = True
@@ -47,7 +47,7 @@ def library_of(name):
 
 
 def chinese(n, seed=0):
-    """n words of common characters with a Zipf law: text of a language without spaces."""
+    """Returns a text of n random Chinese words. Their frequencies follow Zipf's law."""
     rng = random.Random(0)
     letters = [chr(c) for c in range(0x4E00, 0x4E00 + 400)]
     words = ["".join(rng.choices(letters, k=rng.choice([1, 2, 2, 3]))) for _ in range(3000)]
@@ -64,7 +64,7 @@ def run(main, *flags):
 
 
 def make_shards(directory, out, *flags):
-    """The shards of the two files of `zh`, made by fineweb.py -> all tokens in their order."""
+    """Makes shards from the two files of `zh` with fineweb.py. Returns all tokens, in order."""
     files = directory / "a.txt", directory / "b.jsonl"
     run(fineweb.main, "--input", *files, "--output_dir", out, *flags)
     return tokens_in(out)
@@ -79,7 +79,7 @@ def tokens_in(out):
 
 @pytest.fixture(scope="module")
 def zh(tmp_path_factory):
-    """A directory with Chinese text in two files, and several tokenizers -> it, the documents."""
+    """Returns a directory with two Chinese text files and several tokenizers, and the documents."""
     d, documents = tmp_path_factory.mktemp("zh"), [chinese(100 * n, n) for n in range(1, 21)]
     (d / "a.txt").write_text("<|endoftext|>".join(documents[:10]), "utf-8")
     lines = [json.dumps({"text": text}) + "\n" for text in documents[10:]]
@@ -112,7 +112,11 @@ def zh(tmp_path_factory):
 
 
 def llama():
-    """A tokenizer like Llama's: a space is U+2581, unknown characters are bytes, a prefix space."""
+    """Returns a tokenizer like Llama's.
+
+    A space is written as U+2581, unknown characters are encoded as bytes, and a space is added
+    before a text.
+    """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{b:02X}>": 3 + b for b in range(256)}}
     vocab |= {token: 259 + i for i, token in enumerate(["\u2581", "a", "b", "\u2581a", "ab"])}
     merges = [("\u2581", "a"), ("a", "b")]
@@ -142,7 +146,7 @@ def reference(path):
 
 @pytest.mark.slow
 def test_a_new_vocabulary(zh):
-    """The same files give the same one; it needs fewer tokens than GPT-2's."""
+    """The same files yield the same vocabulary. It needs fewer tokens than GPT-2's vocabulary."""
     d, _ = zh
     assert (d / "again.json").read_bytes() == (d / "zh.json").read_bytes()
     found, out = load_tokenizer(d / "zh.json"), (d / "out.txt").read_text()
@@ -166,7 +170,10 @@ def test_a_small_text_gives_fewer_ids_than_asked_for(tmp_path, capsys):
     "kind", ["zh.json", "nfkc.json", "llama.json", "large.json", "gpt2", "bytes"]
 )
 def test_ids_equal_the_library(zh, kind):
-    """On English and any Unicode. end_of_text is before each document, never part of a text."""
+    """Compares the ids of English text and of any Unicode text.
+
+    end_of_text precedes each document and, except for byte tokens, never occurs within a text.
+    """
     known = kind in ("gpt2", "bytes")
     found = load_tokenizer(kind if known else zh[0] / kind)
     library = library_of(kind) if known else reference(zh[0] / kind)
@@ -186,7 +193,7 @@ def test_ids_equal_the_library(zh, kind):
         assert found.encode_documents([text, "", text]).tolist() == [end, *ids, end, end, *ids]
 
     compare()
-    assert found.encode("caf\udce9") == found.encode("caf\ufffd")  # from a prompt in Latin-1
+    assert found.encode("caf\udce9") == found.encode("caf\ufffd")  # a prompt in Latin-1
 
 
 @pytest.mark.slow
@@ -199,7 +206,7 @@ def test_ids_equal_the_library(zh, kind):
     ],
 )
 def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
-    """It has no bits per byte, and fineweb.py shows how much of a text it does not know."""
+    """Bits per byte are NaN, and fineweb.py prints which share of a text is unknown."""
     library, special = getattr(hf, f"{kind}Tokenizer")(), [unknown, "</s>"]
     library.train_from_iterator(
         ["the king the king "] * 9,
@@ -221,11 +228,11 @@ def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
     path = max((tmp_path / "s").glob("*.npy"), key=lambda path: path.name[-10:])
     share = (np.load(path) == library.token_to_id(unknown)).mean()
     assert share > 0.4 and f"tokenizer does not know {share:.1%} of s/{path.name}\n" in out
-    assert "val_000000" not in out  # all of it is known
+    assert "val_000000" not in out  # this shard contains only known text
 
 
 def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
-    """As after a token was added to the tokenizer alone."""
+    """Somebody has added a token to the tokenizer, but not to the model."""
     tokenizer = get_tokenizer("bytes")
     save_gpt2(fresh(MODEL), tmp_path / "hf", tokenizer)
     settings = json.loads((tmp_path / "hf/tokenizer.json").read_text())
@@ -247,7 +254,7 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
 def test_known_vocabularies_are_recognized(name, tmp_path):
-    """Their tokenizer.json, also an older one, and the pair of vocab.json and merges.txt."""
+    """Both an older tokenizer.json and the pair of vocab.json and merges.txt are recognized."""
     known = get_tokenizer(name)
     source = json.loads(library_of(name).to_str())
     source["end_of_text"] = "Ċ" if name == "bytes" else "<|endoftext|>"
@@ -256,7 +263,7 @@ def test_known_vocabularies_are_recognized(name, tmp_path):
     split["add_prefix_space"] = True
     assert get_tokenizer(json.dumps(source)).name.startswith("tokenizer.json (")
     split["add_prefix_space"] = False
-    del split["use_regex"]  # as in OpenAI's file on the hub
+    del split["use_regex"]  # OpenAI's file on the hub lacks this entry
     assert get_tokenizer(json.dumps(source)) is known
     split["use_regex"] = False
     assert (get_tokenizer(json.dumps(source)) is known) == (name == "bytes")
@@ -267,7 +274,7 @@ def test_known_vocabularies_are_recognized(name, tmp_path):
 
 
 def write_pair(directory, vocab, merges):
-    """Writes the two files that were used before tokenizer.json."""
+    """Writes vocab.json and merges.txt, which tokenizer.json has replaced."""
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     (directory / "vocab.json").write_text(json.dumps(vocab))
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
@@ -275,7 +282,7 @@ def write_pair(directory, vocab, merges):
 
 @pytest.mark.slow
 def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
-    """Of another vocabulary than GPT-2's. Without merges.txt, the model is refused."""
+    """The vocabulary is not GPT-2's. Without merges.txt, loading the model raises an error."""
     d, _ = zh
     save_gpt2(fresh(replace(MODEL, vocab_size=4000)), tmp_path, load_tokenizer(d / "zh.json"))
     bpe = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
@@ -292,7 +299,7 @@ def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
 
 @pytest.fixture(scope="module")
 def older_gpt2(tmp_path_factory):
-    """GPT-2's vocab.json and merges.txt."""
+    """A directory with GPT-2's vocab.json and merges.txt."""
     directory = tmp_path_factory.mktemp("older")
     model = json.loads(library_of("gpt2").to_str())["model"]
     write_pair(directory, {**model["vocab"], "<|endoftext|>": 50256}, model["merges"])
@@ -311,7 +318,7 @@ CHAT = "<|user|>Hi, it's  me<|end|>\n<|user|> <|pad|>é<|us"
     ],
 )
 def test_added_tokens_beside_the_older_files(older_gpt2, tmp_path, added, special_tokens):
-    """Each has the id of added_tokens.json, also in a text, as in transformers."""
+    """An added token has its id from added_tokens.json, even within a text, as in transformers."""
     transformers = pytest.importorskip("transformers")
     directory = shutil.copytree(older_gpt2, tmp_path / "gpt2")
     (directory / "added_tokens.json").write_text(json.dumps(added))
@@ -334,7 +341,7 @@ def test_added_tokens_beside_the_older_files(older_gpt2, tmp_path, added, specia
 
 
 def test_an_added_token_may_end_a_text(tmp_path):
-    """If the vocabulary has no such token."""
+    """An added token becomes end_of_text if the vocabulary itself contains no such token."""
     model = json.loads(library_of("bytes").to_str())["model"]
     write_pair(tmp_path, model["vocab"], model["merges"])
     (tmp_path / "added_tokens.json").write_text('{"<|user|>": 257, "</s>": 256}')
@@ -362,7 +369,10 @@ def test_added_tokens_that_do_not_fit_are_one_sentence(older_gpt2, tmp_path, add
     ],
 )
 def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
-    """For any number of threads, and in two runs; with --end_of_text, too."""
+    """The shards do not depend on the number of threads, or on an earlier run with --max_shards.
+
+    The end-of-text token may come from --end_of_text.
+    """
     d, documents = zh
     library = reference(d / kind)
     expected = [i for text in documents for i in [end, *library.encode(text).ids]]
@@ -376,7 +386,7 @@ def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
 
 @pytest.mark.slow
 def test_from_a_text_to_scores(zh, tmp_path, monkeypatch):
-    """Train, generate, score. test_export.py tests what follows."""
+    """Trains, generates and scores. test_export.py tests the export."""
     (d, documents), kind = zh, "large.json"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text(documents[3], "utf-8")
@@ -412,20 +422,23 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path, monkeypatch):
             run(train_gpt2.main, *flags, *own.split())
         text = str(error.value)
         assert "\n" not in text and all(message in text for message in messages), text
-    (tmp_path / "zh" / "tokenizer.json").unlink()  # lost: --tokenizer replaces it
+    (tmp_path / "zh" / "tokenizer.json").unlink()  # the file is lost, and --tokenizer replaces it
     run(train_gpt2.main, *flags, "--data", "zh", "--tokenizer", d / "zh.json", "--log_dir", "b")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "bytes", "zh.json"])
 def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
-    """From the probabilities of all tokens. Special tokens do not count as text."""
+    """Computes the bits from the probabilities of all tokens.
+
+    Special tokens do not count as text.
+    """
     if kind == "bytes":
         data = ROOT / "input.txt"
         tokens = np.fromfile(data, np.uint8)
         tokens = tokens[len(tokens) * 9 // 10 :]
-        distance = (len(tokens) - 1) // 32 // 40 * 32  # the 40 sequences are spread
-    else:  # they have end-of-text ids
+        distance = (len(tokens) - 1) // 32 // 40 * 32  # the 40 sequences are evenly spaced
+    else:  # these shards contain end-of-text ids
         data = tmp_path / "s"
         make_shards(zh[0], data, "--tokenizer", zh[0] / kind if kind == "zh.json" else kind)
         tokens = np.load(min(data.glob("*_val_*")))
@@ -483,7 +496,10 @@ def test_a_tokenizer_json_that_the_package_refuses(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "zh.json"])
 def test_training_from_shards_imports_few_packages(zh, tmp_path, kind):
-    """Only torch and numpy, and tokenizers for a tokenizer.json; for samples and bits, too."""
+    """A run imports only torch and numpy and, for a tokenizer.json, tokenizers.
+
+    The run also generates samples and computes bits per byte.
+    """
     make_shards(zh[0], tmp_path / "s", "--tokenizer", zh[0] / kind if "." in kind else kind)
     flags = [*TINY, "--max_steps", "1", "--data", "s"]
     others = {"tiktoken", "tokenizers", "transformers", "datasets", "pyarrow"}
@@ -499,7 +515,7 @@ def test_training_from_shards_imports_few_packages(zh, tmp_path, kind):
 
 
 def test_the_package_is_missing(tmp_path, monkeypatch):
-    """For a tokenizer.json, an error is one sentence; gpt2 and bytes do not need the package."""
+    """Loading a tokenizer.json raises a one-sentence error. gpt2 does not need the package."""
     byte_json = tmp_path / "t.json"
     byte_json.write_text(json.dumps(json.loads(library_of("bytes").to_str())))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -511,7 +527,7 @@ def test_the_package_is_missing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json", "a.jsonl", "a.csv", "a.parquet"])
 @pytest.mark.parametrize("n_documents", [4, 8000])
 def test_a_sample_is_from_all_of_the_text(tmp_path, name, n_documents):
-    """Even if a file is read as a whole, or is small because it is compressed."""
+    """The sample covers all of the text, even if a file is read at once, or is compressed."""
     n = 8000 // n_documents
     documents = []
     for i in range(n_documents):
@@ -525,7 +541,7 @@ def test_a_sample_is_from_all_of_the_text(tmp_path, name, n_documents):
 
 
 def write_documents(path, documents):
-    """Writes documents in the format that the name of the file tells -> path."""
+    """Writes documents in the format that the file name selects. Returns the path."""
     rows = [dict(text=document) for document in documents]
     if path.suffix == ".parquet":
         data = parquet(rows)
@@ -585,7 +601,7 @@ def test_the_output_may_be_a_pipe(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
-    """By its name: a tokenizer.json, or the older pair; other files are not downloaded."""
+    """fineweb.py downloads tokenizer.json, or vocab.json and merges.txt, but no weights."""
     d, _ = zh
     files = ["--input", d / "a.txt"]
     bpe = json.loads((d / "zh.json").read_text())["model"]
