@@ -59,7 +59,7 @@ def newest_step(run):
     return max(int(path.stem[6:]) for path in run.glob("model_*.pt"))
 
 
-# `kill -9` at 10 random moments: with `--resume`, the log equals the log of an uninterrupted run.
+# After `kill -9` at 10 random moments, `--resume` yields the same log as an uninterrupted run.
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_resume_after_kills_at_random_times(tmp_path):
     assert n_torn, "no kill interrupted a save: the test checks nothing"
 
 
-# `fineweb.py` is killed: the same command then writes the same shards as an uninterrupted run.
+# If `fineweb.py` is killed, the same command then writes the same shards as an uninterrupted run.
 
 
 SHARDS = ["--output_dir", "out", "--shard_size", 6000, "--num_proc", 1, "--input"]
@@ -103,7 +103,7 @@ SHARDS = ["--output_dir", "out", "--shard_size", 6000, "--num_proc", 1, "--input
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """A directory with a.jsonl and what fineweb.py makes of it: 88 shards in out/."""
+    """A directory with a.jsonl and, in out/, the shards that fineweb.py made from it."""
     d = tmp_path_factory.mktemp("lines")
     write_lines(d / "a.jsonl", [{"text": TEXT}] * 12)
     program(*SHARDS, d / "a.jsonl", cwd=d, program="fineweb.py")
@@ -128,14 +128,18 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
     assert everything_in(out) == everything_in(lines / "out")
 
 
-# SIGTERM, Ctrl-C or a closed terminal, from the first step on: the program completes the step and
-# saves a checkpoint; a validation, a benchmark or a sample ends without a result; exit status 0.
+# SIGTERM, Ctrl-C or a closed terminal stops a run, from the first step on. The program completes
+# the step, saves a checkpoint, and exits with status 0. A validation, a benchmark or a sample ends
+# without a result.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment, step", [("step", 3), ("evaluation", 5), ("save", 5)])
 def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment, step):
-    """The program completes step 2 or the save at step 4; it abandons the validation at step 5."""
+    """The signal arrives in step 2, in the validation at step 5, or in the save at step 4.
+
+    The program completes the step or the save, but abandons the validation.
+    """
     flags = [*TINY, "--log_dir", "run", "--save_every", 2]
     out, err = program(moment, *flags, cwd=tmp_path, program="tests/faulty.py")
     assert stopped_at(out) == newest_step(tmp_path / "run") == step and err == ""
@@ -183,7 +187,7 @@ def test_a_signal_before_the_first_step_saves_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_that_comes_several_times(tmp_path):
-    flags = [*TINY, *LONG, "--total_batch_size", 16384, "--log_dir", "run"]  # a step of a second
+    flags = [*TINY, *LONG, "--total_batch_size", 16384, "--log_dir", "run"]  # a step takes a second
     (process,) = spawn(*flags, cwd=tmp_path)
     wait_for(process, "step     0/")
     process.send_signal(signal.SIGHUP)
@@ -197,13 +201,14 @@ def test_a_signal_that_comes_several_times(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("pipe", ["", " 2>&1 | tee out.txt"])
 def test_a_terminal_is_closed(tmp_path, pipe, python):
-    """An interactive bash in a real terminal. Its program often gets SIGHUP twice."""
+    """An interactive bash runs in a real terminal. Its program often receives SIGHUP twice."""
     flags = shlex.join(map(str, [*TINY, *LONG, "--save_every", 0, "--log_dir", "run"]))
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
         os.execvpe("bash", ["bash", "--norc", "-i"], dict(os.environ, OMP_NUM_THREADS="1"))
-    executable = sys.executable if pipe else python  # a new Python, too: it buffers its output
+    # With a pipe, also tests a new Python, which buffers its output.
+    executable = sys.executable if pipe else python
     os.write(terminal, f"{executable} {ROOT}/train_gpt2.py {flags}{pipe}\n".encode())
     said = b""
     while b"step     4/" not in said:
@@ -217,7 +222,7 @@ def test_a_terminal_is_closed(tmp_path, pipe, python):
 
 @pytest.mark.slow
 def test_a_service_manager_stops_torchrun_and_its_processes(tmp_path, python):
-    """All of them get SIGTERM, and torchrun sends it to its processes again."""
+    """All processes receive SIGTERM. torchrun then sends SIGTERM to its processes again."""
     path = tmp_path / "torchrun.py"
     path.write_text("from torch.distributed.run import main\n\nmain()\n")
     flags = ["--standalone", "--nproc_per_node=2", "--no_python", python, ROOT / "train_gpt2.py"]
@@ -249,12 +254,16 @@ def test_after_a_signal_all_processes_finish_the_step_save_and_exit_0(tmp_path, 
     assert f"resumed from step {step}" in out
 
 
-# Ctrl-C before the first step: the program ends, perhaps with a traceback; nothing is written.
+# After Ctrl-C before the first step, the program ends, perhaps with a traceback, and writes
+# nothing.
 
 
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_step(tmp_path, copy):
-    """While the model is made, and while Python imports torch, which may print a traceback."""
+    """Ctrl-C arrives while the model is built, or while Python imports torch.
+
+    In the second case, Python may print a traceback.
+    """
     before, flags = everything_in(copy), [*TINY, "--log_dir", "run", "--resume"]
     out, err = program("start", *flags, cwd=tmp_path, program="tests/faulty.py", status=130)
     assert "stopped" not in out and err == ""
@@ -265,20 +274,20 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
     assert process.returncode and everything_in(copy) == before and names(tmp_path) == ["run"]
 
 
-# One of two processes is killed: the other process stops; after a restart, the run resumes.
+# If one of two processes is killed, the other process stops. After a restart, the run resumes.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim, flags", [(0, []), (1, PP)])
 def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
-    """The other one ends, too. The run continues from the last step that was saved."""
+    """The other process ends, too. The run resumes from the last step that was saved."""
     flags = [*TINY, "--log_dir", "run", "--save_every", 1, "--keep", 0, *flags]
     flags += ["--val_tokens", 128, "--sample_tokens", 1]
     running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
     wait_for(running[0], "step     2/")
     running[victim].send_signal(signal.SIGKILL)
     for process in running:
-        process.communicate(timeout=60)  # gloo's own timeout is half an hour
+        process.communicate(timeout=60)  # the timeout of the process group is an hour
         assert process.returncode
     saved = newest_step(tmp_path / "run")
     out, _ = program(*flags, "--resume", "--max_steps", saved + 1, cwd=tmp_path, processes=2)
@@ -287,8 +296,8 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     assert steps == set(range(saved + 1))
 
 
-# The disk is full: error message; complete files remain; later, the same command continues
-# (`train_gpt2.py` needs `--resume`).
+# If the disk is full, the program prints an error message, and complete files remain. Later, the
+# same command continues; `train_gpt2.py` needs `--resume`.
 
 
 @pytest.mark.slow
@@ -329,7 +338,7 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     program(*flags, "--max_shards", 1, cwd=tmp_path, program="fineweb.py")
     _, err = program(
         *flags, cwd=tmp_path, program="fineweb.py", status=2, limits={resource.RLIMIT_FSIZE: 11_000}
-    )  # bytes, fewer than in a shard
+    )  # 11,000 bytes are less than a shard
     assert re.search(
         r"error: out/out_train_000001\.npy: cannot write \(File too large\); .*"
         "then run the same command again",
@@ -340,7 +349,8 @@ def test_a_full_disk_while_fineweb_runs(tmp_path, lines):
     assert everything_in(tmp_path / "out") == everything_in(lines / "out")
 
 
-# The disk is full while `export.py` replaces an export: error message; the old export remains.
+# If the disk is full while `export.py` replaces an export, the program prints an error message, and
+# the old export remains.
 
 
 @pytest.mark.slow
@@ -363,8 +373,8 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     program("--checkpoint", "out", "--max_new_tokens", 1, cwd=tmp_path, program="generate.py")
 
 
-# The newest checkpoint is truncated, or one of its bits has changed: error message; after you move
-# the file away, the run resumes from the previous checkpoint.
+# If the newest checkpoint is truncated, or one of its bits has changed, the program prints an error
+# message. After the user moves the file away, the run resumes from the previous checkpoint.
 
 
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
@@ -379,7 +389,10 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
     ],
 )
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
-    """It ends --resume and changes nothing. Without it, the run continues from step 5."""
+    """--resume fails and changes nothing.
+
+    After the damaged file is deleted, the run resumes from step 5.
+    """
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / "model_000010.pt"
     data = bytearray(path.read_bytes())
@@ -394,8 +407,8 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         assert "resumed from step 5 " in out and read_log(tmp_path / "run") == read_log(whole)
 
 
-# In `meta.json`, `run.json` or `core.yaml`, a field is missing or has the wrong type: error message
-# that names the file.
+# If a field in `meta.json`, `run.json` or `core.yaml` is missing or has the wrong type, the program
+# prints an error message that names the file.
 
 
 @pytest.mark.slow
@@ -413,21 +426,22 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     ],
 )
 def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
-    """test_records.py and test_core_tasks.py have more of them."""
+    """test_records.py and test_core_tasks.py test more damaged fields."""
     fails(world, name, flags, message)
 
 
-# A Hugging Face model contains a tensor whose shape is not GPT-2's: error message.
+# If a Hugging Face model contains a tensor whose shape is not GPT-2's, the program prints an error
+# message.
 
 
 @pytest.mark.slow
 def test_a_model_of_hugging_face_that_is_not_gpt2(world):
-    """test_export.py has the messages."""
+    """test_export.py tests the messages in detail."""
     fails(world, "generate.py", "--model wide", "wide: transformers cannot load it ( ... use")
 
 
-# A checkpoint, a shard or `meta.pkl` is a pickle that contains code: error message; the code does
-# not run.
+# If a checkpoint, a shard or `meta.pkl` is a pickle that contains code, the program prints an error
+# message, and the code does not run.
 
 
 class Mark:
@@ -441,7 +455,7 @@ class Mark:
 
 
 def test_programs_load_files_safely_and_never_call_a_shell():
-    """Every call in every program: one that loads a file must not run code from it."""
+    """Checks every call in every program: loading a file must not run code from the file."""
     needed = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
     unsafe = r"(eval|exec|compile|os.system|os.popen|(pickle|marshal|shelve|dill|joblib)\..*)"
     for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/**/*.py")):
@@ -462,16 +476,20 @@ def test_programs_load_files_safely_and_never_call_a_shell():
     ],
 )
 def test_code_in_a_file_does_not_run(world, flags, message):
-    fails(world, "train_gpt2.py", flags, message)  # also compares all files: there is no MARK
+    # `fails` also checks that the file MARK does not exist.
+    fails(world, "train_gpt2.py", flags, message)
 
 
-# The data have changed before a resume: error message with the old and the new number of tokens and
-# CRC-32.
+# If the data have changed before a resume, the program prints an error message, which contains the
+# old and the new number of tokens and CRC-32.
 
 
 @pytest.mark.slow
 def test_resumed_with_other_data(tmp_path, shards):
-    """The same tokens in another directory are the same data. Other tokens are refused."""
+    """The same tokens in a different directory count as the same data.
+
+    Different tokens lead to an error message.
+    """
     flags = [*TINY, "--val_tokens", 256, "--total_batch_size", 128, "--log_dir", "run", "--resume"]
     program(*flags, "--data", "shards", "--max_steps", 2, cwd=tmp_path)
     shutil.copytree(shards, tmp_path / "other")
@@ -488,16 +506,16 @@ def test_resumed_with_other_data(tmp_path, shards):
     ), err
 
 
-# The gradient is not finite: the step changes no parameter; after ten such steps in a row, the run
-# stops.
+# If the gradient is not finite, the step changes no parameter. After ten consecutive steps of this
+# kind, the run stops.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(tmp_path, layout):
-    """The third one. The next step changes all weights and moments, those of Muon and of AdamW.
+    """The third step changes nothing. The fourth step changes all weights, and all moments.
 
-    test_step.py tests one process, and other optimizers.
+    The optimizers are Muon and AdamW. test_step.py tests one process, and more optimizers.
     """
     flags = [*TINY, "--optimizer", "muon", "--max_steps", 4, "--save_every", 1, "--keep", 0]
     large = dict(fsdp=FSDP, pp=PP).get(layout, [])
@@ -533,14 +551,17 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
-# Data become unreadable during a run: all processes save the last step; then the run ends with an
-# error message; with readable data, the run resumes.
+# If the data become unreadable during a run, all processes save the last step, and the run ends
+# with an error message. With readable data, the run resumes.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "fsdp"])
 def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
-    """Only the last process reads it, for step 5. The check at the start reads only the ends."""
+    """Only the last process reads the wrong id, in step 5.
+
+    When the run starts, it reads only both ends of each shard.
+    """
     flags = [*TINY, *FROM_SHARDS, "--val_every", 0]
     large = FSDP if layout == "fsdp" else []
     options = dict(cwd=tmp_path, processes=1 if layout == "one" else 2)
@@ -565,7 +586,10 @@ def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
 
 @pytest.mark.slow
 def test_shards_that_vanish(tmp_path):
-    """While two processes train. A process keeps 48 shards open, which it can still read."""
+    """The shards vanish while two processes train.
+
+    A process keeps up to 48 shards open, and can still read these.
+    """
     (tmp_path / "shards").mkdir()
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     for name in ("val_000000", *(f"train_{i:06}" for i in range(1, 100))):
@@ -585,8 +609,8 @@ def test_shards_that_vanish(tmp_path):
     assert f"resumed from step {step}" in out
 
 
-# An input file of `fineweb.py` has changed, but its name and size are the same: error message; the
-# old shards remain.
+# If an input file of `fineweb.py` has changed, but its name and size are the same, the program
+# prints an error message, and the old shards remain.
 
 
 @pytest.mark.slow
@@ -606,8 +630,8 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     assert "out is complete" in out
 
 
-# RANK is not less than WORLD_SIZE, or WORLD_SIZE is set and RANK is not: error message; nothing is
-# written.
+# If RANK is not less than WORLD_SIZE, or if WORLD_SIZE is set and RANK is not, the program prints
+# an error message and writes nothing.
 
 
 @pytest.mark.slow
@@ -627,19 +651,20 @@ def test_a_process_whose_rank_is_wrong_changes_nothing(world):
     assert everything(world) == before
 
 
-# Two programs use the same directory for a run or for shards: error message of the second program.
+# If two programs use the same directory for a run or for shards, the second program prints an error
+# message.
 
 
 @pytest.mark.slow
 def test_two_runs_in_one_directory(tmp_path):
     flags = [*TINY, "--log_dir", "run", *LONG]
-    # The first run deletes no checkpoint that the second one may just be reading.
+    # With --keep 0, the first run deletes no checkpoint that the second run may be reading.
     (first,) = spawn(*flags, "--save_every", 3, "--keep", 0, cwd=tmp_path)
     wait_for(first, "step     4/")
     for more in ([], ["--resume"]):
         _, err = program(*flags, *more, cwd=tmp_path, status=2)
         assert "run: another process uses it; wait for it, or start the processes of one run" in err
-    first.send_signal(signal.SIGHUP)  # as when the terminal is closed
+    first.send_signal(signal.SIGHUP)  # as if the terminal were closed
     out, _ = first.communicate(timeout=60)
     step = stopped_at(out)
     assert first.returncode == 0
@@ -652,7 +677,8 @@ def test_two_runs_in_one_directory(tmp_path):
 def test_a_second_fineweb_in_a_directory(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "out").mkdir()
-    for name in (f"{'0' * 32}.tmp", "notes.2024.1.tmp"):  # of a killed process; the user's own
+    # The first name is from a killed process. The second name is a file of the user.
+    for name in (f"{'0' * 32}.tmp", "notes.2024.1.tmp"):
         (tmp_path / "out" / name).write_bytes(b"")
     flags = ["--input", "a.txt", "--output_dir", "out"]
     descriptor = lock(tmp_path / "out", "--output_dir")
@@ -663,8 +689,8 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
     assert names(tmp_path / "out", "*.tmp") == ["notes.2024.1.tmp"]
 
 
-# `--output_dir` of `fineweb.py` contains a `meta.json` or `tokenizer.json` of your own: error
-# message; nothing is written.
+# If the `--output_dir` of `fineweb.py` contains a `meta.json` or `tokenizer.json` of the user, the
+# program prints an error message and writes nothing.
 
 
 @pytest.mark.slow
@@ -678,8 +704,8 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     )
 
 
-# An output file is also an input file, such as `--json my.txt` with `--data my.txt`: error message;
-# nothing is written.
+# If an output file is also an input file, such as `--json my.txt` with `--data my.txt`, the program
+# prints an error message and writes nothing.
 
 
 @pytest.mark.slow
@@ -697,7 +723,8 @@ def test_an_output_that_is_also_an_input(world, name, flags, output):
     fails(world, name, f"{flags} {output}", f" {output}: is also an input; give another")
 
 
-# The program has no permission for a file or directory: error message; nothing is written.
+# If a program has no permission for a file or a directory, it prints an error message and writes
+# nothing.
 
 
 @pytest.mark.slow
@@ -728,8 +755,8 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# A text file is not UTF-8: a note says the share of invalid bytes; with `--tokenizer`, error
-# message.
+# If a text file is not UTF-8, the program prints a note with the share of invalid bytes. With
+# `--tokenizer`, it prints an error message.
 
 
 @pytest.mark.slow
@@ -741,13 +768,13 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
     assert re.fullmatch(r"error: --data gbk.txt: is not UTF-8 \(.*\); convert it to UTF-8\n", err)
 
 
-# A damaged record in the input of `fineweb.py`: the program skips and counts damaged records, and
-# shows the first 5; with `--strict`, error message.
+# If the input of `fineweb.py` contains damaged records, the program skips and counts them, and
+# shows the first 5. With `--strict`, it prints an error message.
 
 
 @pytest.mark.slow
 def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
-    """test_fineweb.py has each kind of damage."""
+    """test_fineweb.py tests each kind of damage."""
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}, *[{}] * 7, {"text": "b"}])
     out, err = program(*SHARDS, "a.jsonl", cwd=tmp_path, program="fineweb.py")
     assert ": 1 shards (for validation: 1), 4 tokens, 2 documents, 7 damaged records" in out
@@ -757,13 +784,13 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
     assert "error: a.jsonl, record 2: no key 'text'" in err and "Traceback" not in err
 
 
-# An unclosed quotation mark in CSV; a damaged record of pairs or of a benchmark: error message with
-# the number of the record.
+# If a CSV file contains an unclosed quotation mark, or if a record of pairs or of a benchmark is
+# damaged, the program prints an error message with the number of the record.
 
 
 @pytest.mark.slow
 def test_damaged_rows_of_csv(tmp_path):
-    """test_records.py has each kind of damage."""
+    """test_records.py tests each kind of damage."""
     (tmp_path / "a.csv").write_text('text,b\none,1\n"open,3\n')
     _, err = program(*SHARDS, "a.csv", cwd=tmp_path, program="fineweb.py", status=2)
     assert "error: a.csv: cannot be read (record 2: unexpected end of data); check it\n" in err
@@ -773,8 +800,8 @@ def test_damaged_rows_of_csv(tmp_path):
     assert err == f"error: b.csv, record 1: {problem}\n"
 
 
-# A JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, UTF-16: error
-# message; the program names UTF-16.
+# For a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, or UTF-16,
+# the program prints an error message. The message names UTF-16.
 
 
 @pytest.mark.slow
@@ -803,8 +830,8 @@ def test_another_layout_is_named(world, name, flags, message):
     fails(world, name, flags, message)
 
 
-# A text contains characters that the vocabulary lacks: each program prints a note with the share of
-# unknown tokens, or, if the tokenizer omits such characters, a note without a share.
+# If a text contains characters that the vocabulary lacks, each program prints a note with the share
+# of unknown tokens. If the tokenizer omits such characters, the note contains no share.
 
 
 @pytest.mark.slow
@@ -821,7 +848,7 @@ def test_unknown_text_is_counted(tmp_path):
 
 @pytest.mark.slow
 def test_a_tokenizer_that_leaves_text_out_is_noted(tmp_path):
-    """A BPE without a token for unknown text loses it."""
+    """A BPE without an unknown token omits unknown text."""
     model = dict(type="BPE", vocab={"</s>": 0, "a": 1}, merges=[])
     write_json(tmp_path / "t.json", dict(model=model, added_tokens=[], decoder=None))
     (tmp_path / "a.txt").write_text("aaab" * 400)
@@ -830,8 +857,8 @@ def test_a_tokenizer_that_leaves_text_out_is_noted(tmp_path):
     assert "note: the tokenizer omits text that its vocabulary lacks\n" in out
 
 
-# A text contains the name of the end-of-text token, with any `tokenizer.json`: the program encodes
-# the name like any other word, so no document is split.
+# If a text contains the name of the end-of-text token, the program encodes the name like any other
+# word, with any `tokenizer.json`. Therefore, no document is split.
 
 
 @pytest.mark.slow
@@ -844,8 +871,8 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
     assert "6 tokens, 2 documents, 0 damaged" in out
 
 
-# A tokenizer changes its input (NFD normalization, a space before the text): bits per byte are
-# `nan`, and a note says so.
+# If a tokenizer changes its input (NFD normalization, a space before the text), the bits per byte
+# are `nan`, and the program prints a note.
 
 
 @pytest.mark.slow
@@ -860,8 +887,8 @@ def test_a_tokenizer_that_changes_a_text_has_no_bits_per_byte(tmp_path):
     assert "| nan bits per byte" in out
 
 
-# Mistakes in flags (`--init_from ""`, `--data a=0`), in files or in prompts: error message; nothing
-# is written.
+# If there is a mistake in flags (`--init_from ""`, `--data a=0`), in files or in prompts, the
+# program prints an error message and writes nothing.
 
 
 @pytest.fixture(scope="module")
@@ -986,13 +1013,13 @@ SHAPE = (
 
 
 def everything(directory):
-    """The times and sizes of all files, without the empty file .lock of a directory."""
+    """Returns the times and sizes of all files in a directory, except the empty files .lock."""
     paths = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
 
 def fails(world, name, flags, message):
-    """Runs a program with a mistake: it gives one sentence and changes no file."""
+    """Runs a program with a mistake. The program must print one sentence and change no file."""
     before, flags = everything(world), flags.replace("TINY", SHAPE).split()
     if name == "train_gpt2.py" and "--preset" not in flags:
         flags = ["--preset", "baby", "--device", "cpu", *flags]

@@ -1,4 +1,4 @@
-"""The same checks on a GPU: pytest -m gpu. Without CUDA all are skipped."""
+"""Tests on a GPU: pytest -m gpu. Without CUDA, pytest skips all of them."""
 
 import math
 import subprocess
@@ -30,9 +30,10 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=10
 
 
 def make(gpt_config=SMALL, dtype="bfloat16", way="one", **settings):
-    """What trains a model on the GPU -> (Training, Process, (x, y)).
+    """Builds a model and its optimizers on the GPU. Returns (Training, Process, (x, y)).
 
-    way: one, or ddp or fsdp, as if there were several processes. x, y: 8 sequences.
+    way: "one", or "ddp" or "fsdp" to use the code for several processes in one process. x, y:
+    inputs and targets, 8 sequences each.
     """
     dtype = choose_dtype(dtype, CUDA)
     set_matmul_precision(dtype, CUDA)
@@ -49,7 +50,7 @@ def make(gpt_config=SMALL, dtype="bfloat16", way="one", **settings):
 
 
 def losses(n_micro=2, **settings):
-    """The losses and gradient norms of five steps on one batch: (5, 2)."""
+    """Takes five steps on one batch. Returns their losses and gradient norms, (5, 2)."""
     torch.manual_seed(0)
     training, process, batch = make(**settings)
     steps = [train_step(training, [batch] * n_micro) for _ in range(5)]
@@ -65,7 +66,7 @@ def process_group():
 
 
 def gpu_train(*flags, cwd, processes=1):
-    """Runs train_gpt2.py, or with --large train_large.py, with small settings -> its output."""
+    """Runs train_gpt2.py, or train_large.py with --large, on a small model. Returns its output."""
     flags = [*TINY, "--device", "cuda", "--no-compile", *map(str, flags)]
     path = ROOT / "train_gpt2.py"
     if "--large" in flags:
@@ -94,7 +95,10 @@ def test_16_bit_steps_are_close_to_float32(dtype):
 
 
 def test_the_residual_stream_is_bfloat16_on_cuda():
-    """Only with products in bfloat16: float16 would overflow. test_model.py tests a CPU."""
+    """With float16, the residual stream stays float32, because float16 could overflow.
+
+    test_model.py tests a CPU.
+    """
     model, dtypes = GPT(SMALL).to(CUDA), []
     for block in model.transformer.h:
         block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
@@ -120,7 +124,7 @@ def test_float16_skips_a_step_that_overflows():
     ids=["adamw", "muon", "checkpointing"],
 )
 def test_ddp_compiles_without_a_graph_break(process_group, settings):
-    """One process over NCCL. fullgraph=True makes a graph break an error."""
+    """One process uses NCCL. With fullgraph=True, a graph break raises an error."""
     found = losses(compile=True, way="ddp", **settings)
     assert found.isfinite().all() and found[-1, 0] < found[0, 0]
 
@@ -139,8 +143,11 @@ def test_one_synchronization_per_step():
 
 
 def test_memory_of_a_step_of_gpt2():
-    """64 sequences of 1,024 tokens. Weights, gradients and moments: 2 GB. Activations: 32 bytes per
-    token, channel and layer, 19 GB. Logits of a chunk: 1.6 GB."""
+    """A micro-batch contains 64 sequences of 1,024 tokens.
+
+    Weights, gradients and moments need 2 GB. Activations need 32 bytes per token, channel and
+    layer, together 19 GB. The logits of a chunk and their gradient need 1.6 GB each.
+    """
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB")
     training, process, _ = make(GPTConfig(), compile=True)
@@ -149,12 +156,15 @@ def test_memory_of_a_step_of_gpt2():
         torch.cuda.reset_peak_memory_stats()
         train_step(training, [(x, x)])
     # Version 2.1 needed 29.6e9 on an H100, because it kept the logits of all chunks.
-    assert torch.cuda.max_memory_allocated() < 27e9  # 25.1e9, calculated
+    assert torch.cuda.max_memory_allocated() < 27e9  # we calculated 25.1e9
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_a_loss_with_more_than_2_to_the_31_logits(is_compiled):
-    """A 32-bit index of a kernel would overflow. Compares with plain cross-entropy in pieces."""
+    """In a kernel that reads all logits, 32-bit indices would overflow.
+
+    Compares the loss with PyTorch's cross-entropy, one sequence at a time.
+    """
     if torch.cuda.get_device_properties(0).total_memory < 20e9:
         pytest.skip("needs 20 GB")
     torch.manual_seed(0)
@@ -207,7 +217,7 @@ def test_a_run_without_a_micro_batch_size_finds_one(tmp_path, how):
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, optimizer, first, second):
-    """Also if the second half is computed on another device."""
+    """The second half of the run may be computed on a different device."""
     flags = ["--optimizer", optimizer, "--save_every", 5, "--keep", 0]
     gpu_train("--log_dir", "whole", *flags, cwd=tmp_path)
     gpu_train("--log_dir", "run", *flags, "--device", first, cwd=tmp_path)
@@ -244,7 +254,7 @@ def test_generation():
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_one_process_with_a_process_group(process_group, way):
-    """The classes for several processes on one GPU."""
+    """Uses the classes for several processes in a single process."""
     found = losses(dtype="float32", way=way)
     torch.testing.assert_close(found, losses(dtype="float32"), rtol=1e-4, atol=1e-4)
 
