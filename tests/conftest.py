@@ -380,7 +380,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python():
-    """The path of an executable that acts as Python, but forks programs. They start fast."""
+    """The path of an executable that runs Python programs by forking, so that they start fast."""
     with forking_python() as path:
         yield path
 

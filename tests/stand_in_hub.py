@@ -87,7 +87,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def parquet(records, **options):
-    """Returns the bytes of a .parquet file with these records, which are dicts.
+    """Returns the bytes of a .parquet file that contains these records, which are dicts.
 
     options: passed to pyarrow's write_table.
     """

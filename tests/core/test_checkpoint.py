@@ -61,7 +61,7 @@ def test_what_a_run_writes(tmp_path):
     assert {*saved} == {*listed} - {"val"}  # val is only in model_best.pt
     assert (saved["tokenizer"], saved["step"], saved["position"]) == ("bytes", 2, 32)
     model = GPT(GPTConfig(**saved["model_config"]))
-    model.load_state_dict(saved["model"])  # the names have no prefixes, such as module.
+    model.load_state_dict(saved["model"])  # the names have no prefix, such as "module."
     (adamw,) = model.configure_optimizers(0.1, 1e-3)
     adamw.load_state_dict(saved["optimizers"][0])
     values = [(name, key) for name, _ in model.named_parameters() for key in MOMENTS]
@@ -130,7 +130,10 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
 
 
 def test_the_best_loss_is_that_of_the_file(tmp_path):
-    """log.txt may contain a lower loss, from a part of the run without --keep_best."""
+    """log.txt may contain a lower loss than model_best.pt.
+
+    An earlier part of the run may not have used --keep_best.
+    """
     (tmp_path / "log.txt").write_text("0 val 1.0\n2 val 3.0\n4 val 2.0\n6 val 2.5\n8 val 2.1\n")
     assert read_best_val(tmp_path) == math.inf
     torch.save(dict(step=6, val=2.25), tmp_path / "model_best.pt")
@@ -478,7 +481,7 @@ def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
     assert "resumed from step 2" in out and "34,688 parameters" in out
 
 
-# A file of another version
+# A checkpoint of an earlier version
 
 # A run with these flags wrote tests/checkpoints/adamw.pt after 4 of 8 steps. Later versions must be
 # able to resume from this file.

@@ -87,7 +87,7 @@ def test_pipeline_equals_generate(exported):
         for prompt, text in zip(PROMPTS, found[kind]):
             idx = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode(prompt)]])
             ids = model.eval().generate(idx, 12, temperature=0)[0, 1:].tolist()
-            # Transformers stops at this token.
+            # The pipeline of transformers stops at end_of_text.
             if tokenizer.end_of_text in ids and tokenizer.special:
                 ids = ids[: ids.index(tokenizer.end_of_text)]
             assert text == tokenizer.decode(ids), (kind, prompt)
@@ -217,7 +217,8 @@ def test_a_checkpoint_without_run_json(exported):
 def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, message):
     """n_inner is the width of the MLP, which is 4 n_embd in GPT-2."""
     shape = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=50257)
-    saved = settings | dict(n_head=2, n_positions=8)  # config.json gets different values below
+    # config.json gets the values of `settings` below.
+    saved = settings | dict(n_head=2, n_positions=8)
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape | saved))
     hf.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

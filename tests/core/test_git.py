@@ -38,7 +38,10 @@ def make_repository(directory):
 
 @pytest.mark.parametrize("setting", [*SETTINGS.values(), "all"])
 def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, setting):
-    """diff_since returns a patch of the whole clone, which `git apply` must accept unchanged."""
+    """diff_since returns a patch of the whole clone.
+
+    `git apply` must accept the patch unchanged.
+    """
     clone = tmp_path
     monkeypatch.setattr("plaingpt.source_code.CLONE", clone)
     settings = SETTINGS.values() if setting == "all" else [setting]

@@ -18,7 +18,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 
 
 def test_the_memory_of_the_logits_on_the_pages():
-    """Two texts state this memory: docs/hardware.md and the docstring of plaingpt/loss.py.
+    """docs/hardware.md and the docstring of plaingpt/loss.py state this memory.
 
     Each float32 logit of GPT-2 needs 4 bytes.
     """

@@ -517,7 +517,7 @@ def test_a_restart_does_not_download_what_is_done(tmp_path, hub):
 
 @pytest.mark.slow
 def test_the_cache_of_version_2_serves_without_a_network(documents, tmp_path, hub):
-    """Version 2.1 downloaded a data set with load_dataset, and counted its rows."""
+    """Version 2.1 downloaded a data set into the cache of `datasets`, and counted its rows."""
     run, files, requests = hub
     add_documents(files, documents[:500], 200)
     load = "datasets.load_dataset('HuggingFaceFW/fineweb-edu', 'sample-10BT')"

@@ -45,9 +45,10 @@ def measured(val, **settings):
 
 
 def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
-    """Pairs are held out, too. A val split on disk is measured from its start."""
+    """Held-out pairs are spread, too. A val split on disk is measured from its start."""
     ids = np.zeros(2000, np.uint16)
-    ids[-200:] = np.arange(10, 210)  # 12 sequences of 16 are held out, and 5 are read
+    # 12 sequences of 16 tokens are held out, and 5 are read.
+    ids[-200:] = np.arange(10, 210)
     np.save(tmp_path / "x_train_000000.npy", ids)
     splits = open_splits(tmp_path, get_tokenizer("bytes"), 0.1)
     assert measured(splits[1]) == [0, 32, 64, 112, 144]  # sequences 0, 2, 4, 7 and 9

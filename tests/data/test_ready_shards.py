@@ -18,7 +18,7 @@ import fineweb
 N = 2**19 + 100  # tokens of a shard
 VAL = "edu_fineweb_val_000000.bin"
 TRAIN = ["edu_fineweb_train_000001.bin", "edu_fineweb_train_000002.bin"]
-HALF = 400_001  # bytes: a part of a shard that ends in the middle of an id
+HALF = 400_001  # bytes; this number is odd, so the download stops within an id
 OTHERS = ["a_train_000001.npy", "edufineweb_val_000000.npy", "train.bin", "meta.json", "x.idx"]
 
 

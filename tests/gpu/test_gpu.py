@@ -146,7 +146,7 @@ def test_memory_of_a_step_of_gpt2():
     """A micro-batch contains 64 sequences of 1,024 tokens.
 
     Weights, gradients and moments need 2 GB. Activations need 32 bytes per token, channel and
-    layer, together 19 GB. The logits of a chunk and their gradient need 1.6 GB each.
+    layer, together 19 GB. The logits of a chunk need 1.65 GB, and their gradient overwrites them.
     """
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB")
