@@ -41,6 +41,7 @@ from stand_in_hub import parquet, stand_in_hub
 import hellaswag
 import lambada
 import storycloze
+import train_gpt2
 import wikitext
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, load_evals, run_evals
@@ -822,7 +823,7 @@ def test_a_run_logs_the_figure_that_the_benchmark_names(tmp_path, monkeypatch):
     tokenizer = get_tokenizer("bytes")
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(BENCHMARK=own_benchmark()))
     (tmp_path / "own.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train_gpt2, "__file__", str(tmp_path / "train_gpt2.py"))
     config = TrainConfig(batch_size=4, evals=[f"own={path}"])
     evals = load_evals(config, tokenizer, model.config)
     training = SimpleNamespace(raw_model=model, process=ALONE, config=config)
