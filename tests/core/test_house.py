@@ -173,3 +173,12 @@ def test_public_functions_have_docstrings():
             long = isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 8
             if long and node.name != "main":
                 assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name}"
+
+
+def test_the_docstring_of_the_package_lists_each_file_once():
+    """A line of the list begins with two spaces and the path. Each __init__.py is omitted."""
+    package = ROOT / "plaingpt"
+    files = [path for path in package.rglob("[!._]*.*") if path.suffix != ".pyc"]
+    docstring = ast.get_docstring(parsed("plaingpt/__init__.py"))
+    listed = re.findall(r"^  (\S+)", docstring, re.M)
+    assert sorted(listed) == sorted(path.relative_to(package).as_posix() for path in files)
