@@ -1,7 +1,7 @@
 """The order in which a run reads its sequences, and a background thread that reads ahead.
 
-In DataLoaderLite of train_gpt2.py, Turns chooses the data set of each sequence, and permute chooses
-the sequence in this data set.
+DataLoaderLite of train_gpt2.py reads a stream of sequences. For each position in this stream, Turns
+chooses the data set, and permute chooses the sequence of the data set.
 """
 
 import math
@@ -11,40 +11,45 @@ import torch
 
 
 class Turns:
-    """Decides which data set of a mixture provides each sequence: the data sets take turns.
+    """Decides which data set of a mixture provides the sequence at each position.
 
-    shares: the share of the sequences from each data set, as Fractions that add up to 1.
+    Each data set has a share of the sequences. The data set whose next sequence is due first comes
+    next: earliest-deadline-first scheduling. Thus the sequences of each data set are evenly spaced.
+
+    shares: the share of each data set, as Fractions that add up to 1.
     """
 
     def __init__(self, shares):
-        # The order of the turns repeats after one period. For the shares 2/3 and 1/3, a period is
-        # [(0, 0), (0, 1), (1, 0)]; for a single data set, a period is [(0, 0)].
+        # The order of the data sets repeats after one period. For the shares 2/3 and 1/3, a period
+        # is [(0, 0), (0, 1), (1, 0)]; for a single data set, a period is [(0, 0)].
         self.order = order_of_sets(shares)
         self.per_period = [int(share * len(self.order)) for share in shares]
 
     def find(self, position):
-        """Returns the index of the data set at a position, and the number of its earlier turns."""
+        """Returns (data set, number of earlier sequences of this data set) for a position."""
         periods, turn = divmod(position, len(self.order))
         k, earlier = self.order[turn]
         return k, periods * self.per_period[k] + earlier
 
 
 def order_of_sets(shares):
-    """Returns one period of a mixture: for each turn, (data set k, number of its earlier turns).
+    """Returns one period of a mixture: a list with an element for each position of the period.
 
-    shares: Fractions that add up to 1. Of the first n turns, each data set takes n x share, with an
-    error of less than one turn. The data sets take turns in the order of their deadlines (Baruah et
-    al. 1996, "Proportionate Progress").
+    An element is (data set, number of earlier sequences of this data set in the period).
+
+    shares: Fractions that add up to 1. The first n positions contain n x share sequences of each
+    data set, with an error of less than one sequence. Baruah et al. 1996, "Proportionate Progress",
+    describe such schedules.
     """
     period = math.lcm(*(share.denominator for share in shares))
     parts = [int(share * period) for share in shares]  # sequences of each data set in a period
     counts = [0] * len(parts)
     order = []
     for n in range(1, period + 1):
-        due = []  # (deadline, data set) of each data set that may be next
+        due = []  # (deadline, data set) for each data set that may be next
         for k, part in enumerate(parts):
-            # Only a data set that has taken fewer turns than its share may be next. The deadline is
-            # the last turn in which it may read its next sequence.
+            # A data set may be next only if it has provided fewer sequences than n x share. The
+            # deadline of its next sequence is the last n that keeps the error below one sequence.
             if counts[k] * period < n * part:
                 deadline = -(-(counts[k] + 1) * period // part)  # rounds the quotient up
                 due.append((deadline, k))
@@ -57,10 +62,12 @@ def order_of_sets(shares):
 def permute(i, n, seed, epoch):
     """Returns the image of i under a random permutation of range(n).
 
-    The permutation needs no memory, even for large n. A Feistel network with six rounds permutes
-    the two digits of i in base ceil(sqrt(n)). A result outside range(n) goes through the network
-    again. This is called cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
-    Domains").
+    The function stores no table, so it needs no memory even for a large n. A Feistel network with
+    six rounds transforms the two digits of i in base ceil(sqrt(n)). A result outside range(n) goes
+    through the network again, which is called cycle walking (Black & Rogaway 2002, "Ciphers with
+    Arbitrary Finite Domains").
+
+    seed, epoch: integers, which together select the permutation.
     """
     base = math.isqrt(n - 1) + 1
     key = hash_numbers(seed, epoch)
@@ -74,7 +81,7 @@ def permute(i, n, seed, epoch):
 
 
 def hash_numbers(*numbers):
-    """Hashes numbers to 64 bits, with SplitMix64's finalizer per number (Steele et al. 2014)."""
+    """Hashes numbers to 64 bits: SplitMix64's finalizer, once per number (Steele et al. 2014)."""
     x = 0
     for number in numbers:
         x += number
@@ -87,11 +94,13 @@ def hash_numbers(*numbers):
 def prefetch(batches, process):
     """Yields the batches. While the caller uses a batch, a background thread reads the next batch.
 
-    process.stop knows the next batch: if it cannot be read, the run stops before it needs the
-    batch. On MPS, there is no background thread.
+    process.stop stores the Future of the next batch: if a batch cannot be read, the run stops
+    before it needs this batch. On MPS, the main thread reads the batches.
+
+    batches: an iterator. process: a Process.
     """
     device = process.device
-    # Two threads that use MPS may crash the process (pytorch/pytorch#197805).
+    # If two threads use MPS, the process may crash (pytorch/pytorch#197805).
     thread = MainThread() if device.type == "mps" else ThreadPoolExecutor(1)
 
     def read_next():
@@ -110,7 +119,7 @@ def prefetch(batches, process):
 
 
 class MainThread(Executor):
-    """An executor without a thread."""
+    """An executor that calls each function at once, in the thread that submits it."""
 
     def submit(self, function, *args):
         future = Future()
