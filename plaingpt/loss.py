@@ -28,14 +28,16 @@ class ChunkedCrossEntropy(torch.nn.Module):
         self.vocab_size = vocab_size
 
     def forward(self, x, targets, head, reduction="mean"):
-        """x: (B, T, C). targets: (B, T).
+        """Returns the cross-entropy of hidden states x (B, T, C) and targets (B, T).
 
-        head: if the logits are x @ head.T, the weight (V, C). For any other logits, a function
+        head: the weight (V, C) if the logits are x @ head.T. For any other logits, a function
         (N, C) -> (N, V). Both the forward and the backward pass call this function for each chunk,
         which is slower, but works for all functions.
 
-        The loss ignores positions with target -100. Other targets must be in the vocabulary.
-        reduction: "mean", or "none" for the loss of each position, (B, T), without a gradient.
+        The loss ignores positions with the target -100. All other targets must be in the
+        vocabulary. reduction: "mean" returns the mean over all positions that are not ignored, or 0
+        if there are none. "none" returns the loss at each position, (B, T), which is 0 if it is
+        ignored. It cannot be differentiated, so it needs a block `with torch.no_grad():`.
         """
         shape = targets.shape
         x = x.flatten(0, 1)  # (N, C)
@@ -45,12 +47,20 @@ class ChunkedCrossEntropy(torch.nn.Module):
         if x.device.type == "cpu":  # on CUDA, a failed assertion would make the GPU unusable
             torch._assert_async(in_range.all(), "a target is outside the vocabulary")
         if torch.is_grad_enabled() and reduction == "none":
-            raise ValueError('reduction="none" has no gradient; use torch.no_grad()')
+            raise ValueError(
+                'the loss with reduction="none" cannot be differentiated; compute it in a block '
+                "`with torch.no_grad():`"
+            )
         losses, mean = self.losses(x, targets, counted, head)
         return mean if reduction == "mean" else losses.view(shape)
 
     def losses(self, x, targets, counted, head):
-        """x (N, C), targets and counted (N), head as in forward -> losses (N), and their mean."""
+        """Returns the loss at each position, (N), and the mean loss of the counted positions.
+
+        The loss is 0 at a position that is not counted. The mean is the sum of the losses, divided
+        by the number of counted positions. x: (N, C). targets: (N). counted: (N), bool. head: as in
+        forward.
+        """
         if torch.is_tensor(head):
             return LinearCrossEntropy.apply(x, head, targets, counted, torch.is_grad_enabled())
 
@@ -62,9 +72,10 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
 
 def recomputed_losses(x, targets, vocab_size, losses_of_chunk):
-    """x (N, C), targets (N) -> losses (N). Only one chunk of logits is in memory at a time.
+    """Returns the losses (N). Only the logits of one chunk of positions are in memory at a time.
 
-    losses_of_chunk: a function that returns the losses of some rows of x and targets.
+    x: (N, C). targets: (N). losses_of_chunk: a function that computes the losses for some rows of x
+    and targets. The backward pass calls this function again.
     """
     rows = rows_of_chunk(x.device.type, matmul_dtype(x), vocab_size)
     losses = []
@@ -74,13 +85,13 @@ def recomputed_losses(x, targets, vocab_size, losses_of_chunk):
 
 
 def matmul_dtype(x):
-    """Returns the dtype in which x is multiplied: autocast's dtype if autocast is on, or x's."""
+    """Returns the dtype in which x is multiplied: autocast's dtype, or x.dtype without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def rows_of_chunk(device, dtype, V):
-    """Returns the number of positions in a chunk."""
+    """Returns the number of positions in a chunk. device: a device type. V: vocab_size."""
     rows = CHUNK_SIZE[device]
     if device == "cpu" and torch.compiler.is_compiling():
         # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
@@ -88,16 +99,20 @@ def rows_of_chunk(device, dtype, V):
     if dtype == torch.float16:
         # p.t() @ x_chunk would overflow if all positions of a large chunk had the same target.
         rows = min(rows, 2048)
-    # If V is above 65,536, a chunk contains fewer positions, so its logits need the same memory.
+    # If V is above 65,536, a chunk contains fewer positions, so its logits need no more memory.
     return max(1, rows * 2**16 // max(V, 2**16))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (N, C), weight (V, C), targets (N), counted (N) bool -> losses (N), and their mean.
+    """Cross-entropy of the logits x @ weight.T, computed in chunks of positions.
 
-    Matrix multiplications follow autocast. The sums are float32, because sums of 50,000 terms would
-    be inexact in bfloat16. The division by n, the number of counted targets, is in backward,
-    because float16 gradients could underflow if forward divided by n.
+    forward returns the losses (N) and their mean, as ChunkedCrossEntropy.losses does. x: (N, C).
+    weight: (V, C). targets: (N). counted: (N), bool. with_gradient: whether forward also computes
+    the gradients of x and weight, which backward then returns.
+
+    Matrix multiplications use autocast's dtype. The sums are float32, because sums of 50,000 terms
+    would be inexact in bfloat16. The gradients are divided by n, the number of counted targets,
+    only in backward, because float16 gradients could underflow if forward divided them by n.
     """
 
     @staticmethod
@@ -149,6 +164,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _, grad):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph is True
-            raise RuntimeError("the loss in chunks has no second derivative; use all logits")
+            raise RuntimeError(
+                "the loss in chunks has no second derivative; compute it from the logits of all "
+                "positions"
+            )
         dx, dw, n = ctx.saved_tensors
         return grad / n * dx, grad / n * dw, None, None, None

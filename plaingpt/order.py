@@ -14,7 +14,7 @@ class Turns:
     """Decides which data set of a mixture provides the sequence at each position.
 
     Each data set has a share of the sequences. The data set whose next sequence is due first comes
-    next: earliest-deadline-first scheduling. Thus the sequences of each data set are evenly spaced.
+    next: earliest-deadline-first scheduling. This spreads the sequences of each data set evenly.
 
     shares: the share of each data set, as Fractions that add up to 1.
     """
