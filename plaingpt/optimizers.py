@@ -8,30 +8,31 @@ from torch.utils._pytree import tree_map
 
 
 def names_of_groups(state):
-    """Returns the names of the parameters in each group of an optimizer's state dict: lists."""
+    """Returns a list of the parameter names in each group of an optimizer's state dict."""
     return [group["param_names"] for group in state.get("param_groups", [])]
 
 
 def check_names(saved, names):
-    """Raises UserError unless the optimizers in a checkpoint have these parameters.
+    """Raises UserError unless the optimizers in a checkpoint have these parameters, in this order.
 
-    PyTorch identifies the parameters by their order alone. If two layers of the same shape change
-    places in model.py, each layer would get the state of the other one.
+    PyTorch identifies parameters only by their order. If a user swapped two layers of the same
+    shape in model.py, PyTorch would give each layer the optimizer state of the other layer.
 
     saved: the state dict of each optimizer in the checkpoint. names: the names of the parameters in
-    each group of each optimizer.
+    each group of each optimizer of the model.
     """
     if [names_of_groups(state) for state in saved] != names:
         raise UserError(
-            "--resume: the optimizers of the checkpoint contain other parameters than model.py, or "
-            "the same parameters in another order; restore the model.py of that run; its directory "
-            "may contain a changes.patch"
+            "--resume: the parameters of the optimizers in the checkpoint differ from model.py, or "
+            "have a different order; restore the model.py of that run; its directory may contain a "
+            "changes.patch"
         )
 
 
 def load_optimizer(optimizer, saved):
-    """Restores an optimizer from a state dict. Each parameter group keeps what flags determine.
+    """Restores an optimizer from a state dict.
 
+    Each parameter group keeps its current peak_lr and weight_decay, which the flags determine.
     Every other hyperparameter, such as betas, comes from the checkpoint. A note says so if model.py
     now sets a different value.
     """
@@ -47,8 +48,9 @@ def load_optimizer(optimizer, saved):
         print0(f"note: {name} of {type(optimizer).__name__} {text}")
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    # PyTorch's load_state_dict has cast each tensor to the dtype of its parameter, and it has not
-    # copied the tensors, which still use the memory of the file.
+    # PyTorch's load_state_dict casts each tensor to the dtype of its parameter. If dtype and device
+    # are already right, it copies nothing, and the tensor still uses the memory of the file.
+    # Therefore, this loop copies each tensor, in the dtype of the checkpoint.
     for group, old in zip(optimizer.param_groups, saved["param_groups"]):
         for p, i in zip(group["params"], old["params"]):
             if i in saved["state"]:
@@ -57,5 +59,8 @@ def load_optimizer(optimizer, saved):
 
 
 def restore_value(saved, loaded):
-    """Returns a copy of a value in a state dict, on the device to which PyTorch has loaded it."""
+    """Returns a copy of a tensor from a state dict, on the device of the tensor `loaded`.
+
+    Returns any other value unchanged. loaded: the value that PyTorch has made from `saved`.
+    """
     return saved.to(loaded.device, copy=True) if torch.is_tensor(saved) else saved

@@ -523,9 +523,9 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
     edit_model(tmp_path, SWAPPED)
     _, err = program(*FLAGS, "--resume", **options, status=2)
     assert err.splitlines()[-1] == (
-        "error: --resume: the optimizers of the checkpoint contain other parameters than model.py, "
-        "or the same parameters in another order; restore the model.py of that run; its directory "
-        "may contain a changes.patch"
+        "error: --resume: the parameters of the optimizers in the checkpoint differ from model.py, "
+        "or have a different order; restore the model.py of that run; its directory may contain a "
+        "changes.patch"
     )
     assert everything_in(tmp_path / "run") == before
 

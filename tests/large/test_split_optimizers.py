@@ -90,4 +90,4 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
     edit_model(tmp_path, SWAPPED)
     flags = ["--resume", "--max_steps", 5, *WAYS["pp"]]
     _, err = run(tmp_path, "run", *flags, processes=2, status=2)
-    assert "other parameters than model.py, or the same parameters in another order" in err
+    assert "differ from model.py, or have a different order; restore the model.py" in err
