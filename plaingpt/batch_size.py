@@ -50,15 +50,15 @@ def check_step_size(config, T, n_sequences, process, is_B_given):
 
 
 def find_batch_size(training, sizes, T):
-    """Returns the first of the micro-batch sizes that fits into the memory of every GPU.
+    """Returns the largest of these micro-batch sizes that fits into the memory of every GPU.
 
     sizes: numbers of sequences, from the largest to the smallest. All processes must call this
     function before the first step. Raises UserError if no size fits.
     """
     found = 0  # index in sizes
     # torch.compile takes a minute per micro-batch size, so the first search runs in eager mode.
-    # Compiled code needs less memory, so the second search begins with the last size that did not
-    # fit in eager mode.
+    # Compiled code needs less memory, so the second search begins with the smallest size that did
+    # not fit in eager mode.
     for stance in ("force_eager", "default") if training.config.compile else ("default",):
         found = max(0, found - 1)
         with torch.compiler.set_stance(stance):
@@ -77,8 +77,8 @@ def find_batch_size(training, sizes, T):
 def has_memory(training, B, T):
     """Returns whether all processes have enough memory to train with micro-batches of (B, T).
 
-    Allocates slightly more memory than AdamW's moments need, then runs two micro-batches.
-    Afterwards, the gradients, the buffers and the RNG state are as before the call.
+    This function allocates slightly more memory than AdamW's moments need, then runs two
+    micro-batches. Afterwards, the gradients, the buffers and the RNG state are as before the call.
     """
     process = training.process
     # Rows of (module, name, buffer, copy of its values), because the forward pass may change,
@@ -89,7 +89,7 @@ def has_memory(training, B, T):
             buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
     torch.cuda.empty_cache()  # frees the memory of the previous attempt
     n_fit = torch.zeros(())  # 1 if this process has enough memory
-    training.sync_gradients(False)  # if one process fails, no other waits for it
+    training.sync_gradients(False)  # otherwise, all processes would wait for one that fails
     if isinstance(training.model, DDP):
         training.model.require_forward_param_sync = False  # DDP then broadcasts no buffers
     # batch_size_advice turns an out-of-memory error into a UserError.
@@ -105,7 +105,7 @@ def has_memory(training, B, T):
             p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
         ]
         x, y = torch.zeros((2, B, T), dtype=torch.long, device=process.device)  # (B, T) each
-        for _ in range(2):  # in the second forward pass, gradients use memory, as in a real step
+        for _ in range(2):  # gradients use memory during the second pass, as in a real step
             with process.autocast:
                 loss = training.model(x, y)[1]
             loss.backward()

@@ -6,7 +6,7 @@ from plaingpt.sampling import attention_for_many_shapes
 import torch
 import torch.nn.functional as F
 
-MOST_COMPARED = 128  # number of positions whose logits check_loss compares
+MOST_COMPARED = 128  # check_loss compares the logits of at most this many positions
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def check_loss(model, idx, autocast):
     idx = idx[:, :MOST_COMPARED]  # (1, n); also used as targets, which may be any ids
     precision = torch.get_float32_matmul_precision()
     model.eval()
-    with attention_for_many_shapes():  # no training step has this shape
+    with attention_for_many_shapes():  # torch.compile would take longer than this one forward pass
         with autocast:
             x = model.hidden(idx)  # (1, n, C)
         # In float32, without autocast, rounding errors stay below the threshold, so only an edit
@@ -50,7 +50,7 @@ def check_loss(model, idx, autocast):
 
 
 def find_untrained(model, x, targets):
-    """Returns the names of the parameters that GPT.logits uses, but GPT.loss does not.
+    """Returns the names of the parameters that GPT.logits uses and GPT.loss does not use.
 
     Training would not change such a parameter. If the parameter is a bias of zero or a scale of
     one, it does not change the logits yet, so a comparison of losses cannot reveal it. x: hidden

@@ -4,7 +4,7 @@ The dtypes have these numbers of bits for sign, exponent and mantissa: FP32 1+8+
 BF16 1+8+7, FP16 1+5+10. FP16 has a small range, so small gradients underflow unless a gradient
 scaler multiplies the loss by a large factor.
 
-This file also finds the name and the peak FLOP/s of the hardware.
+This file also returns the name and the peak FLOP/s of the hardware.
 """
 
 import os
@@ -56,19 +56,19 @@ def set_deterministic():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # True is slow, and only for debugging
+        False  # True is slow, and helps only with debugging
     )
 
 
 def choose_device(n_gpus, world_size):
-    """Chooses the device for --device auto -> "cuda", "mps" or "cpu".
+    """Returns the device for --device auto: "cuda", "mps" or "cpu".
 
-    n_gpus: number of GPUs that torch can use.
+    n_gpus: number of GPUs that torch can use. world_size: number of processes.
     """
     if n_gpus > 0:
         return "cuda"
-    # Chooses cuda even if this CUDA build of torch cannot use the GPU, so that find_device fails
-    # and gives the reason. Otherwise, the program would silently use the CPU.
+    # If a CUDA build of torch cannot use an existing GPU, chooses cuda. find_device then fails, and
+    # gives the reason. Otherwise, the program would silently use the CPU.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda and not is_hidden and Path("/dev/nvidia0").exists():
         return "cuda"
@@ -125,10 +125,10 @@ def has_bfloat16(device):
 
 
 def set_matmul_precision(dtype, device):
-    """Sets the precision of float32 matrix multiplications.
+    """Sets the precision of the matrix multiplications whose inputs are float32.
 
-    dtype: the dtype that autocast uses for other matrix multiplications. If this dtype is not
-    float32, float32 matrix multiplications may also round their inputs, but not their sums.
+    dtype: the dtype that autocast uses. If autocast rounds to 16 bits, the matrix multiplications
+    outside autocast may round their inputs, too, but not their sums.
     """
     if dtype == torch.float32:
         precision = "highest"  # rounds nothing
@@ -136,12 +136,12 @@ def set_matmul_precision(dtype, device):
         precision = "high"  # rounds the inputs to TF32
     else:
         # Rounds the inputs to bfloat16. If the CPU does not support bfloat16, PyTorch rounds
-        # nothing, but uses oneDNN instead of MKL. oneDNN is twice as fast.
+        # nothing, but uses oneDNN, which is twice as fast as MKL.
         precision = "medium"
     torch.set_float32_matmul_precision(precision)
 
 
-# These are the peak FLOP/s of dense 16-bit matrix multiplications, from NVIDIA's data sheets.
+# The peak FLOP/s of dense 16-bit matrix multiplications, from NVIDIA's data sheets.
 # peak_flops uses the first key, a regular expression, that occurs in the name of the GPU.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,

@@ -21,16 +21,20 @@ REMEDIES = {
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. Its text is one sentence. The exit status is 2."""
+    """A mistake that the user can correct. Its text is one sentence.
+
+    The program prints this text, and ends with the exit status 2.
+    """
 
 
 def run_program(main):
-    """Calls main(). Prints a UserError as one line; any other error keeps its traceback.
+    """Calls main(). Prints a UserError as one line. A bug keeps its traceback.
 
-    An OSError in REMEDIES is also printed as one line, because only the user can remove the cause.
+    An OSError whose number is in REMEDIES is also printed as one line, because only the user can
+    remove its cause.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # escapes what the encoding cannot print
+        stream.reconfigure(errors="backslashreplace")  # escapes characters that cannot be encoded
     try:
         main()
     except BrokenPipeError:
@@ -48,7 +52,7 @@ def run_program(main):
     finally:
         try:
             sys.stdout.flush()
-        except OSError:  # Python would try again at exit, and change the exit status
+        except OSError:  # otherwise, Python would flush again at exit, and change the exit status
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -73,9 +77,10 @@ def missing_package(module):
 
 @contextlib.contextmanager
 def explaining(what, remedy, kinds=Exception):
-    """Context manager: turns an exception of these kinds into a UserError.
+    """Context manager that turns an exception of these kinds into a UserError.
 
-    Its text is "what (reason); remedy", where reason is the first line of the exception's text.
+    The text of the UserError is "what (reason); remedy". The reason is the first line of the
+    exception's text.
     """
     try:
         yield
@@ -88,7 +93,7 @@ def explaining(what, remedy, kinds=Exception):
 def first_line(error):
     """Returns the first line of an exception's text, or the name of its type if it has no text.
 
-    If the first line ends with a colon, it only announces the second line, which is then returned.
+    If the first line ends with a colon, returns the second line, which contains the reason.
     """
     text = str(error)
     if isinstance(error, KeyError):  # the text of a KeyError is only the key

@@ -1,4 +1,4 @@
-"""Command-line flags: the fields of dataclasses, read by argparse.
+"""Command-line flags: argparse reads them, and the fields of dataclasses define them.
 
 A field has a type. The arguments of `flag` are the field's default, help text and range:
 
@@ -16,27 +16,31 @@ from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 RANGES = dict(above=gt, at_least=ge, below=lt, at_most=le)
-# Larger numbers could overflow as a float or as a time. A flag without an upper bound has this one.
+# The upper bound of a flag that defines none. Larger numbers could overflow when a program converts
+# them to a float or to a time.
 LARGEST = 10**12
 
 
 def flag(default, help, **settings):
     """Returns a dataclass field that defines a flag.
 
-    settings: bounds of a number, named as in RANGES. either=True: this flag and the previous flag
-    are mutually exclusive. For a string, empty=True: the value may be empty. path=False: the value
-    is not a path, so a ~ is not the home directory, see expand_home. line_breaks=True: a backslash
-    and an n, which are easier to type in a shell, mean a line break.
+    settings: the bounds of a number, named as in RANGES, and these options:
+
+    - either=True: this flag and the previous flag are mutually exclusive.
+    - empty=True: a string may be empty.
+    - path=False: a string is not a path, so ~ does not mean the home directory (expand_home).
+    - line_breaks=True: a backslash and an n in a string mean a line break, which is difficult to
+      type in a shell.
     """
     return dataclasses.field(default=default, metadata=dict(help=help, **settings))
 
 
 def parse_flags(doc, *configs, argv=None, rest=None):
-    """Returns {name: value} of the flags in argv (default: sys.argv). Does not add defaults.
+    """Returns {name: value} of the flags in argv, without the default values of missing flags.
 
-    doc: the description in --help. configs: dataclasses whose fields are the flags. rest: the name
-    of the positional arguments, if the program has any. If an argument is wrong, argparse prints a
-    message and exits.
+    doc: the description in --help. configs: dataclasses whose fields are the flags. argv: list of
+    strings; default: the command line. rest: the name of the positional arguments, if the program
+    has any. If an argument is wrong, argparse prints a message and exits.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
@@ -71,7 +75,7 @@ def make_options(field, kind):
         kind = get_args(kind)[0]
     if get_origin(kind) is list:
         kind = get_args(kind)[0]
-        options.update(nargs="+", action="extend")  # the values of a repeated flag add up
+        options.update(nargs="+", action="extend")  # a repeated flag appends its values
     if kind is bool:
         return options | dict(action=argparse.BooleanOptionalAction)
     if choices := get_args(kind):  # a Literal has choices
@@ -81,7 +85,10 @@ def make_options(field, kind):
 
 
 def make_reader(kind, settings):
-    """Returns the function that converts a text to a value. settings: see `flag`."""
+    """Returns a function that converts the text of an argument to a value of this type.
+
+    kind: int, float or str. settings: as in `flag`.
+    """
 
     def read(text):
         if kind is str:
@@ -106,14 +113,17 @@ def make_reader(kind, settings):
 
 
 def expand_home(text):
-    """Replaces a ~ at the start of a path. In NAME=~/x,NAME=~/y, a shell does not replace it."""
+    """Replaces ~ at the start of each path with the home directory.
+
+    A shell does not replace it inside an argument such as NAME=~/x,NAME=~/y.
+    """
     return re.sub(r"(?<![^=,])~[^/=,]*(?![^/=,])", lambda path: os.path.expanduser(path[0]), text)
 
 
 def read_version():
-    """Returns the version in pyproject.toml, such as "1.0"."""
+    """Returns the version in pyproject.toml, such as "1.0", or "unknown" without this file."""
     path = Path(__file__).parents[1] / "pyproject.toml"
-    if not path.exists():  # a user has copied only the Python files
+    if not path.exists():  # possibly, the user has copied only the Python files
         return "unknown"
     return re.search(r'^version = "(.+)"$', path.read_text("utf-8"), re.M)[1]
 

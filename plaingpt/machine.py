@@ -12,18 +12,19 @@ def count_cores():
 
 def count_gpus():
     """Returns the number of CUDA GPUs that this process may use."""
-    import torch  # imported here, so that programs that do not count GPUs start a second earlier
+    import torch  # imported here, because a program that counts no GPUs then starts faster
 
     return torch.cuda.device_count()
 
 
 def read_ranks():
-    """Reads RANK, LOCAL_RANK and WORLD_SIZE -> (rank, local_rank, world_size).
+    """Returns (rank, local_rank, world_size) from RANK, LOCAL_RANK and WORLD_SIZE.
 
-    If these variables are missing, the program runs in one process. If only LOCAL_RANK is missing,
-    one process runs on each machine.
+    If these environment variables are missing, the program runs in one process. If only LOCAL_RANK
+    is missing, one process runs on each machine.
 
-    Only rank 0 prints and saves, so a run in which the ranks are wrong may save nothing.
+    Raises UserError if the variables contradict each other. Only rank 0 prints and saves, so a run
+    with wrong ranks could save nothing.
     """
     world_size = read_number("WORLD_SIZE", default=1)
     if world_size > 1 and "RANK" not in os.environ:
@@ -44,7 +45,7 @@ def read_ranks():
 
 
 def read_number(name, default):
-    """Returns the integer in an environment variable."""
+    """Returns the integer in an environment variable, or the default if the variable is missing."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)

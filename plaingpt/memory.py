@@ -1,4 +1,4 @@
-"""Memory: what glibc keeps, what the garbage collector scans, and advice if none is left."""
+"""Memory: settings of glibc and of the garbage collector, and advice if memory runs out."""
 
 import contextlib
 import ctypes
@@ -8,7 +8,7 @@ import sys
 
 from plaingpt.errors import UserError
 
-# These are the numbers of two options in glibc's malloc.h. The values of both options are in bytes.
+# The numbers of two options of mallopt, from glibc's malloc.h. The options are sizes in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest C int
@@ -30,7 +30,7 @@ def keep_freed_memory(limit=MOST):
 
 @contextlib.contextmanager
 def frozen_gc():
-    """Context manager: Python's garbage collector ignores all objects that already exist.
+    """Context manager in which Python's garbage collector ignores all objects that already exist.
 
     Otherwise, the collector sometimes scans all objects of the imported modules, and the GPU waits
     0.1 s or longer.
@@ -44,19 +44,19 @@ def frozen_gc():
 
 @contextlib.contextmanager
 def memory_advice(message):
-    """Context manager: raises a UserError with this message if its block runs out of memory."""
+    """Context manager that raises a UserError with this message if memory runs out."""
     try:
         yield
     except RuntimeError as error:
-        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so the next
-        # line searches the message.
+        # CPU, MPS, Triton and cuBLAS do not raise torch.OutOfMemoryError, so only the text of the
+        # error shows that memory ran out.
         if re.search("DefaultCPUAllocator|out of memory|STATUS_ALLOC_FAILED", str(error)):
             raise UserError(message) from error
         raise
 
 
 def batch_size_advice(B):
-    """Returns memory_advice with the message for training and validation."""
+    """Returns memory_advice with a message about --batch_size, for training and validation."""
     return memory_advice(
         f"--batch_size {B}: out of memory; try half of it, or --activation_checkpointing"
     )

@@ -7,7 +7,7 @@ from plaingpt.device import has_bfloat16
 import torch
 import torch.distributed as dist
 
-MOST_NUMBERS = 2**26  # elements in a stack of matrices, such as 64 matrices of 1024 x 1024
+MOST_NUMBERS = 2**26  # maximum number of elements in a stack, such as 64 matrices of 1024 x 1024
 
 
 class Muon(torch.optim.Optimizer):
@@ -19,8 +19,8 @@ class Muon(torch.optim.Optimizer):
     matrices of the same shape, because on a GPU, launching a multiplication of small matrices takes
     longer than computing it.
 
-    params: as for any optimizer of PyTorch: parameters, pairs of a name and a parameter, or groups.
-    All parameters must be matrices. n_stacked is the number of matrices that are stacked by rows in
+    params: parameters, pairs (name, parameter) or groups, as for any PyTorch optimizer. All
+    parameters must be matrices. n_stacked is the number of matrices that are stacked by rows in
     each parameter of a group, such as 3 for query, key and value. Muon orthogonalizes each of these
     matrices separately. If query, key and value were orthogonalized as one matrix, they would share
     their singular directions, and their updates would be smaller than in the code of Muon's
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in parameters]
         skip = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device)) > 0
-        # If the gradient is the buffer, the next lerp does not change the buffer.
+        # In a skipped step, the buffer replaces the gradient, so the next lerp does not change it.
         gradients = [torch.where(skip, buffer, p.grad) for p, buffer in zip(parameters, buffers)]
         momentum = members[0][1]["momentum"]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         stack = stack.where(~skip, 0)
         for (p, group), part in zip(members, stack.split([len(each) for each in matrices])):
             # The mean square of an orthogonal matrix is 1 / its longer side, so the root mean
-            # square of this update is 0.2 lr, about as large as that of AdamW's updates.
+            # square of this update is 0.2 lr, about as large as for an update of AdamW.
             alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
             p.mul_(torch.where(skip, 1, 1 - group["lr"] * group["weight_decay"]))
             p.add_(self.from_matrices(part, p), alpha=alpha)
@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
         return x.mT if x.size(1) > x.size(2) else x
 
     def from_matrices(self, x, p):
-        """Returns a tensor with the shape of parameter p. The inverse of to_matrices."""
+        """Returns a tensor with the shape of parameter p. This is the inverse of to_matrices."""
         return (x.mT if x.size(2) != p.size(1) else x).flatten(0, 1)
 
     def orthogonalize(self, stack):

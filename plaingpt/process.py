@@ -1,4 +1,4 @@
-"""Sets up the processes of a program, joins their process group, and exchanges values."""
+"""Sets up a process, joins the process group of the program, and exchanges values in it."""
 
 import atexit
 import os
@@ -56,16 +56,16 @@ class Process:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, scalars):
-        """Computes means over all processes: {name: scalar tensor} -> {name: float}.
+        """Returns the mean of each scalar over all processes: {name: float}.
 
-        One all-reduce sums all scalars, so all processes need the same names in the same order. The
-        CPU waits for the result.
+        scalars: {name: scalar tensor}. One all-reduce sums all scalars, so all processes need the
+        same names in the same order. The CPU waits for the result.
         """
         values = torch.stack(list(scalars.values()))  # (number of names)
         return dict(zip(scalars, (self.sum(values) / self.world_size).tolist()))
 
     def sum(self, tensor):
-        """Sums a tensor over all processes."""
+        """Returns the sum of a tensor over all processes."""
         if self.world_size == 1:
             return tensor
         tensor = tensor.to(self.device, copy=True)  # a copy, because all_reduce works in place
@@ -73,7 +73,7 @@ class Process:
         return tensor
 
     def check_stop(self):
-        """Raises Stopped on all processes if one has received a signal or cannot read its data.
+        """Raises Stopped on all processes if one of them got a signal or cannot read its data.
 
         All processes call this method before each batch of validation, benchmarks and sampling.
         """
@@ -85,15 +85,15 @@ class Process:
         return self.sum(torch.tensor(float(flag))).item() > 0
 
     def raise_error(self, step):
-        """Raises, on all processes, the error of a process that cannot read its data, if any.
+        """If a process could not read its data, raises the error of this process on all processes.
 
-        step: the step that the run has saved, or 0.
+        step: the last step that the run has saved, or 0.
         """
         errors = [self.stop.error]
         if dist.is_initialized():
             errors = [None] * dist.get_world_size()
             dist.all_gather_object(errors, self.stop.error)
-        for error in (self.stop.error, *errors):  # its own error has a traceback
+        for error in (self.stop.error, *errors):  # first its own error, which has a traceback
             if error is not None:
                 if step > 0:
                     print0(f"step {step} is saved; --resume continues")
@@ -106,11 +106,11 @@ class Process:
 
 
 def setup(device, dtype, deterministic=False):
-    """Prepares PyTorch, and creates the process group -> Process.
+    """Prepares PyTorch, and creates the process group. Returns a Process.
 
-    Chooses the device and the dtype. Sets PyTorch's deterministic algorithms, the precision of
-    float32 matrix multiplications, and how glibc frees memory. The arguments are the values of the
-    flags with these names.
+    Chooses the device and the dtype. Sets whether PyTorch uses deterministic algorithms, the
+    precision of float32 matrix multiplications, and how glibc frees memory. The arguments are the
+    values of the flags with these names.
     """
     if deterministic:
         set_deterministic()
@@ -127,11 +127,14 @@ def setup(device, dtype, deterministic=False):
 
 
 def join_processes(rank, world_size, device):
-    """Joins PyTorch's process group, and leaves the group at exit."""
+    """Joins PyTorch's process group. At exit, the process leaves the group.
+
+    rank: the number of this process, from 0 to world_size - 1.
+    """
     is_cuda = device.type == "cuda"
     # rendezvous raises ValueError if MASTER_ADDR or MASTER_PORT is missing.
     with explaining("the processes cannot join", "use torchrun", ValueError):
-        timeout = timedelta(hours=1)  # a download on rank 0 may take long
+        timeout = timedelta(hours=1)  # a download takes long, and the other processes wait for it
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # On one machine, torchrun --max_restarts keeps the store after a restart. The store
@@ -145,15 +148,15 @@ def join_processes(rank, world_size, device):
             device_id=device if is_cuda else None,
             timeout=timeout,
         )
-    # Both functions run at exit, even after an error, in reverse order. gloo's threads need some
-    # time after destroy_process_group. If the program ended without this sleep, these threads might
+    # At exit, even after an error, Python calls both functions in reverse order. After
+    # destroy_process_group, gloo's threads need some time to end. Without the sleep, they might
     # crash (pytorch/pytorch#179291).
     atexit.register(time.sleep, 0.5)
     atexit.register(dist.destroy_process_group)
 
 
 def on_rank0(function, *args, **kwargs):
-    """Calls a function on rank 0. Returns its result, or raises its UserError, on all processes."""
+    """Calls a function on rank 0. All processes return its result, or raise its UserError."""
     results = [None]  # [the result or the UserError]; the broadcast replaces the element
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -168,7 +171,7 @@ def on_rank0(function, *args, **kwargs):
 
 
 def check_equal(value, message):
-    """Raises a UserError with this message on all processes if `value` differs between them."""
+    """Raises a UserError with this message on all processes if they have different values."""
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
@@ -177,7 +180,7 @@ def check_equal(value, message):
 
 
 def add_metrics(metrics, loss, more, weight):
-    """Adds the loss and the metrics of a micro-batch to the means of its step.
+    """Adds the loss and the metrics of a micro-batch, times its weight, to the means of a step.
 
     metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
     GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the

@@ -6,24 +6,25 @@ import math
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# These are all attention kernels except cuDNN's, which prepares a plan for each new shape. With a
+# All attention kernels of PyTorch except cuDNN's, which prepares a plan for each new shape. With a
 # mask and T % 128 == 64, cuDNN's kernel also computes NaN gradients (pytorch/pytorch#196678).
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @contextlib.contextmanager
 def attention_for_many_shapes():
-    """Context manager that turns off compiled code and cuDNN's attention.
+    """Context manager in which a model runs in eager mode, and without cuDNN's attention.
 
-    Otherwise, torch.compile would compile the model again, and cuDNN would prepare a new plan, for
-    each new shape.
+    It is for generation and benchmarks, in which almost every forward pass has a different shape.
+    For each new shape, torch.compile would compile the model again, and cuDNN would prepare a new
+    plan.
     """
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         yield
 
 
 class KVCache:
-    """Stores the keys and values of one block for all tokens so far. Allocates memory only once."""
+    """The keys and values of one block for all tokens so far. Memory is allocated only once."""
 
     def __init__(self, max_length):
         self.max_length = max_length
@@ -48,9 +49,9 @@ class KVCache:
 def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
     """Samples one token id per row: (B, vocab_size) -> (B, 1).
 
-    temperature 0 selects the most likely token. top_k keeps the k most likely tokens; 0 keeps all
-    tokens. top_p keeps the most likely tokens, until the sum of their probabilities reaches p
-    (Holtzman et al. 2020, arXiv:1904.09751).
+    temperature: divides the logits; 0 selects the most likely token. top_k: how many of the most
+    likely tokens to keep; 0 keeps all tokens. top_p: keeps the most likely tokens until the sum of
+    their probabilities reaches p (Holtzman et al. 2020, arXiv:1904.09751).
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)

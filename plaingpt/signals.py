@@ -1,4 +1,4 @@
-"""What stops a program: it saves a checkpoint and ends, or a signal ends it at once."""
+"""How a program stops: a run first saves a checkpoint; other programs end at once."""
 
 import contextlib
 import math
@@ -9,14 +9,14 @@ import time
 
 
 class Stopped(Exception):
-    """Raised after a signal, to end validation, a benchmark or generation without a result."""
+    """Raised to end validation, a benchmark or sampling without a result, as after a signal."""
 
 
 class StopRequest:
     """Stores whether a run should save a checkpoint and stop.
 
-    The reasons are a signal, the time limit, and an error of this process in reading data. The run
-    must then save the last step, on all processes, before one of them shows the error.
+    A run stops after a signal, at the time limit, or because this process cannot read its data. The
+    error of such a process is stored, because all processes first have to save the last step.
 
     next_batch: the Future of the batch that a thread reads, or None.
     """
@@ -37,7 +37,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def reading(self):
-        """Context manager: stores an error, instead of raising it."""
+        """Context manager that stores an exception in `error` instead of raising it."""
         try:
             yield
         except Exception as error:
@@ -45,21 +45,22 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, max_minutes=None):
-        """Context manager: a signal does not kill the run, but makes it save a checkpoint and end.
+        """Context manager: after a signal, the run saves a checkpoint and ends.
 
         The signals are SIGTERM, SIGINT and SIGHUP. A signal may arrive several times: a closing
         terminal often sends SIGHUP twice, and torchrun forwards a signal that a service manager has
         already sent to all processes. Only a second Ctrl-C (SIGINT) ends the program at once.
         Python handles signals only in the main thread.
 
-        max_minutes: the time limit of the run, from now on, or None.
+        max_minutes: the time limit, counted from the call of this method, or None.
         """
         self.deadline = time.monotonic() + 60 * (max_minutes or math.inf)
         old_handlers = {}
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGTERM", "SIGINT", "SIGHUP"):
                 number = getattr(signal, name, None)  # Windows has no SIGHUP
-                # A signal that is ignored stays ignored: nohup makes programs ignore SIGHUP.
+                # If the process ignores a signal, this method does not change that: nohup, for
+                # example, starts a program that ignores SIGHUP.
                 if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                     old_handlers[number] = signal.signal(number, self.handle)
         try:
@@ -69,7 +70,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def handle(self, number, frame):
-        """Python calls this method when a signal arrives."""
+        """Notes a signal, and prints what will happen. Python calls this method."""
         is_first = not self.has_signal
         self.has_signal = True
         how_often = "twice"
@@ -86,9 +87,9 @@ class StopRequest:
 
 
 def end_at_once_on_ctrl_c():
-    """Lets Ctrl-C end the program at once. For programs that have nothing to save.
+    """Makes Ctrl-C end the program at once. Programs that have nothing to save call this function.
 
-    By default, Python handles Ctrl-C only after the call of a library returns, which may take
-    minutes.
+    By default, Python handles Ctrl-C only after the current call of a C library returns, which may
+    take minutes.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

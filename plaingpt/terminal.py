@@ -8,7 +8,7 @@ import sys
 
 
 def visible(text, stream=None):
-    """Replaces control characters with escapes like \\x1b if the text goes to a terminal.
+    """Returns the text. For a terminal, replaces control characters with escapes like \\x1b.
 
     Control characters could change the state of the terminal. stream: the stream to which the text
     is written; default: stdout.
@@ -19,7 +19,7 @@ def visible(text, stream=None):
 
 
 def print_result(text, end="\n"):
-    """Prints a result of a program, on rank 0 only. Raises OSError, for example on a full disk."""
+    """Prints a result of a program, on rank 0 only. Raises OSError if printing fails."""
     if os.environ.get("RANK", "0") == "0":
         clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # removes the progress bar
         print(clear + visible(text), end=end, flush=True)
@@ -35,7 +35,7 @@ def print0(text, end="\n"):
 
 
 def shorten_line(line):
-    """Removes the last parts of a line "a | b | c" until the line fits into the terminal."""
+    """Removes the last parts of a line such as "a | b | c" until it fits into the terminal."""
     columns = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else len(line)
     while len(line) > columns and " | " in line:
         line = line.rpartition(" | ")[0]
@@ -45,5 +45,5 @@ def shorten_line(line):
 def show_progress(done, total, text):
     """Shows a progress bar in the last line of a terminal, until the next print0."""
     if sys.stdout.isatty():
-        bar = "#" * (20 * done // total)  # the full bar has 20 characters
+        bar = "#" * (20 * done // total)  # a full bar has 20 characters
         print0(shorten_line(f"{done}/{total} [{bar:<20}] {text}"), end="")
